@@ -1,0 +1,112 @@
+"""Input checks: shapes and dtypes at once, values of one call in a single synchronisation."""
+
+import numbers
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["Guard", "host_labels", "require_floating", "values_visible"]
+
+_FLOATING = (torch.float32, torch.float64)
+
+
+def values_visible(*tensors: Tensor) -> bool:
+    """True where the values can be looked at.
+
+    Not so on meta and fake tensors, inside torch.func transforms and under torch.compile.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
+
+
+def require_floating(function: str, **tensors: Tensor) -> None:
+    """Raise TypeError unless every argument is a float32 or float64 tensor of one dtype and device."""
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: {name} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in _FLOATING:
+            raise TypeError(
+                f"{function}: {name} must be float32 or float64, got {tensor.dtype}; "
+                f"convert it, e.g. {name}.double()"
+            )
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{function}: {name} must have the dtype of {first_name}, {first.dtype}, got {tensor.dtype}"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{function}: {name} must be on the device of {first_name}, {first.device}, "
+                f"got {tensor.device}"
+            )
+
+
+def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
+    """Cluster labels as an int64 array (n,); they decide shapes, so they live on the host."""
+    labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
+    if labels.dtype.kind not in "iu":
+        raise TypeError(f"{function}: clusters must be integer labels, got {labels.dtype}")
+    if labels.shape != (rows,):
+        raise ValueError(
+            f"{function}: clusters must hold one label for each of the {rows} rows, got shape {labels.shape}"
+        )
+    return labels.astype(np.int64)
+
+
+class Guard:
+    """Gathers the checks of values of one call, so that a GPU is waited for only once.
+
+    Flags are 0-dimensional boolean tensors on the device of the data; `check` looks at all of
+    them together and raises ValueError with the first message that applies.
+    """
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self._flags: list[Tensor] = []
+        self._messages: list[str] = []
+
+    def require(self, flag: Tensor, message: str) -> None:
+        """Demand that a boolean tensor holds everywhere; the message says what else is wrong."""
+        if values_visible(flag):
+            self._flags.append(flag.detach().all())
+            self._messages.append(message)
+
+    def finite(self, **tensors: Tensor) -> None:
+        """Demand that no entry is NaN or infinite."""
+        for name, tensor in tensors.items():
+            # A NaN or infinity makes the sum one too: no boolean copy of a large matrix is needed.
+            self.require(tensor.detach().sum().isfinite(), f"{name} must be finite, got NaN or infinity")
+
+    def symmetric(self, **matrices: Tensor) -> None:
+        """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
+        for name, matrix in matrices.items():
+            K = matrix.detach()
+            n = K.shape[-1]
+            v = torch.arange(n, dtype=K.dtype, device=K.device).cos()
+            size = torch.linalg.vector_norm(K, dim=(-2, -1))
+            gap = (K @ v - K.mT @ v).abs().amax(-1)
+            self.require(size.isfinite(), f"{name} must be finite, got NaN or infinity")
+            limit = n * torch.finfo(K.dtype).eps * size
+            self.require(gap <= limit, f"{name} must be symmetric, but differs from its transpose")
+
+    def positive(self, **tensors: Tensor | float) -> None:
+        """Demand that every entry is positive and finite."""
+        for name, value in tensors.items():
+            if isinstance(value, Tensor):
+                flag = (value > 0) & (value < torch.inf)
+                self.require(flag, f"{name} must be positive and finite")
+            elif not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+                raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
+
+    def check(self) -> None:
+        """Raise for the first demand that does not hold."""
+        if not self._flags:
+            return
+        device = self._flags[0].device
+        held = torch.stack([flag.to(device) for flag in self._flags]).tolist()
+        for ok, message in zip(held, self._messages, strict=True):
+            if not ok:
+                raise ValueError(f"{self.function}: {message}")

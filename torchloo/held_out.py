@@ -1,0 +1,37 @@
+"""HeldOut: what a machine says of the points that it has not seen."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["HeldOut"]
+
+
+class HeldOut(NamedTuple):
+    """Held-out outputs of a machine at its own training points.
+
+    Shapes are those of the targets that came in: (..., n), or (..., n, c) with an output axis,
+    which is there iff ``outputs.ndim == weight.ndim + 1``. A path puts its axis of
+    regularisations before everything else.
+    """
+
+    outputs: Tensor
+    """What the machine that never saw row i (or its cluster) says of row i."""
+
+    residuals: Tensor
+    """targets - outputs, from the closed form."""
+
+    targets: Tensor
+    """The targets the machine was trained on (KFD: its coded targets)."""
+
+    weight: Tensor
+    """Training weights, (..., n); ones where none were given."""
+
+    clusters: Tensor | None
+    """Integer labels (n,) on the host of what was left out together; None: every row alone."""
+
+    variance: Tensor
+    """Held-out predictive variance in units of the noise variance, the shape of the outputs."""
+
+    refitted: Tensor
+    """Boolean (..., n): rows refitted explicitly because the closed form would have cancelled."""

@@ -1,0 +1,422 @@
+"""Kernels: small modules, kernel(X, Z=None) -> (..., n, m), composed by + and *.
+
+Leading dimensions of X (..., n, d) and Z (..., m, d) are batch and broadcast. Z=None means Z = X: the matrix
+is then exactly symmetric. Positive parameters are copied and kept as logarithms, `log_lengthscale` and so on,
+in float64, so any optimiser moves them safely. Values of X are not looked at: machines do that, once.
+
+>>> kernel = 2.0 * RBF(lengthscale=0.5) + Linear()
+>>> kernel(torch.zeros(3, 2)).shape
+torch.Size([3, 3])
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.precision import full_precision
+
+__all__ = [
+    "RBF", "Boolean", "Kernel", "Linear", "Matern", "Polynomial", "Precomputed", "Product", "Scaled", "Sum",
+]  # fmt: skip
+
+Values = float | Sequence[float] | Tensor
+Features = nn.Module | None
+
+
+def _tile_rows(matrix: Tensor) -> int:
+    """How many rows of a (..., n, m) matrix to treat at once: a tile fits the cache of a CPU."""
+    row = max(1, matrix.shape[:-2].numel() * matrix.shape[-1])
+    return max(32, (1 << (18 if matrix.device.type == "cpu" else 24)) // row)
+
+
+class _SquaredDistance(Function):
+    """factor |x_i - z_j|^2 for float64 points X (..., n, d) and Z (..., m, d), as (..., n, m) of a dtype.
+
+    Up to 16 coordinates, or if `direct`, by differences: relatively accurate, exactly 0 for equal rows. Else
+    by |x|^2 + |z|^2 - 2 x.z, one matmul, with an absolute error of about 1e-16 (|x|^2 + |z|^2). If `same`,
+    Z is X and only the lower triangle is computed. The backward keeps X and Z alone and can be differentiated
+    in turn: Xbar = 2 factor (diag(G 1) X - G Z) for a cotangent G, and Zbar likewise with G^T.
+    """
+
+    @staticmethod
+    def forward(X: Tensor, Z: Tensor, same: bool, direct: bool, factor: float, dtype: Any) -> Tensor:
+        mode = "donot_use_mm_for_euclid_dist" if direct or X.shape[-1] <= 16 else "use_mm_for_euclid_dist"
+        n, m = X.shape[-2], Z.shape[-2]
+        D = X.new_empty((*X.shape[:-1], m), dtype=dtype)
+        for start in range(0, n, step := _tile_rows(D)):
+            rows = min(step, n - start)
+            columns = start + rows if same else m
+            tile = torch.cdist(X.narrow(-2, start, rows), Z.narrow(-2, 0, columns), compute_mode=mode)
+            tile.square_()
+            if same:
+                corner = tile.narrow(-1, start, rows)  # the matmul need not round symmetrically
+                corner.add_(corner.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
+                mirror = D.narrow(-2, 0, start).narrow(-1, start, rows)
+                torch.mul(tile.narrow(-1, 0, start).mT, factor, out=mirror)
+            torch.mul(tile, factor, out=D.narrow(-2, start, rows).narrow(-1, 0, columns))
+        return D
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        X, Z, _, _, ctx.factor, _ = inputs
+        ctx.save_for_backward(X, Z)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor | None, ...]:
+        def bar(G: Tensor, X: Tensor, Z: Tensor) -> Tensor:
+            tiles = zip(G.split(step := _tile_rows(G), dim=-2), X.split(step, dim=-2), strict=True)
+            wide = ((g.to(Z.dtype), x) for g, x in tiles)  # never a float64 copy of a whole float32 G
+            return 2 * ctx.factor * torch.cat([g.sum(-1, keepdim=True) * x - g @ Z for g, x in wide], dim=-2)
+
+        X, Z = ctx.saved_tensors
+        X_bar = bar(G, X, Z) if ctx.needs_input_grad[0] else None
+        Z_bar = bar(G.mT, Z, X) if ctx.needs_input_grad[1] else None
+        return X_bar, Z_bar, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        points = [
+            P.expand(info.batch_size, *P.shape) if axis is None else P.movedim(axis, 0)
+            for P, axis in zip(inputs[:2], in_dims[:2], strict=True)
+        ]
+        return _SquaredDistance.apply(*points, *inputs[2:]), 0
+
+
+class _MaternOfSquare(Function):
+    """k_0 = e^-a, k_1 = (1 + a) e^-a or k_2 = (1 + a + a^2/3) e^-a as a function of A = a^2.
+
+    k_2' = -k_1 / 6, k_1' = -k_0 / 2 and k_0' = -k_0 / (2 a), taken as 0 at a = 0: no derivative divides by a
+    distance of zero, and those that exist for equal rows are right there.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(A: Tensor, order: int) -> Tensor:
+        a = A.sqrt()
+        if order == 0:
+            return a.neg_().exp_()
+        decay = a.neg().exp_()
+        return (a.add_(1) if order == 1 else a.add_(A, alpha=1 / 3).add_(1)).mul_(decay)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        A, ctx.order = inputs
+        ctx.save_for_backward(A)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
+        (A,), order = ctx.saved_tensors, ctx.order
+        below = _MaternOfSquare.apply(A, max(0, order - 1))
+        if order == 0:
+            below = below * torch.where(A > 0, A, torch.inf).rsqrt()
+        return G * below * (-1 / 6 if order == 2 else -1 / 2), None
+
+
+def _log(function: str, name: str, values: Values) -> Tensor:
+    """Logarithms in float64 of values checked to be positive and finite."""
+    tensor = torch.as_tensor(values, dtype=torch.float64).detach()
+    guard = Guard(function)
+    guard.positive(**{name: values if isinstance(values, float | int) else tensor})
+    guard.check()
+    return tensor.log()
+
+
+def _exp_of(name: str) -> property:
+    return property(lambda kernel: getattr(kernel, name).exp(), doc=f"exp({name}).")
+
+
+def _show(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    if value.ndim > 1 or value.numel() > 8 or not values_visible(value):
+        return f"<shape {tuple(value.shape)}>"
+    shown = [f"{v:.4g}" for v in value.flatten().tolist()]
+    return f"[{', '.join(shown)}]" if value.ndim else shown[0]
+
+
+class Kernel(nn.Module):
+    """A positive semidefinite function of two points, for all pairs of rows of X and Z.
+
+    A kernel of your own overrides `_evaluate`, for inputs that are checked and have gone through `features`.
+
+    Args:
+        features: module applied to X and Z first, (..., n, d) -> (..., n, p), and trained with the kernel. It
+            may run under autocast; the kernel itself is always evaluated in the precision of X.
+        positive: values of positive parameters by name, each kept as the parameter `log_<name>`.
+    """
+
+    _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
+
+    def __init__(self, *, features: Features = None, **positive: Values) -> None:
+        super().__init__()
+        if not isinstance(features, Features):
+            raise TypeError(f"{self._get_name()}: features must be a Module, got {type(features).__name__}")
+        self.features = features
+        for name, values in positive.items():
+            self.register_parameter(f"log_{name}", nn.Parameter(_log(self._get_name(), name, values)))
+
+    def forward(self, X: Tensor, Z: Tensor | None = None) -> Tensor:
+        """Kernel matrix (..., n, m) between X (..., n, d) and Z (..., m, d), of their dtype."""
+        left, right = self._embed("X", X), None
+        if Z is not None:
+            require_floating(self._get_name(), X=X, Z=Z)
+            right = self._embed("Z", Z)
+            d = left.shape[-1]
+            self._require(right.shape[-1] == d, f"Z must have {d} columns to match X", right.shape)
+            self._batch(X=left.shape[:-2], Z=right.shape[:-2])
+        with full_precision(X):
+            return self._evaluate(left, right)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def feature_map(self, X: Tensor) -> Tensor | None:
+        """F (..., n, p) with K = F F^T if the kernel is linear in finitely many features, else None."""
+        return None
+
+    def extra_repr(self) -> str:
+        """Current values."""
+        logs = (name.removeprefix("log_") for name in (*self._parameters, *self._buffers))
+        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self._fixed, *logs))
+
+    def __add__(self, other: object) -> "Sum":
+        return Sum(self, other) if isinstance(other, Kernel) else NotImplemented
+
+    def __mul__(self, other: object) -> "Kernel":
+        if isinstance(other, Kernel):
+            return Product(self, other)
+        return Scaled(self, other) if isinstance(other, float | int | Tensor) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def _require(self, holds: bool, expected: str, shape: torch.Size) -> None:
+        if not holds:
+            raise ValueError(f"{self._get_name()}: {expected}, got shape {tuple(shape)}")
+
+    def _batch(self, **shapes: torch.Size) -> torch.Size:
+        try:
+            return torch.broadcast_shapes(*shapes.values())
+        except RuntimeError:
+            received = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            raise ValueError(f"{self._get_name()}: batch shapes must broadcast, got {received}") from None
+
+    def _lift(self, name: str, X: Tensor) -> Tensor:
+        """A parameter of batch shape (...) as (..., 1, 1), in the dtype of X."""
+        value = getattr(self, name)
+        self._batch(**{"X": X.shape[:-2], name: value.shape})
+        return value.to(X.dtype).unsqueeze(-1).unsqueeze(-1)
+
+    def _embed(self, name: str, X: Tensor) -> Tensor:
+        require_floating(self._get_name(), **{name: X})
+        self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
+        for own in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+            if own.device != X.device:
+                where = f"{self._get_name()}: {name} must be on the device of the kernel, {own.device}"
+                raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
+        if self.features is None:
+            return X
+        F, n = self.features(X), X.shape[-2]
+        self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
+        return F.to(X.dtype)
+
+
+def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
+    """x_i . z_j, (..., n, m); exactly symmetric if Z is None, as a matmul need not be."""
+    if Z is not None:
+        return X @ Z.mT
+    half = (0.5 * X) @ X.mT
+    return half + half.mT
+
+
+class Linear(Kernel):
+    """k(x, z) = x . z (CRITERIA eq. 2)."""
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return _inner(X, Z)
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """X itself, or its features."""
+        return self._embed("X", X)
+
+
+class Polynomial(Kernel):
+    """k(x, z) = (x . z + offset)^degree (CRITERIA eq. 3), offset >= 0 of shape (...).
+
+    Zero has no logarithm to train: if any offset is 0 then all are fixed, and `log_offset` is a buffer (-inf
+    where the offset is 0) instead of a parameter.
+    """
+
+    _fixed = ("degree",)
+    offset = _exp_of("log_offset")
+
+    def __init__(self, degree: int = 2, offset: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features)
+        if not isinstance(degree, int) or degree < 1:
+            raise ValueError(f"Polynomial: degree must be a positive integer, got {degree}")
+        self.degree = degree
+        values = torch.as_tensor(offset, dtype=torch.float64).detach()
+        guard = Guard("Polynomial")
+        guard.require((values >= 0) & (values < torch.inf), f"offset must be 0 or positive, got {offset}")
+        guard.check()
+        number = isinstance(offset, float | int)
+        zero = offset == 0 if number else values_visible(values) and bool((values == 0).any())
+        self.log_offset = (nn.Buffer if zero else nn.Parameter)(values.log())
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return (_inner(X, Z) + self._lift("offset", X)) ** self.degree
+
+
+class Boolean(Kernel):
+    """k(x, z) = (1 + rate)^(x . z) (CRITERIA, below eq. 3), rate > 0 of shape (...).
+
+    For x in {0, 1}^d: every conjunction of s of the d variables is a feature, of squared weight rate^s.
+    """
+
+    rate = _exp_of("log_rate")
+
+    def __init__(self, rate: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features, rate=rate)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return (self._lift("rate", X).log1p() * _inner(X, Z)).exp_()
+
+
+class _Stationary(Kernel):
+    lengthscale = _exp_of("log_lengthscale")
+    log_lengthscale: Tensor
+
+    def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
+        """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
+        scale, d = self.log_lengthscale.double().exp(), X.shape[-1]
+        shapes = {"lengthscale": scale.shape[:-1], "X": X.shape[:-2], "Z": (X if Z is None else Z).shape[:-2]}
+        if scale.ndim > 0:
+            expected = f"lengthscale must be a scalar or end in {d} to match X"
+            self._require(scale.shape[-1] in (1, d), expected, scale.shape)
+            scale = scale.unsqueeze(-2)  # (..., 1, d)
+        batch = self._batch(**shapes)
+        # Centred in float64: far from the origin, a division in float32 would round distances away.
+        centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
+        left = ((X.double() - centre) / scale).expand(*batch, *X.shape[-2:])
+        right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
+        return _SquaredDistance.apply(left, right, Z is None, direct, factor, X.dtype)
+
+
+class RBF(_Stationary):
+    """k(x, z) = exp(-|x - z|^2 / (2 lengthscale^2)); k(x, x) is exactly 1.
+
+    Cost: one matmul or 16 passes at most, and an exp. Memory: one (n, m) matrix, kept for the backward.
+
+    Args:
+        lengthscale: positive. A number or shape () is shared by all coordinates; shape (d,) has one for each
+            (ARD). A batch has at least two dimensions: (..., 1) shared or (..., d) ARD, and its leading
+            dimensions broadcast with those of X.
+
+    >>> RBF.from_rate(torch.tensor([0.5, 2.0]))
+    RBF(lengthscale=[1, 0.5])
+    """
+
+    def __init__(self, lengthscale: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features, lengthscale=lengthscale)
+
+    @classmethod
+    def from_rate(cls, eta: Values, *, features: Features = None) -> Self:
+        """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
+        return cls((2 * _log("RBF.from_rate", "eta", eta).exp()).rsqrt(), features=features)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return self._distance(X, Z, factor=-0.5).exp_()
+
+
+class Matern(_Stationary):
+    """With a = sqrt(2 nu) |x - z| / lengthscale: e^-a, (1 + a) e^-a or (1 + a + a^2/3) e^-a; k(x, x) = 1.
+
+    For nu = 1/2, 3/2 or 5/2. At equal rows nu = 1/2 has no gradient and 0 is taken; as its square root needs
+    small distances to be accurate, it takes differences for every d, at d passes. Lengthscale: as in RBF.
+    """
+
+    _fixed = ("nu",)
+
+    def __init__(self, nu: float = 1.5, lengthscale: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features, lengthscale=lengthscale)
+        if nu not in (0.5, 1.5, 2.5):
+            raise ValueError(f"Matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
+        self.nu = nu
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        A = self._distance(X, Z, factor=2 * self.nu, direct=self.nu == 0.5)
+        return _MaternOfSquare.apply(A, int(self.nu))
+
+
+class Precomputed(Kernel):
+    """X itself: its rows already hold kernel values, (..., n, n) in training.
+
+    To predict, X_new (..., m, n) holds kernel values of new points with the n training points.
+    """
+
+    def __init__(self, *, features: Features = None) -> None:
+        super().__init__()
+        if features is not None:
+            raise ValueError(f"Precomputed: features must be None, got {type(features).__name__}")
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        if Z is not None:
+            n = Z.shape[-2]
+            self._require(X.shape[-1] == n, f"X must have {n} columns, one for each row of Z", X.shape)
+        return X
+
+
+class Scaled(Kernel):
+    """scale * kernel, scale > 0 of shape (...)."""
+
+    scale = _exp_of("log_scale")
+
+    def __init__(self, kernel: Kernel, scale: Values, *, features: Features = None) -> None:
+        super().__init__(features=features, scale=scale)
+        self.kernel = kernel
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        K = self.kernel(X, Z)
+        return self._lift("scale", K) * K
+
+    def feature_map(self, X: Tensor) -> Tensor | None:
+        """sqrt(scale) times the features of the kernel."""
+        F = self.kernel.feature_map(self._embed("X", X))
+        return None if F is None else self._lift("scale", F).sqrt() * F
+
+
+class Sum(Kernel):
+    """k1 + k2 + ...; the kernels apply features of their own, after those of the sum."""
+
+    _combine = staticmethod(operator.add)
+
+    def __init__(self, *kernels: Kernel, features: Features = None) -> None:
+        super().__init__(features=features)
+        self.kernels: Any = nn.ModuleList(kernels)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
+
+    def feature_map(self, X: Tensor) -> Tensor | None:
+        """The features of the kernels side by side, if all have them."""
+        X = self._embed("X", X)
+        maps = [kernel.feature_map(X) for kernel in self.kernels]
+        if any(F is None for F in maps):
+            return None
+        batch = torch.broadcast_shapes(*(F.shape[:-2] for F in maps))
+        return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
+
+
+class Product(Sum):
+    """k1 * k2 * ..., entry by entry; features as in Sum."""
+
+    _combine = staticmethod(operator.mul)
+
+    def feature_map(self, X: Tensor) -> None:
+        """None: the features of a product are not listed."""
