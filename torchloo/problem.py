@@ -1,0 +1,86 @@
+"""Targets, weights and regularisation of a least-squares problem, checked and broadcast."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchloo.guards import Guard, require_floating
+
+__all__ = ["Problem", "check_dual", "check_features"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every least-squares machine needs beside its matrix, with one batch shape."""
+
+    Y: Tensor
+    """Targets, (..., n, c)."""
+    weight: Tensor
+    """Row weights, (..., n); ones where none were given."""
+    reg: Tensor
+    """Regularisation, (...)."""
+    guard: Guard
+    """Demands on the values, not yet looked at, and the name that errors carry."""
+
+    @property
+    def function(self) -> str:
+        """Name that errors carry."""
+        return self.guard.function
+
+    @property
+    def ridge(self) -> Tensor:
+        """reg / weight, (..., n): what is added to the diagonal of K."""
+        return self.reg.unsqueeze(-1) / self.weight
+
+    def expand(self, matrix: Tensor) -> Tensor:
+        """A matrix with the batch shape of the problem."""
+        return matrix.expand(*self.reg.shape, *matrix.shape[-2:])
+
+
+def _check(
+    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+) -> Problem:
+    """Check shapes and dtypes against a matrix (..., n, m) and note what must hold of the values."""
+    function = guard.function
+    given = {name: matrix, "Y": Y} | ({} if weight is None else {"weight": weight})
+    require_floating(function, **given)
+    shape = tuple(matrix.shape)
+    if matrix.ndim < 2 or 0 in shape:
+        raise ValueError(f"{function}: {name} must be a matrix with at least one row, got shape {shape}")
+    n = shape[-2]
+    if Y.ndim < 2 or Y.shape[-2] != n or 0 in Y.shape:
+        raise ValueError(f"{function}: Y must have {n} rows to match {name}, got shape {tuple(Y.shape)}")
+    if weight is None:
+        weight = Y.new_ones(n)
+    elif weight.ndim < 1 or weight.shape[-1] != n:
+        raise ValueError(
+            f"{function}: weight must have {n} entries to match {name}, got shape {tuple(weight.shape)}"
+        )
+    guard.positive(reg=reg, weight=weight)
+    guard.finite(Y=Y)
+    reg = torch.as_tensor(reg, dtype=Y.dtype, device=Y.device)
+    try:
+        batch = torch.broadcast_shapes(shape[:-2], Y.shape[:-2], weight.shape[:-1], reg.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
+            f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
+        ) from None
+    return Problem(Y.expand(*batch, *Y.shape[-2:]), weight.expand(*batch, n), reg.expand(batch), guard)
+
+
+def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
+    """The problem of a kernel matrix K, which must be square and symmetric."""
+    problem = _check(guard, "K", K, Y, reg, weight)
+    if K.shape[-1] != K.shape[-2]:
+        raise ValueError(f"{guard.function}: K must be square, (..., n, n), got shape {tuple(K.shape)}")
+    problem.guard.symmetric(K=K)
+    return problem
+
+
+def check_features(guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
+    """The problem of explicit features Z, (..., n, p)."""
+    problem = _check(guard, "Z", Z, Y, reg, weight)
+    problem.guard.finite(Z=Z)
+    return problem
