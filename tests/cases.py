@@ -1,0 +1,101 @@
+"""The machines that the contract is about, each with its delete-and-refit, and problems to try them on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import reference
+import torch
+from torch import Tensor
+
+import torchloo as tl
+
+KERNEL = {"rbf": lambda: tl.kernels.RBF(lengthscale=1.3), "linear": tl.kernels.Linear}
+BASIS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A machine of given kernel, and its reference on one problem without batch dimensions."""
+
+    name: str
+    make: Callable[..., torch.nn.Module]
+    refit: Callable[[Tensor, Tensor, Tensor, Tensor, object], Tensor]
+    labels: bool = False
+
+    def targets(self, Y: Tensor) -> Tensor:
+        """Targets that suit the machine."""
+        if not self.labels:
+            return Y
+        signs = Y.sign()
+        axis = -2
+        first, second = signs.select(axis, 0), signs.select(axis, 1)
+        first.fill_(1.0), second.fill_(-1.0)  # both classes, whatever was drawn
+        third, fourth = signs.select(axis, 2), signs.select(axis, 3)
+        third.fill_(1.0), fourth.fill_(-1.0)
+        return signs
+
+    def expected(self, X: Tensor, Y: Tensor, reg: object, weight: Tensor, clusters: object) -> Tensor:
+        """Outputs of delete-and-refit for X (..., n, d) and Y (..., n, c), problem by problem."""
+        batch = X.shape[:-2]
+        reg = torch.as_tensor(reg, dtype=X.dtype)
+        flat = zip(
+            X.reshape(-1, *X.shape[-2:]),
+            Y.reshape(-1, *Y.shape[-2:]),
+            reg.expand(batch).reshape(-1),
+            weight.expand(*batch, X.shape[-2]).reshape(-1, X.shape[-2]),
+            strict=True,
+        )
+        outputs = [self.refit(x, y, r, w, clusters) for x, y, r, w in flat]
+        return torch.stack(outputs).reshape(Y.shape)
+
+
+def gram(X: Tensor, Z: Tensor, kernel: str) -> Tensor:
+    """The kernel matrix by loops over its entries."""
+    K = torch.empty(len(X), len(Z), dtype=X.dtype)
+    for i, x in enumerate(X):
+        for j, z in enumerate(Z):
+            K[i, j] = x @ z if kernel == "linear" else torch.exp(-((x - z) ** 2).sum() / (2 * 1.3**2))
+    return K
+
+
+def _dense(function, kernel):
+    return lambda X, Y, reg, weight, clusters: function(gram(X, X, kernel), Y, reg, weight, clusters)
+
+
+def _sparse(X, Y, reg, weight, clusters):
+    Z = X[:BASIS]
+    return reference.sparse_lssvm(gram(Z, Z, "rbf"), gram(X, Z, "rbf"), Y, reg, weight, clusters)
+
+
+def _all_rows(X, Y, reg, weight, clusters):
+    K = gram(X, X, "rbf")
+    return reference.sparse_lssvm(K, K, Y, reg, weight, clusters)
+
+
+CASES = [
+    Case("rls", lambda reg=1.0: tl.RLS(KERNEL["rbf"](), reg), _dense(reference.rls, "rbf")),
+    Case("lssvm", lambda reg=1.0: tl.LSSVM(KERNEL["rbf"](), reg), _dense(reference.lssvm, "rbf")),
+    Case("kfd", lambda reg=1.0: tl.KFD(KERNEL["rbf"](), reg), _dense(reference.kfd, "rbf"), labels=True),
+    Case("rls-linear", lambda reg=1.0: tl.RLS(KERNEL["linear"](), reg), _dense(reference.rls, "linear")),
+    Case(
+        "lssvm-linear", lambda reg=1.0: tl.LSSVM(KERNEL["linear"](), reg), _dense(reference.lssvm, "linear")
+    ),
+    Case("sparse", lambda reg=1.0: tl.SparseLSSVM(KERNEL["rbf"](), reg, basis=BASIS), _sparse),
+]
+IDS = [case.name for case in CASES]
+
+
+def problem(
+    n: int = 12, d: int = 3, c: int = 2, batch: tuple[int, ...] = (), seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """X (..., n, d), Y (..., n, c) and weights (..., n), the basis apart from one another."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(*batch, n, d, dtype=torch.float64, generator=generator)
+    Y = torch.randn(*batch, n, c, dtype=torch.float64, generator=generator)
+    weight = 0.25 + 2 * torch.rand(*batch, n, dtype=torch.float64, generator=generator)
+    return X, Y, weight
+
+
+def relative(received: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected entry."""
+    return ((received - expected).abs().max() / expected.abs().max()).item()

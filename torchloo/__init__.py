@@ -1,0 +1,28 @@
+"""Kernel machines that tell, exactly, what they would have said of points they had not seen."""
+
+from torchloo import criteria, datasets, functional, kernels
+from torchloo.clusters import folds
+from torchloo.criteria import balanced_weight
+from torchloo.fisher import KFD
+from torchloo.held_out import HeldOut
+from torchloo.lssvm import LSSVM
+from torchloo.rls import RLS
+from torchloo.smoothers import Fit
+from torchloo.sparse import SparseLSSVM
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KFD",
+    "LSSVM",
+    "RLS",
+    "Fit",
+    "HeldOut",
+    "SparseLSSVM",
+    "balanced_weight",
+    "criteria",
+    "datasets",
+    "folds",
+    "functional",
+    "kernels",
+]

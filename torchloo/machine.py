@@ -1,0 +1,186 @@
+"""The shell of every least-squares machine: parameters, buffers, and one call of a pure function each."""
+
+import math
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from torchloo.guards import Guard, require_floating
+from torchloo.held_out import HeldOut
+from torchloo.kernels import Kernel
+from torchloo.precision import full_precision
+from torchloo.smoothers import Fit, solve_dual, solve_features
+from torchloo.spectral import path_dual, path_features
+
+__all__ = ["KernelMachine"]
+
+_FITTED = ("support", "coef", "bias")
+
+
+class KernelMachine(nn.Module):
+    """A least-squares machine with a kernel, a regularisation and, once fitted, coefficients.
+
+    `solve`, `loo`, `lco` and `path` are functions of their arguments and of the parameters: they
+    store nothing and keep the graph. `fit` stores coefficients in buffers and keeps no graph.
+
+    Args:
+        kernel: a kernel of torchloo.kernels.
+        reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
+
+    Shape:
+        X (..., n, d); y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
+        clusters (n,). Leading dimensions are batch and broadcast against reg.
+    """
+
+    _function: str
+    _has_bias: bool
+
+    support: Tensor | None
+    coef: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0) -> None:
+        super().__init__()
+        if not isinstance(kernel, Kernel):
+            raise TypeError(
+                f"{type(self).__name__}: kernel must be a torchloo kernel, got {type(kernel).__name__}"
+            )
+        guard = Guard(type(self).__name__)
+        guard.positive(reg=reg)
+        guard.check()
+        log_reg = reg.detach().log() if isinstance(reg, Tensor) else math.log(reg)
+        self.kernel = kernel
+        self.log_reg = nn.Parameter(torch.as_tensor(log_reg, dtype=torch.float64).clone())
+        for name in _FITTED:
+            self.register_buffer(name, None)
+        self._flat = True
+
+    @property
+    def reg(self) -> Tensor:
+        """Regularisation, exp(log_reg)."""
+        return self.log_reg.exp()
+
+    def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Fit:
+        """The solved machine, differentiable in X, y, weight and all parameters."""
+        guard, Y, flat = self._checked(X, y)
+        return replace(self._solve(guard, X, Y, weight), flat=flat)
+
+    def loo(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> HeldOut:
+        """What the machine would have said of every row, had it not seen it; differentiable."""
+        return self.solve(X, y, weight).held_out()
+
+    def lco(self, X: Tensor, y: Tensor, clusters: object, weight: Tensor | None = None) -> HeldOut:
+        """What the machine would have said of every row, had it not seen the row's cluster."""
+        if clusters is None:
+            raise TypeError(f"{self._function}: clusters must be integer labels, got None; use loo")
+        return self.solve(X, y, weight).held_out(clusters)
+
+    def path(
+        self,
+        X: Tensor,
+        y: Tensor,
+        regs: Tensor,
+        clusters: object | None = None,
+        weight: Tensor | None = None,
+    ) -> HeldOut:
+        """Held-out outputs for every regularisation, (R,) or (R, c), in front of all other axes.
+
+        The machine's own reg is not used. One decomposition serves them all; see `path_dual`.
+        """
+        guard, Y, flat = self._checked(X, y)
+        return self._path(guard, X, Y, regs, clusters, weight, flat)
+
+    @torch.no_grad()
+    def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
+        """Store the coefficients of the solved machine; an error leaves it as it was."""
+        fit = self.solve(X, y, weight)
+        self.support, self.coef = (t.clone() for t in self._expansion(X, fit))
+        self.bias, self._flat = fit.offset.clone(), fit.flat
+        return self
+
+    def forward(self, X: Tensor) -> Tensor:
+        """Outputs at new points, with the trailing shape of the targets of `fit`."""
+        if self.coef is None or self.bias is None:
+            raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
+        design = self._design(X)
+        if design.shape[-1] != self.coef.shape[-2]:
+            raise ValueError(
+                f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
+            )
+        with full_precision(X):
+            outputs = design @ self.coef + self.bias.unsqueeze(-2)
+        return outputs[..., 0] if self._flat else outputs
+
+    def extra_repr(self) -> str:
+        """Current regularisation."""
+        reg = self.reg.detach()
+        return f"reg={reg.item():.4g}" if reg.ndim == 0 and not reg.is_meta else f"reg={tuple(reg.shape)}"
+
+    def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
+        """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
+        require_floating(self._function, X=X, y=y)
+        if X.ndim < 2 or 0 in X.shape:
+            raise ValueError(
+                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
+            )
+        flat = y.ndim == X.ndim - 1
+        rows = y.shape[-1 if flat else -2] if y.ndim else 0
+        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2]:
+            raise ValueError(
+                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
+                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
+            )
+        guard = Guard(self._function)
+        guard.finite(X=X)
+        return guard, y.unsqueeze(-1) if flat else y, flat
+
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
+        Z = self.kernel.feature_map(X)
+        if Z is None:
+            return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
+        return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
+
+    def _path(
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        regs: Tensor,
+        clusters: object | None,
+        weight: Tensor | None,
+        flat: bool,
+    ) -> HeldOut:
+        Z = self.kernel.feature_map(X)
+        if Z is None:
+            return path_dual(guard, self.kernel(X), Y, regs, weight, self._has_bias, clusters, flat)
+        return path_features(guard, Z, Y, regs, weight, self._has_bias, clusters, flat)
+
+    def _expansion(self, X: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
+        """Support points and their coefficients; no points where the features have weights of their own."""
+        if fit.feature_coef is not None:
+            return X[..., :0, :], fit.feature_coef
+        return X, fit.columns
+
+    def _design(self, X: Tensor) -> Tensor:
+        """What the coefficients multiply at new points."""
+        assert self.support is not None
+        features = self.kernel.feature_map(X)
+        return self.kernel(X, self.support) if features is None else features
+
+    def get_extra_state(self) -> dict[str, bool]:
+        """Whether the targets of `fit` came without an output axis."""
+        return {"flat": self._flat}
+
+    def set_extra_state(self, state: dict[str, bool]) -> None:
+        """Restore what `get_extra_state` gave."""
+        self._flat = state["flat"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Make room for the coefficients of a fitted machine, whatever this one holds."""
+        for name in _FITTED:
+            if prefix + name in state_dict:
+                stored = state_dict[prefix + name]
+                setattr(self, name, torch.empty_like(stored, device=self.log_reg.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,188 @@
+"""The sparse least-squares support vector machine: an expansion over few basis vectors."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.held_out import HeldOut
+from torchloo.kernels import Kernel, Precomputed
+from torchloo.machine import KernelMachine
+from torchloo.precision import full_precision
+from torchloo.smoothers import Fit, solve_features
+from torchloo.spectral import path_features
+
+__all__ = ["SparseLSSVM", "sparse_lssvm"]
+
+
+def _independent(Kzz: Tensor) -> Tensor:
+    """Which basis vectors (..., m) a pivoted Cholesky factorisation keeps.
+
+    A vector is dropped where what the chosen ones leave of it is below m eps times the largest
+    diagonal entry: it adds no function to the expansion that the others do not have already.
+    """
+    m = Kzz.shape[-1]
+    rest = Kzz.diagonal(dim1=-2, dim2=-1).clone()  # (..., m), what is left of every vector
+    limit = m * torch.finfo(Kzz.dtype).eps * rest.amax(-1, keepdim=True)
+    L, info = torch.linalg.cholesky_ex(Kzz)
+    pivots = L.diagonal(dim1=-2, dim2=-1).square()
+    if bool(((info == 0).unsqueeze(-1) & (pivots > limit)).all()):
+        return torch.ones_like(rest, dtype=torch.bool)
+    kept = torch.zeros_like(rest, dtype=torch.bool)
+    rows = torch.zeros_like(Kzz)
+    for k in range(m):
+        pivot, j = rest.masked_fill(kept, -torch.inf).max(-1, keepdim=True)  # (..., 1)
+        enough = pivot > limit
+        if not bool(enough.any()):
+            break
+        chosen = rows.take_along_dim(j.unsqueeze(-1), -2)  # (..., 1, m), row j of the factor so far
+        column = Kzz.take_along_dim(j.unsqueeze(-1), -2) - chosen @ rows.mT  # (..., 1, m)
+        column = torch.where(enough, column[..., 0, :] / pivot.clamp(min=limit).sqrt(), 0.0)
+        rows[..., k] = column
+        rest = rest - column.square()
+        kept.scatter_(-1, j, enough | kept.gather(-1, j))
+    return kept
+
+
+def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Features Z (..., n, m) with Z Z^T = K_xz K_zz^{-1} K_zx, the factor of K_zz, and what was kept.
+
+    Note [sparse features]
+    The penalty of an expansion over the basis is beta^T K_zz beta, and K_zz is usually singular to
+    working precision. With K_zz = L L^T over the independent vectors, p = L^T beta has the penalty
+    |p|^2 and the features Z = K_xz L^{-T}: well conditioned. A dropped vector becomes a feature that
+    is zero and a row of the identity in L, so shapes do not depend on the data.
+    """
+    require_floating(guard.function, Kzz=Kzz, Kxz=Kxz)
+    m = Kzz.shape[-1]
+    if Kzz.ndim < 2 or 0 in Kzz.shape or Kzz.shape[-2] != m:
+        raise ValueError(f"{guard.function}: Kzz must be square, (..., m, m), got shape {tuple(Kzz.shape)}")
+    if Kxz.ndim < 2 or 0 in Kxz.shape or Kxz.shape[-1] != m:
+        raise ValueError(
+            f"{guard.function}: Kxz must have {m} columns to match Kzz, got shape {tuple(Kxz.shape)}"
+        )
+    guard.symmetric(Kzz=Kzz)
+    guard.finite(Kxz=Kxz)
+    with full_precision(Kzz):
+        visible = values_visible(Kzz)
+        kept = _independent(Kzz.detach()) if visible else torch.ones_like(Kzz[..., 0], dtype=torch.bool)
+        mask = kept.double()
+        pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
+        L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
+        guard.require(info == 0, "Kzz must be positive semi-definite")
+        Z = torch.linalg.solve_triangular(L, (Kxz.double() * mask.unsqueeze(-2)).mT, upper=False).mT
+    return Z.to(Kxz.dtype), L, kept
+
+
+def _solve(
+    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+) -> Fit:
+    Z, L, kept = _features(guard, Kzz, Kxz)
+    fit = solve_features(guard, Z, Y, reg, weight, bias=True)
+    assert fit.feature_coef is not None
+    with full_precision(Z):
+        beta = torch.linalg.solve_triangular(L.mT, fit.feature_coef.double(), upper=True)
+    return replace(fit, columns=beta.to(Y.dtype) * kept.unsqueeze(-1), feature_coef=None, kept=kept)
+
+
+def sparse_lssvm(
+    Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = None
+) -> Fit:
+    """Sparse least-squares support vector machine, f(x) = sum_j beta_j k(x, z_j) + b.
+
+    Solves min over beta, b of sum_i weight_i |y_i - k_i^T beta - b|^2 + reg beta^T K_zz beta, in the
+    primal form on the features of Note [sparse features]. Basis vectors that depend on others to
+    working precision are dropped, which changes no output; `Fit.kept` tells which are in use. On
+    meta and fake tensors and inside torch.func transforms, where values cannot be looked at, none is.
+
+    Args:
+        Kzz: kernel matrix of the basis, symmetric, (..., m, m).
+        Kxz: kernel matrix of training points and basis, (..., n, m).
+        Y: targets, (..., n, c).
+        reg: regularisation, a number or a tensor of batch shape; 1/(2 gamma) of the paper.
+        weight: row weights, (..., n); None weighs all alike.
+
+    Returns:
+        Fit with coef (..., m, c) and bias (..., c). The basis stays when a row is left out.
+
+    Differentiable in all five. Cost n m^2; memory 3 n m + 2 m^2 numbers, in float64.
+
+    Reference: Cawley and Talbot (2004), "Fast exact leave-one-out cross-validation of sparse
+    least-squares support vector machines", section 2.
+    """
+    return _solve(Guard("sparse_lssvm"), Kzz, Kxz, Y, reg, weight)
+
+
+class SparseLSSVM(KernelMachine):
+    """The sparse least-squares support vector machine as a module; see `sparse_lssvm`.
+
+    Args:
+        kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
+        reg: regularisation, positive; kept as the parameter `log_reg`.
+        basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter, or the
+            number m of training rows to take, the first ones.
+
+    `dropped` tells after `fit` how many dependent basis vectors are not in use.
+    """
+
+    _function = "sparse_lssvm"
+    _has_bias = True
+
+    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor) -> None:
+        super().__init__(kernel, reg)
+        if isinstance(kernel, Precomputed):
+            raise TypeError(
+                "SparseLSSVM: kernel must be evaluated at the basis; "
+                "with precomputed matrices call torchloo.functional.sparse_lssvm"
+            )
+        self.rows: int | None = None
+        self.dropped = 0
+        if isinstance(basis, nn.Parameter):
+            self.basis: Tensor | None = basis
+        elif isinstance(basis, Tensor):
+            self.register_buffer("basis", basis)
+        elif isinstance(basis, int) and not isinstance(basis, bool) and basis > 0:
+            self.rows = basis
+            self.basis = None
+        else:
+            raise ValueError(
+                f"SparseLSSVM: basis must be a tensor or a positive number of rows, got {basis!r}"
+            )
+
+    def _basis_of(self, X: Tensor) -> Tensor:
+        if self.basis is not None:
+            return self.basis
+        assert self.rows is not None
+        if self.rows > X.shape[-2]:
+            raise ValueError(
+                f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
+            )
+        return X[..., : self.rows, :]
+
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
+        basis = self._basis_of(X)
+        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
+
+    def _path(
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        regs: Tensor,
+        clusters: object | None,
+        weight: Tensor | None,
+        flat: bool,
+    ) -> HeldOut:
+        basis = self._basis_of(X)
+        Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
+        return path_features(guard, Z, Y, regs, weight, True, clusters, flat)
+
+    def _expansion(self, X: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
+        assert fit.kept is not None
+        self.dropped = int((~fit.kept).sum())
+        return self._basis_of(X), fit.columns
+
+    def _design(self, X: Tensor) -> Tensor:
+        assert self.support is not None
+        return self.kernel(X, self.support)
