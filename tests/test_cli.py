@@ -1,0 +1,122 @@
+"""The torchloo command: what it prints and writes, and how it fails."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchloo as tl
+from torchloo import cli
+
+PNG = b"\x89PNG\r\n\x1a\n"
+QUICK = ["demo", "--steps", "2", "--no-progress"]
+
+
+def run(*argv: str) -> int:
+    try:
+        return cli.main(list(argv))
+    except SystemExit as stop:
+        return stop.code
+
+
+def number_after(name: str, text: str) -> list[float]:
+    line = next(line for line in text.splitlines() if line.startswith(name))
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", line[len(name) :])]
+
+
+def test_demo_prints_its_table_and_writes_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    assert run("demo", "--out", str(picture)) == 0
+    out, err = capsys.readouterr()
+    press_before, press_after = number_after("PRESS (g^2)", out)
+    rmse_before, rmse_after = number_after("LOO RMSE (g)", out)
+    assert press_after < press_before
+    assert rmse_after < rmse_before
+    assert 23.0 <= rmse_after < 23.1  # the minimum is 23.03
+    (difference,) = number_after("largest difference of the outputs:", out)
+    assert difference < 1e-8
+    assert "descending" in err
+    assert picture.read_bytes().startswith(PNG)
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_demo_writes_into_the_current_folder_and_shows_no_bar_when_told(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert run(*QUICK) == 0
+    assert capsys.readouterr().err == ""
+    assert (tmp_path / "motorcycle.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: command"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["demo", "--steps", "0"], "must be a whole number from 1 on, got '0'"),
+        (["demo", "--steps", "many"], "must be a whole number from 1 on, got 'many'"),
+        (["demo", "--out", "nowhere/picture.png"], "folder 'nowhere' does not exist"),
+        (["demo", "--out", "picture.txt"], "must end in .png"),
+        (["demo", "--out", "folder.png"], "must be a file, got the folder"),
+    ],
+)
+def test_wrong_use_ends_in_one_line_and_exit_code_2(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    assert run(*argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_without_matplotlib_the_remedy_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(*QUICK, "--out", str(tmp_path / "picture.png")) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "pip install torchloo[cli]" in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_picture(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"old")
+
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert run(*QUICK, "--out", str(picture)) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert picture.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_an_interrupt_ends_without_a_traceback(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_descend", interrupt)
+    assert run(*QUICK, "--out", str(tmp_path / "picture.png")) == 130
+    assert capsys.readouterr().err.splitlines() == ["torchloo demo: interrupted"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_m_torchloo_is_the_command():
+    command = [sys.executable, "-m", "torchloo", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"torchloo {tl.__version__}\n"
+
+
+def test_importing_the_command_does_not_import_matplotlib():
+    code = "import sys, torchloo.cli; sys.exit('matplotlib' in sys.modules or 'pandas' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
