@@ -27,16 +27,17 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import Partition
+from torchloo.guards import values_visible
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "congruence", "dual"]
 
 # Width of the panels in which triangular and symmetric products skip the half that is not needed.
-_PANEL = 256
+_PANEL = 192
 
 
-def _panels(n: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _PANEL, n)) for start in range(0, n, _PANEL)]
+def _panels(n: int, width: int = _PANEL) -> list[tuple[int, int]]:
+    return [(start, min(start + width, n)) for start in range(0, n, width)]
 
 
 def _shifted(K: Tensor, ridge: Tensor) -> Tensor:
@@ -45,18 +46,15 @@ def _shifted(K: Tensor, ridge: Tensor) -> Tensor:
     return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
 
 
-def _border(L: Tensor, bias: bool) -> Tensor:
-    """e of Note [dual form], (..., n, 1); zeros without a bias."""
-    ones = torch.ones_like(L[..., :1])
+def _solution(L: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    """a = P Y, (..., n, c), and e of Note [dual form], (..., n, 1), which is zero without a bias."""
+    ones = torch.ones_like(Y[..., :1])
     if not bias:
-        return torch.zeros_like(ones)
-    eta = torch.cholesky_solve(ones, L)
-    return eta / eta.sum(-2, keepdim=True).sqrt()
-
-
-def _apply(L: Tensor, e: Tensor, V: Tensor) -> Tensor:
-    """P V for V (..., n, c)."""
-    return torch.cholesky_solve(V, L) - e @ (e.mT @ V)
+        return torch.cholesky_solve(Y, L), torch.zeros_like(ones)
+    solved = torch.cholesky_solve(torch.cat([Y, ones], -1), L)
+    eta = solved[..., -1:]
+    e = eta / eta.sum(-2, keepdim=True).sqrt()
+    return solved[..., :-1] - e @ (e.mT @ Y), e
 
 
 def _offset(e: Tensor, bias: bool) -> Tensor:
@@ -65,39 +63,52 @@ def _offset(e: Tensor, bias: bool) -> Tensor:
 
 
 def _triangular_inverse(L: Tensor) -> Tensor:
-    """L^{-1} by panels of columns, n^3/3 operations: each panel skips the rows that are zero."""
-    n = L.shape[-1]
+    """S = L^{-1} by panels of rows, n^3/3 operations: panel J is -S_JJ L_J S of the rows above it."""
+    if not values_visible(L):  # transforms cannot write into slices
+        unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        return torch.linalg.solve_triangular(L, unit, upper=False)
     S = torch.zeros_like(L)
-    for start, stop in _panels(n):
-        unit = torch.eye(n - start, stop - start, dtype=L.dtype, device=L.device)
-        tail = L[..., start:, start:]
-        S[..., start:, start:stop] = torch.linalg.solve_triangular(tail, unit, upper=False)
+    for start, stop in _panels(L.shape[-1]):
+        corner = L[..., start:stop, start:stop]
+        unit = torch.eye(stop - start, dtype=L.dtype, device=L.device)
+        S_JJ = torch.linalg.solve_triangular(corner, unit, upper=False)
+        S[..., start:stop, start:stop] = S_JJ
+        X = -S_JJ @ L[..., start:stop, :start]  # (..., panel, start)
+        for left, right in _panels(start, 2 * _PANEL):  # each skips the rows of S that are zero
+            torch.matmul(X[..., left:], S[..., left:start, left:right], out=S[..., start:stop, left:right])
     return S
 
 
-def _mirror(upper: Tensor) -> Tensor:
-    """Fill the blocks below the diagonal from those above, in place."""
-    for start, stop in _panels(upper.shape[-1]):
-        upper[..., start:stop, :start] = upper[..., :start, start:stop].mT
-    return upper
+def _mirror(lower: Tensor) -> Tensor:
+    """Fill the blocks above the diagonal from those below, in place."""
+    for start, stop in _panels(lower.shape[-1]):
+        lower[..., :start, start:stop] = lower[..., start:stop, :start].mT
+    return lower
 
 
-def _annihilator(S: Tensor, e: Tensor) -> Tensor:
-    """P = S^T S - e e^T for lower triangular S, skipping its zeros: n^3/3 operations."""
-    P = torch.empty_like(S)
+def _gram(S: Tensor) -> Tensor:
+    """S^T S for lower triangular S, skipping its zeros: n^3/3 operations."""
+    product = S.new_empty(S.shape)
     for start, stop in _panels(S.shape[-1]):
-        panel = S[..., start:, :stop].mT @ S[..., start:, start:stop]
-        P[..., :stop, start:stop] = panel - e[..., :stop, :] @ e[..., start:stop, :].mT
-    return _mirror(P)
+        rows = S[..., start:, start:stop].mT
+        torch.matmul(rows, S[..., start:, :stop], out=product[..., start:stop, :stop])
+    return _mirror(product)
 
 
 def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     """B^T D B for block-diagonal symmetric D, computing half of it."""
-    product = torch.empty_like(B)
+    product = B.new_empty(B.shape)
     for start, stop in _panels(B.shape[-1]):
-        DB = partition.block_diagonal_times(D, B[..., start:stop])  # (..., n, panel)
-        product[..., :stop, start:stop] = B[..., :stop].mT @ DB
+        rows = partition.block_diagonal_times(D, B[..., start:stop]).mT  # (..., panel, n)
+        torch.matmul(rows, B[..., :stop], out=product[..., start:stop, :stop])
     return _mirror(product)
+
+
+def _add_product(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """M + left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
+    n, k = left.shape[-2:]
+    M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT)
+    return M
 
 
 class _Coefficients(Function):
@@ -109,8 +120,8 @@ class _Coefficients(Function):
     def forward(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, ...]:
         with full_precision(K):
             L, info = torch.linalg.cholesky_ex(_shifted(K, ridge))
-            e = _border(L, bias)
-            return _apply(L, e, Y), (_offset(e, bias).mT @ Y)[..., 0, :], L, e, info
+            a, e = _solution(L, Y, bias)
+            return a, (_offset(e, bias).mT @ Y)[..., 0, :], L, e, info
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -125,22 +136,28 @@ class _Coefficients(Function):
         with full_precision(K):
             if torch.is_grad_enabled():
                 L = torch.linalg.cholesky(_shifted(K, ridge))
-                e = _border(L, ctx.bias)
-            U = _apply(L, e, abar) + _offset(e, ctx.bias) @ bbar.unsqueeze(-2)  # (..., n, c)
+                Pabar, e = _solution(L, abar, ctx.bias)
+            else:
+                Pabar = torch.cholesky_solve(abar, L) - e @ (e.mT @ abar)
+            U = Pabar + _offset(e, ctx.bias) @ bbar.unsqueeze(-2)  # (..., n, c)
             Kbar = None
             if ctx.needs_input_grad[0]:
-                Kbar = torch.cat([U, a], -1) @ (-0.5 * torch.cat([a, U], -1)).mT
+                Kbar = _outer(U, a)
             return Kbar, -(U * a).sum(-1), U, None
 
 
 class _Blocks(Function):
-    """(K, ridge) -> diagonal blocks of P, (..., g, s, s) for each size s; see Note [dual backward]."""
+    """(K, ridge, Y) -> a again, and the diagonal blocks of P, (..., g, s, s) for each size s.
+
+    The factor, e and a are those of `_Coefficients`; a comes out once more so that one backward
+    serves both. See Note [dual backward].
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        K: Tensor, ridge: Tensor, L: Tensor, e: Tensor, bias: bool, partition: Partition
+        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, e: Tensor, bias: bool, partition: Partition
     ) -> tuple[Tensor, ...]:
         with full_precision(L):
             S = _triangular_inverse(L)
@@ -153,28 +170,39 @@ class _Blocks(Function):
                     block = columns @ columns.mT
                 border = e[..., rows, :]  # (..., g, s, 1)
                 blocks.append(block - border @ border.mT)
-            return S, *blocks
+            return S, a.clone(), *blocks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, e, ctx.bias, ctx.partition = inputs
-        ctx.mark_non_differentiable(output[0])
-        ctx.save_for_backward(K, ridge, e, output[0])
+        K, ridge, _, _, _, e, ctx.bias, ctx.partition = inputs
+        S, a, *_ = output
+        ctx.mark_non_differentiable(S)
+        ctx.save_for_backward(K, ridge, e, S, a)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
-        K, ridge, e, S = ctx.saved_tensors
-        symmetric = [(block + block.mT) / 2 for block in D]
+    def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
+        K, ridge, e, S, a = ctx.saved_tensors
+        negative = [(block + block.mT) / -2 for block in D]
         with full_precision(K):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or not values_visible(abar):
                 L = torch.linalg.cholesky(_shifted(K, ridge))
-                e = _border(L, ctx.bias)
+                _, e = _solution(L, a, ctx.bias)
                 P = torch.cholesky_inverse(L) - e @ e.mT
-                Mbar = -(P @ ctx.partition.block_diagonal_times(symmetric, P))
+                U = P @ abar
+                Mbar = P @ ctx.partition.block_diagonal_times(negative, P) + _outer(U, a)
             else:
-                Mbar = congruence(_annihilator(S, e), symmetric, ctx.partition).neg_()
+                P = _add_product(_gram(S), -e, e)
+                U = P @ abar
+                Mbar = congruence(P, negative, ctx.partition)
+                del P
+                _add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
         ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
-        return Mbar if ctx.needs_input_grad[0] else None, ridgebar, None, None, None, None
+        return Mbar if ctx.needs_input_grad[0] else None, ridgebar, U, None, None, None, None, None
+
+
+def _outer(U: Tensor, a: Tensor) -> Tensor:
+    """-(U a^T + a U^T) / 2."""
+    return torch.cat([U, a], -1) @ (-0.5 * torch.cat([a, U], -1)).mT
 
 
 class Dual(NamedTuple):
@@ -182,6 +210,7 @@ class Dual(NamedTuple):
 
     K: Tensor
     ridge: Tensor
+    Y: Tensor
     dual: Tensor
     bias: Tensor
     factor: Tensor
@@ -189,10 +218,19 @@ class Dual(NamedTuple):
     info: Tensor
     has_bias: bool
 
-    def blocks(self, partition: Partition) -> list[Tensor]:
-        """Diagonal blocks of P, (..., g, s, s) for each size of the partition, differentiable."""
-        _, *blocks = _Blocks.apply(self.K, self.ridge, self.factor, self.border, self.has_bias, partition)
-        return blocks
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
+        _, a, *blocks = _Blocks.apply(
+            self.K,
+            self.ridge,
+            self.Y,
+            self.dual.detach(),
+            self.factor,
+            self.border,
+            self.has_bias,
+            partition,
+        )
+        return a, blocks
 
 
 def dual(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> Dual:
@@ -206,4 +244,4 @@ def dual(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> Dual:
     for the diagonal of P; memory 2 n^2 numbers.
     """
     a, b, L, e, info = _Coefficients.apply(K, ridge, Y, bias)
-    return Dual(K, ridge, a, b, L, e, info, bias)
+    return Dual(K, ridge, Y, a, b, L, e, info, bias)

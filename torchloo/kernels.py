@@ -338,7 +338,8 @@ class Matern(_Stationary):
     """With a = sqrt(2 nu) |x - z| / lengthscale: e^-a, (1 + a) e^-a or (1 + a + a^2/3) e^-a; k(x, x) = 1.
 
     For nu = 1/2, 3/2 or 5/2. At equal rows nu = 1/2 has no gradient and 0 is taken; as its square root needs
-    small distances to be accurate, it takes differences for every d, at d passes. Lengthscale: as in RBF.
+    small distances to be accurate, it takes differences for every d, at d passes. Memory: two (n, m)
+    matrices kept for the backward. Lengthscale: as in RBF.
     """
 
     _fixed = ("nu",)

@@ -151,10 +151,10 @@ class Primal(NamedTuple):
     factor: Tensor
     info: Tensor
 
-    def blocks(self, partition: Partition) -> list[Tensor]:
-        """Diagonal blocks of P, (..., g, s, s) for each size of the partition, differentiable."""
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
         blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, partition)
-        return [block / self.reg[..., None, None, None] for block in blocks]
+        return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
 
     def cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:
         """Which sets (..., g) of each size have lost their 1 - h to rounding.

@@ -64,9 +64,9 @@ def held_out_residuals(
 
 def form_held_out(form: Dual | Primal, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
     """Held-out residuals (..., n, c), variances (..., n, 1), and the rows (..., n) refitted for them."""
-    blocks = form.blocks(partition)
+    a, blocks = form.blocks(partition)
     if isinstance(form, Dual) or not values_visible(form.Y):
-        r, variance = held_out_residuals(form.dual, blocks, partition, guard)
+        r, variance = held_out_residuals(a, blocks, partition, guard)
         return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
     lost = form.cancelled(blocks, partition)  # (..., g) for each size
     # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
@@ -74,7 +74,7 @@ def form_held_out(form: Dual | Primal, partition: Partition, guard: Guard) -> tu
         torch.where(flag[..., None, None], torch.diag_embed(torch.ones_like(block[..., 0])), block)
         for flag, block in zip(lost, blocks, strict=True)
     ]
-    r, variance = held_out_residuals(form.dual, safe, partition, guard)
+    r, variance = held_out_residuals(a, safe, partition, guard)
     shape, (n, c) = r.shape[:-1], r.shape[-2:]
     r, variance = r.reshape(-1, n, c), variance.reshape(-1, n, 1)
     refitted = torch.zeros_like(r[..., 0], dtype=torch.bool)  # (problems, n)
@@ -163,12 +163,12 @@ class Fit:
     @property
     def leverage(self) -> Tensor:
         """h_i = d Yhat_i / d Y_i, (..., n)."""
-        (block,) = self.form.blocks(Partition.single(self.targets.shape[-2], self.targets.device))
+        _, (block,) = self.form.blocks(Partition.single(self.targets.shape[-2], self.targets.device))
         return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
         """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
-        (block,) = self.form.blocks(Partition.whole(self.targets.shape[-2], self.targets.device))
+        _, (block,) = self.form.blocks(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
     def predict(self, K_new: Tensor) -> Tensor:

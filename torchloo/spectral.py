@@ -50,13 +50,13 @@ _FEW = 8
 def _eigen(K: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     """w (..., n) and B (..., n, n) of Note [spectral form]; with a bias the last column belongs to u."""
     root = weight.sqrt().unsqueeze(-1)  # (..., n, 1)
-    A = root * K * root.mT
+    A = (root * K).mul_(root.mT)
     if bias:
         u = root / torch.linalg.vector_norm(root, dim=-2, keepdim=True)
         size = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
         Au = A @ u
         top = u.mT @ Au + 2 * size + (size == 0)
-        A = A - u @ Au.mT - Au @ u.mT + top * (u @ u.mT)
+        A += torch.cat([u, Au], -1) @ torch.cat([top * u - Au, -u], -1).mT
     w, V = torch.linalg.eigh(A)
     # Eigenvalues of a positive semi-definite K that rounding made negative are zero.
     tiny = w.shape[-1] * torch.finfo(w.dtype).eps * w.abs().amax(-1, keepdim=True)

@@ -1,0 +1,141 @@
+"""Leave-one-out of the LS-SVM against training alone: ratios measured in one run, float64.
+
+    python scripts/bench/least_squares.py [--quick] [--repeats 7]
+
+Training is the Cholesky factorisation of K + reg I and one solve; K is given. --quick leaves out
+n = 4000. Exits with 1 if a ratio is missed.
+"""
+
+import argparse
+import subprocess
+import sys
+
+import torch
+from measure import Table, best_times, peak_bytes
+
+import torchloo as tl
+
+REG = 1.0
+
+
+def kernel_matrix(n: int, seed: int = 0) -> torch.Tensor:
+    X = torch.randn(n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return tl.kernels.RBF(lengthscale=2.0)(X)
+
+
+def targets(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def train(K: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
+    M = K.clone()
+    M.diagonal(dim1=-2, dim2=-1).add_(REG)
+    return torch.cholesky_solve(Y, torch.linalg.cholesky(M))
+
+
+def loo(K: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
+    return tl.functional.lssvm(K, Y, REG).held_out().residuals
+
+
+def loo_with_gradient(K: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
+    K = K.detach().requires_grad_()
+    reg = torch.tensor(REG, dtype=K.dtype, requires_grad=True)
+    tl.functional.lssvm(K, Y, reg).held_out().residuals.square().sum().backward()
+    return K.grad
+
+
+def against_training(table: Table, n: int, repeats: int, forward: float, backward: float) -> None:
+    K, Y = kernel_matrix(n), targets(n, 1)
+    times = best_times(
+        {
+            "train": lambda: train(K, Y),
+            "forward": lambda: loo(K, Y),
+            "forward and backward": lambda: loo_with_gradient(K, Y),
+        },
+        repeats,
+    )
+    base = times["train"]
+    table.row(
+        f"n = {n}: LOO forward / training ({base:.3f} s)", times["forward"], times["forward"] / base, forward
+    )
+    table.row(
+        f"n = {n}: LOO forward and backward / training", times["backward"], times["backward"] / base, backward
+    )
+
+
+def against_eigh(table: Table, n: int, repeats: int) -> None:
+    K, Y = kernel_matrix(n), targets(n, 1)
+    machine = tl.LSSVM(tl.kernels.Precomputed())
+    regs = torch.logspace(-3, 3, 30, dtype=torch.float64)
+    clusters = torch.arange(n) % 100
+    times = best_times(
+        {
+            "eigh": lambda: torch.linalg.eigh(K),
+            "loo": lambda: machine.path(K, Y, regs),
+            "lco": lambda: machine.path(K, Y, regs, clusters),
+        },
+        max(2, repeats // 2),
+    )
+    base = times["eigh"]
+    table.row(f"n = {n}: 30 reg by LOO / one eigh ({base:.3f} s)", times["loo"], times["loo"] / base, 1.1)
+    table.row(f"n = {n}: 30 reg by LCO, 100 clusters / one eigh", times["lco"], times["lco"] / base, 1.7)
+
+
+def batch_against_loop(table: Table, problems: int, repeats: int) -> None:
+    n, c = 32, 5
+    X = targets(problems, n, 4, seed=2)
+    with torch.no_grad():
+        K = tl.kernels.RBF(lengthscale=2.0)(X)
+    Y = targets(problems, n, c)
+    some = max(1, problems // 16)
+    times = best_times(
+        {
+            "batch": lambda: loo_with_gradient(K, Y),
+            "loop": lambda: [loo_with_gradient(K[i], Y[i]) for i in range(some)],
+        },
+        repeats,
+    )
+    loop = times["loop"] * problems / some
+    what = f"{problems} problems of n = {n}, c = {c}: loop / batch, with gradient"
+    table.row(what, times["batch"], loop / times["batch"], 20, at_least=True)
+
+
+def memory(n: int) -> None:
+    """Print the peak memory of LOO forward, and of forward and backward, in n^2 numbers."""
+    K, Y = kernel_matrix(n), targets(n, 1)
+    loo_with_gradient(K[:64, :64].contiguous(), Y[:64])
+    for call in (loo, loo_with_gradient):
+        print(peak_bytes(lambda call=call: call(K, Y)) / (8 * n * n))
+
+
+def measured_memory(table: Table, n: int) -> None:
+    """In a process of its own, where no earlier call has left memory behind."""
+    command = [sys.executable, __file__, "--memory", str(n)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    table.row(f"n = {n}: peak memory of LOO forward / n^2 numbers", None, float(printed[0]), 3)
+    table.row(f"n = {n}: peak memory of LOO forward and backward / n^2", None, float(printed[1]), 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="leave out n = 4000")
+    parser.add_argument("--repeats", type=int, default=7, help="turns of which the best counts")
+    parser.add_argument("--memory", type=int, metavar="N", help="only print the peak memory at n = N")
+    arguments = parser.parse_args()
+    if arguments.memory:
+        memory(arguments.memory)
+        return
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    table = Table()
+    for n, forward, backward in ((1000, 3.3, 7.0), (2000, 2.3, 5.6), (4000, 2.3, 5.6)):
+        if n < 4000 or not arguments.quick:
+            against_training(table, n, arguments.repeats, forward, backward)
+    against_eigh(table, 2000, arguments.repeats)
+    batch_against_loop(table, 4096, arguments.repeats)
+    measured_memory(table, 2000 if arguments.quick else 4000)
+    sys.exit(1 if table.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Ratios on a noisy machine: both sides in one run, in turns, best of several; and peak memory."""
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def best_times(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Seconds of every side, the best of `repeats` turns, after one turn that does not count."""
+    times = dict.fromkeys(sides, float("inf"))
+    for turn in range(repeats + 1):
+        for name, call in sides.items():
+            start = time.perf_counter()
+            result = call()
+            elapsed = time.perf_counter() - start
+            del result
+            if turn:
+                times[name] = min(times[name], elapsed)
+    return times
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """How far the resident memory of the process rises during a call (Linux)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is resident now
+    before = _status("VmRSS")
+    result = call()
+    peak = _status("VmHWM")
+    del result
+    return peak - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+class Table:
+    """Rows of what was asked and what was measured, printed as they come."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        print(f"{'what':<64}{'seconds':>10}{'ratio':>9}{'asked':>10}  met")
+
+    def row(
+        self, what: str, seconds: float | None, ratio: float, limit: float, at_least: bool = False
+    ) -> None:
+        met = ratio >= limit if at_least else ratio <= limit
+        self.failed += not met
+        shown = "" if seconds is None else f"{seconds:.3f}"
+        sign = ">=" if at_least else "<="
+        print(
+            f"{what:<58}{shown:>10}{ratio:>9.2f}{f'{sign} {limit:g}':>10}  {'yes' if met else 'NO'}",
+            flush=True,
+        )
