@@ -56,12 +56,9 @@ def against_training(table: Table, n: int, repeats: int, forward: float, backwar
         repeats,
     )
     base = times["train"]
-    table.row(
-        f"n = {n}: LOO forward / training ({base:.3f} s)", times["forward"], times["forward"] / base, forward
-    )
-    table.row(
-        f"n = {n}: LOO forward and backward / training", times["backward"], times["backward"] / base, backward
-    )
+    for what, limit in (("forward", forward), ("forward and backward", backward)):
+        seconds = times[what]
+        table.row(f"n = {n}: LOO {what} / training ({base:.3f} s)", seconds, seconds / base, limit)
 
 
 def against_eigh(table: Table, n: int, repeats: int) -> None:

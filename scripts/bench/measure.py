@@ -51,8 +51,5 @@ class Table:
         met = ratio >= limit if at_least else ratio <= limit
         self.failed += not met
         shown = "" if seconds is None else f"{seconds:.3f}"
-        sign = ">=" if at_least else "<="
-        print(
-            f"{what:<58}{shown:>10}{ratio:>9.2f}{f'{sign} {limit:g}':>10}  {'yes' if met else 'NO'}",
-            flush=True,
-        )
+        asked = f"{'>=' if at_least else '<='} {limit:g}"
+        print(f"{what:<64}{shown:>10}{ratio:>9.2f}{asked:>10}  {'yes' if met else 'NO'}", flush=True)
