@@ -26,6 +26,16 @@ class Partition:
         self.order = order
         self.labels = labels
 
+    @property
+    def index(self) -> tuple[Tensor, ...]:
+        """All index tensors, as arguments of an autograd Function: transforms see only those."""
+        return self.order, *self.groups
+
+    @classmethod
+    def from_index(cls, index: tuple[Tensor, ...]) -> "Partition":
+        """The partition whose `index` this is, without labels."""
+        return cls(index[1:], index[0], None)
+
     @classmethod
     def single(cls, rows: int, device: torch.device) -> "Partition":
         """Every row alone."""

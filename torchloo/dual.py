@@ -157,12 +157,12 @@ class _Blocks(Function):
 
     @staticmethod
     def forward(
-        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, e: Tensor, bias: bool, partition: Partition
+        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, e: Tensor, bias: bool, *index: Tensor
     ) -> tuple[Tensor, ...]:
         with full_precision(L):
             S = _triangular_inverse(L)
             blocks = []
-            for rows in partition.groups:
+            for rows in Partition.from_index(index).groups:
                 if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
                     block = torch.linalg.vector_norm(S, dim=-2).square()[..., rows].unsqueeze(-1)
                 else:
@@ -174,30 +174,32 @@ class _Blocks(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, _, _, e, ctx.bias, ctx.partition = inputs
+        K, ridge, _, _, _, e, ctx.bias, *index = inputs
         S, a, *_ = output
         ctx.mark_non_differentiable(S)
-        ctx.save_for_backward(K, ridge, e, S, a)
+        ctx.save_for_backward(K, ridge, e, S, a, *index)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
-        K, ridge, e, S, a = ctx.saved_tensors
+        K, ridge, e, S, a, *index = ctx.saved_tensors
+        partition = Partition.from_index(tuple(index))
         negative = [(block + block.mT) / -2 for block in D]
         with full_precision(K):
-            if torch.is_grad_enabled() or not values_visible(abar):
+            if torch.is_grad_enabled() or not values_visible(abar, *D):
                 L = torch.linalg.cholesky(_shifted(K, ridge))
                 _, e = _solution(L, a, ctx.bias)
                 P = torch.cholesky_inverse(L) - e @ e.mT
                 U = P @ abar
-                Mbar = P @ ctx.partition.block_diagonal_times(negative, P) + _outer(U, a)
+                Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
             else:
                 P = _add_product(_gram(S), -e, e)
                 U = P @ abar
-                Mbar = congruence(P, negative, ctx.partition)
+                Mbar = congruence(P, negative, partition)
                 del P
                 _add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
         ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
-        return Mbar if ctx.needs_input_grad[0] else None, ridgebar, U, None, None, None, None, None
+        Kbar = Mbar if ctx.needs_input_grad[0] else None
+        return Kbar, ridgebar, U, *[None] * (4 + len(index))
 
 
 def _outer(U: Tensor, a: Tensor) -> Tensor:
@@ -228,7 +230,7 @@ class Dual(NamedTuple):
             self.factor,
             self.border,
             self.has_bias,
-            partition,
+            *partition.index,
         )
         return a, blocks
 

@@ -19,7 +19,8 @@ def values_visible(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
-    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
+    legacy = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(..., is_grads_batched=True)
+    return not any(t.is_meta or isinstance(t, FakeTensor) or legacy(t) for t in tensors)
 
 
 def require_floating(function: str, **tensors: Tensor) -> None:
@@ -86,10 +87,11 @@ class Guard:
             K = matrix.detach()
             n = K.shape[-1]
             v = torch.arange(n, dtype=K.dtype, device=K.device).cos()
-            size = torch.linalg.vector_norm(K, dim=(-2, -1))
-            gap = (K @ v - K.mT @ v).abs().amax(-1)
-            self.require(size.isfinite(), f"{name} must be finite, got NaN or infinity")
-            limit = n * torch.finfo(K.dtype).eps * size
+            Kv = K @ v
+            gap = (Kv - K.mT @ v).abs().amax(-1)
+            self.require(gap.isfinite(), f"{name} must be finite, got NaN or infinity")
+            size = Kv.abs().amax(-1) + K.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
+            limit = n * torch.finfo(K.dtype).eps * size  # what summing in another order may change
             self.require(gap <= limit, f"{name} must be symmetric, but differs from its transpose")
 
     def positive(self, **tensors: Tensor | float) -> None:

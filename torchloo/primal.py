@@ -95,14 +95,14 @@ class _Blocks(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(Z: Tensor, R: Tensor, weight: Tensor, L: Tensor, partition: Partition) -> tuple[Tensor, ...]:
+    def forward(Z: Tensor, R: Tensor, weight: Tensor, L: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
         with full_precision(Z):
             if L.ndim < Z.ndim:
                 root = Z / L.unsqueeze(-2)
             else:
                 root = torch.linalg.solve_triangular(L, Z.mT, upper=False).mT  # (..., n, p)
             blocks = []
-            for rows in partition.groups:
+            for rows in Partition.from_index(index).groups:
                 zeta = weight[..., rows]  # (..., g, s)
                 if rows.shape[-1] == 1:
                     h = zeta * root.square().sum(-1)[..., rows]
@@ -115,13 +115,12 @@ class _Blocks(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        Z, R, weight, L, ctx.partition = inputs
-        ctx.save_for_backward(Z, R, weight, L)
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *D: Tensor) -> tuple[Tensor | None, ...]:
-        Z, R, weight, L = ctx.saved_tensors
-        partition = ctx.partition
+        Z, R, weight, L, *index = ctx.saved_tensors
+        partition = Partition.from_index(tuple(index))
         zeta = weight.unsqueeze(-1)
         symmetric = [(block + block.mT) / 2 for block in D]
         diagonals = [block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) for block in D]
@@ -132,7 +131,7 @@ class _Blocks(Function):
             Q = N.mT @ G
             ZQ = Z @ Q
             zetabar = partition.scatter(diagonals)[..., 0] - (Z * (2 * G - ZQ)).sum(-1)
-            return -2 * zeta * (G - ZQ), Q, zetabar, None, None
+            return -2 * zeta * (G - ZQ), Q, zetabar, *[None] * (1 + len(index))
 
 
 class Primal(NamedTuple):
@@ -153,7 +152,7 @@ class Primal(NamedTuple):
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, partition)
+        blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.index)
         return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
 
     def cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:

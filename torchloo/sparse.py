@@ -122,8 +122,6 @@ class SparseLSSVM(KernelMachine):
         reg: regularisation, positive; kept as the parameter `log_reg`.
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter, or the
             number m of training rows to take, the first ones.
-
-    `dropped` tells after `fit` how many dependent basis vectors are not in use.
     """
 
     _function = "sparse_lssvm"
@@ -137,7 +135,6 @@ class SparseLSSVM(KernelMachine):
                 "with precomputed matrices call torchloo.functional.sparse_lssvm"
             )
         self.rows: int | None = None
-        self.dropped = 0
         if isinstance(basis, nn.Parameter):
             self.basis: Tensor | None = basis
         elif isinstance(basis, Tensor):
@@ -149,6 +146,13 @@ class SparseLSSVM(KernelMachine):
             raise ValueError(
                 f"SparseLSSVM: basis must be a tensor or a positive number of rows, got {basis!r}"
             )
+
+    @property
+    def dropped(self) -> int:
+        """How many basis vectors of the fitted machine are not in use."""
+        if self.coef is None:
+            raise RuntimeError("SparseLSSVM: not fitted; call fit(X, y) first")
+        return int((self.coef == 0).all(-1).sum())
 
     def _basis_of(self, X: Tensor) -> Tensor:
         if self.basis is not None:
@@ -179,8 +183,6 @@ class SparseLSSVM(KernelMachine):
         return path_features(guard, Z, Y, regs, weight, True, clusters, flat)
 
     def _expansion(self, X: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
-        assert fit.kept is not None
-        self.dropped = int((~fit.kept).sum())
         return self._basis_of(X), fit.columns
 
     def _design(self, X: Tensor) -> Tensor:

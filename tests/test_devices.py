@@ -1,0 +1,88 @@
+"""No tensor on a stray device, no look at values in a least-squares route; devices without a device."""
+
+import copy
+
+import pytest
+import torch
+from cases import BASIS, CASES, IDS, problem
+from fake_cuda import fake_cuda
+from torch.testing import assert_close
+
+import torchloo as tl
+
+every_machine = pytest.mark.parametrize("case", CASES, ids=IDS)
+RAGGED = [7, 7, 2, 3, 3, 3, 4, 4]
+N = len(RAGGED)
+
+
+def calls(machine, X, y, weight, regs):
+    """Every public way through a machine, as held-out or plain outputs."""
+    yield machine.loo(X, y, weight).outputs
+    yield machine.lco(X, y, RAGGED, weight).outputs
+    yield machine.solve(X, y, weight).leverage
+    for some in (regs, regs[:2]):
+        yield machine.path(X, y, some, None, weight).outputs
+        yield machine.path(X, y, some, RAGGED, weight).outputs
+    yield machine.fit(X, y, weight)(X)
+
+
+@every_machine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_meta_device_runs_forward_and_backward(case, dtype):
+    X = torch.empty(2, N, 3, device="meta", dtype=dtype, requires_grad=True)
+    y = torch.empty(2, N, device="meta", dtype=dtype, requires_grad=not case.labels)
+    weight = torch.empty(N, device="meta", dtype=dtype, requires_grad=True)
+    regs = torch.empty(12, device="meta", dtype=dtype)
+    machine = case.make().to("meta")
+    for outputs in calls(machine, X, y, weight, regs):
+        assert outputs.device.type == "meta"
+        assert outputs.dtype == dtype
+        if outputs.requires_grad:
+            grads = torch.autograd.grad(outputs.sum(), (X, weight), allow_unused=True)
+            assert all(grad is None or grad.device.type == "meta" for grad in grads)
+
+
+def machine_on_cuda(case):
+    one = torch.ones((), device="cuda", dtype=torch.float64)
+    kernel = tl.kernels.Linear() if "linear" in case.name else tl.kernels.RBF(one)
+    if case.name == "sparse":
+        return tl.SparseLSSVM(kernel, one, basis=BASIS)
+    return {"rls": tl.RLS, "lssvm": tl.LSSVM, "kfd": tl.KFD}[case.name.split("-")[0]](kernel, one)
+
+
+@every_machine
+def test_fake_cuda_meets_no_tensor_of_another_device(case):
+    with fake_cuda():
+        X = torch.empty(2, N, 3, device="cuda", dtype=torch.float64)
+        y = torch.empty(2, N, device="cuda", dtype=torch.float64)
+        weight = torch.empty(N, device="cuda", dtype=torch.float64)
+        regs = torch.empty(12, device="cuda", dtype=torch.float64)
+        for outputs in calls(machine_on_cuda(case), X, y, weight, regs):
+            assert outputs.device.type == "cuda"
+
+
+def test_fake_cuda_would_notice_a_stray_tensor():
+    with fake_cuda(), pytest.raises(Exception, match="device"):
+        torch.empty(3, device="cuda") + torch.empty(3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_machine
+def test_cuda_agrees_with_cpu(case):
+    X, Y, weight = problem(N)
+    y = case.targets(Y)[..., 0]
+    regs = torch.logspace(-2, 2, 12, dtype=torch.float64)
+    expected = list(calls(case.make(), X, y, weight, regs))
+    machine = copy.deepcopy(case.make()).cuda()
+    received = list(calls(machine, X.cuda(), y.cuda(), weight.cuda(), regs.cuda()))
+    for here, there in zip(expected, received, strict=True):
+        assert_close(there.cpu(), here)
+
+
+def test_one_synchronisation_checks_all_values(monkeypatch):
+    looks = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: looks.append(1) or original(self))
+    X, Y, weight = problem(N)
+    tl.LSSVM(tl.kernels.RBF()).solve(X, Y, weight)
+    assert len(looks) == 1

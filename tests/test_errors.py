@@ -1,0 +1,246 @@
+"""Bad input: a clear error that names function, argument and what came."""
+
+import pytest
+import torch
+
+import torchloo as tl
+
+N = 6
+
+
+def good():
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(N, 2, dtype=torch.float64, generator=generator)
+    return {
+        "X": X,
+        "K": X @ X.T + torch.eye(N, dtype=torch.float64),
+        "Y": torch.randn(N, 1, dtype=torch.float64, generator=generator),
+        "y": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64),
+        "weight": torch.ones(N, dtype=torch.float64),
+    }
+
+
+def poked(tensor, value):
+    tensor = tensor.clone()
+    tensor.view(-1)[1] = value
+    return tensor
+
+
+F = tl.functional
+RBF = tl.kernels.RBF
+BAD = [
+    # what, call, exception, message
+    ("NaN in K", lambda g: F.rls(poked(g["K"], torch.nan), g["Y"], 1.0), ValueError, "rls: K must be finite"),
+    (
+        "inf in K",
+        lambda g: F.lssvm(poked(g["K"], torch.inf), g["Y"], 1.0),
+        ValueError,
+        "lssvm: K must be finite",
+    ),
+    ("NaN in Y", lambda g: F.rls(g["K"], poked(g["Y"], torch.nan), 1.0), ValueError, "rls: Y must be finite"),
+    ("K not symmetric", lambda g: F.rls(poked(g["K"], 9.0), g["Y"], 1.0), ValueError, "K must be symmetric"),
+    ("K not square", lambda g: F.rls(g["K"][:, :4], g["Y"], 1.0), ValueError, r"K must be square.*\(6, 4\)"),
+    ("K a vector", lambda g: F.rls(g["y"], g["Y"], 1.0), ValueError, r"K must be a matrix.*\(6,\)"),
+    (
+        "rows differ",
+        lambda g: F.rls(g["K"], g["Y"][:5], 1.0),
+        ValueError,
+        r"rls: Y must have 6 rows.*\(5, 1\)",
+    ),
+    ("Y a vector", lambda g: F.lssvm(g["K"], g["y"], 1.0), ValueError, "lssvm: Y must have 6 rows"),
+    ("reg zero", lambda g: F.rls(g["K"], g["Y"], 0.0), ValueError, "rls: reg must be positive.*got 0.0"),
+    (
+        "reg negative tensor",
+        lambda g: F.rls(g["K"], g["Y"], torch.tensor(-1.0)),
+        ValueError,
+        "reg must be positive",
+    ),
+    ("reg NaN", lambda g: F.rls(g["K"], g["Y"], float("nan")), ValueError, "reg must be positive"),
+    (
+        "weight zero",
+        lambda g: F.rls(g["K"], g["Y"], 1.0, poked(g["weight"], 0.0)),
+        ValueError,
+        "weight must be pos",
+    ),
+    (
+        "weight short",
+        lambda g: F.rls(g["K"], g["Y"], 1.0, g["weight"][:3]),
+        ValueError,
+        "weight must have 6 entries",
+    ),
+    (
+        "weight int",
+        lambda g: F.rls(g["K"], g["Y"], 1.0, g["weight"].long()),
+        TypeError,
+        "weight must be float32 or",
+    ),
+    (
+        "integer K",
+        lambda g: F.rls(g["K"].long(), g["Y"], 1.0),
+        TypeError,
+        "K must be float32 or float64, got torch.int",
+    ),
+    (
+        "half K",
+        lambda g: F.rls(g["K"].half(), g["Y"], 1.0),
+        TypeError,
+        "float32 or float64, got torch.float16",
+    ),
+    (
+        "bfloat X",
+        lambda g: tl.RLS(RBF()).loo(g["X"].bfloat16(), g["y"]),
+        TypeError,
+        "X must be float32 or float64",
+    ),
+    ("mixed dtypes", lambda g: F.rls(g["K"], g["Y"].float(), 1.0), TypeError, "Y must have the dtype of K"),
+    (
+        "array K",
+        lambda g: F.rls(g["K"].numpy(), g["Y"], 1.0),
+        TypeError,
+        "K must be a torch tensor, got ndarray",
+    ),
+    ("empty", lambda g: F.rls(g["K"][:0, :0], g["Y"][:0], 1.0), ValueError, "at least one row"),
+    ("no outputs", lambda g: F.rls(g["K"], g["Y"][:, :0], 1.0), ValueError, "Y must have 6 rows"),
+    (
+        "batches clash",
+        lambda g: F.rls(g["K"].expand(2, N, N), g["Y"].expand(3, N, 1), 1.0),
+        ValueError,
+        "broadcast",
+    ),
+    (
+        "indefinite K",
+        lambda g: F.rls(-10 * g["K"], g["Y"], 1.0),
+        ValueError,
+        "not positive definite.*larger reg",
+    ),
+    ("indefinite path", lambda g: path(g, K=-10 * g["K"]), ValueError, "not positive definite"),
+    (
+        "LOO of one row",
+        lambda g: F.rls(g["K"][:1, :1], g["Y"][:1], 1.0).held_out(),
+        ValueError,
+        "at least 2 rows",
+    ),
+    ("one cluster", lambda g: lco(g, [3] * N), ValueError, "a cluster holds all 6 rows"),
+    (
+        "clusters short",
+        lambda g: lco(g, [0, 1]),
+        ValueError,
+        r"one label for each of the 6 rows, got shape \(2,\)",
+    ),
+    (
+        "float clusters",
+        lambda g: lco(g, torch.rand(N)),
+        TypeError,
+        "clusters must be integer labels, got float32",
+    ),
+    ("no clusters", lambda g: lco(g, None), TypeError, "clusters must be integer labels"),
+    (
+        "labels 0 and 1",
+        lambda g: F.kfd(g["K"], (g["y"] + 1) / 2, 1.0),
+        ValueError,
+        r"y must hold labels -1 and \+1",
+    ),
+    ("one class", lambda g: F.kfd(g["K"], g["y"].abs(), 1.0), ValueError, "y must hold both classes"),
+    ("KFD rows differ", lambda g: F.kfd(g["K"], g["y"][:4], 1.0), ValueError, r"kfd: y must have 6 rows"),
+    (
+        "KFD weight short",
+        lambda g: F.kfd(g["K"], g["y"], 1.0, g["weight"][:2]),
+        ValueError,
+        "weight must have 6",
+    ),
+    (
+        "Kxz columns",
+        lambda g: F.sparse_lssvm(g["K"][:3, :3], g["K"][:, :4], g["Y"], 1.0),
+        ValueError,
+        "3 columns",
+    ),
+    (
+        "Kzz not square",
+        lambda g: F.sparse_lssvm(g["K"][:3], g["K"], g["Y"], 1.0),
+        ValueError,
+        "Kzz must be square",
+    ),
+    ("NaN in Kxz", lambda g: sparse(g, poked(g["K"][:, :3], torch.nan)), ValueError, "Kxz must be finite"),
+    ("R shape", lambda g: F.ridge(g["X"], g["Y"], torch.eye(3).double()), ValueError, r"R must be \(2, 2\)"),
+    (
+        "R indefinite",
+        lambda g: F.ridge(g["X"], g["Y"], -100 * torch.eye(2).double()),
+        ValueError,
+        "not positive def",
+    ),
+    (
+        "NaN in Z",
+        lambda g: F.ridge(poked(g["X"], torch.nan), g["Y"], torch.eye(2).double()),
+        ValueError,
+        "Z must be",
+    ),
+    ("X a vector", lambda g: tl.LSSVM(RBF()).fit(g["y"], g["y"]), ValueError, r"X must be \(..., n, d\)"),
+    ("y rows", lambda g: tl.LSSVM(RBF()).fit(g["X"], g["y"][:3]), ValueError, "lssvm: y must have 6 rows"),
+    (
+        "y too deep",
+        lambda g: tl.LSSVM(RBF()).fit(g["X"], g["K"].expand(2, N, N)),
+        ValueError,
+        "y must have 6 rows",
+    ),
+    (
+        "inf in X",
+        lambda g: tl.LSSVM(RBF()).loo(poked(g["X"], torch.inf), g["y"]),
+        ValueError,
+        "X must be finite",
+    ),
+    (
+        "kernel missing",
+        lambda g: tl.LSSVM(torch.nn.Linear(1, 1)),
+        TypeError,
+        "kernel must be a torchloo kernel",
+    ),
+    ("module reg", lambda g: tl.LSSVM(RBF(), reg=-1.0), ValueError, "LSSVM: reg must be positive.*got -1.0"),
+    (
+        "regs shape",
+        lambda g: path(g, regs=torch.ones(2, 3)),
+        ValueError,
+        r"regs must have shape \(R,\), or \(R, 1\)",
+    ),
+    ("regs negative", lambda g: path(g, regs=torch.tensor([1.0, -1.0])), ValueError, "regs must be positive"),
+    ("no regs", lambda g: path(g, regs=torch.ones(0)), ValueError, "regs must have shape"),
+    (
+        "basis zero",
+        lambda g: tl.SparseLSSVM(RBF(), basis=0),
+        ValueError,
+        "basis must be a tensor or a positive",
+    ),
+    (
+        "basis too large",
+        lambda g: tl.SparseLSSVM(RBF(), basis=9).fit(g["X"], g["y"]),
+        ValueError,
+        "at most the number",
+    ),
+    (
+        "basis on Precomputed",
+        lambda g: tl.SparseLSSVM(tl.kernels.Precomputed(), basis=2),
+        TypeError,
+        "functional",
+    ),
+    ("new columns", lambda g: F.rls(g["K"], g["Y"], 1.0).predict(g["K"][:, :4]), ValueError, "6 columns"),
+    ("folds", lambda g: tl.folds(5, 9), ValueError, "k must be from 2 to n = 5, got 9"),
+]
+
+
+def lco(g, clusters):
+    return tl.LSSVM(RBF()).lco(g["X"], g["y"], clusters)
+
+
+def path(g, K=None, regs=None):
+    machine = tl.LSSVM(tl.kernels.Precomputed())
+    regs = torch.ones(12) if regs is None else regs
+    return machine.path(g["K"] if K is None else K, g["Y"], regs)
+
+
+def sparse(g, Kxz):
+    return F.sparse_lssvm(g["K"][:3, :3], Kxz, g["Y"], 1.0)
+
+
+@pytest.mark.parametrize(("what", "call", "exception", "message"), BAD, ids=[row[0] for row in BAD])
+def test_bad_input_raises(what, call, exception, message):
+    with pytest.raises(exception, match=message):
+        call(good())

@@ -1,0 +1,384 @@
+"""What is peculiar to the closed forms and to single machines."""
+
+import mpmath
+import pytest
+import reference
+import torch
+from cases import relative
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jacrev, vmap
+from torch.testing import assert_close
+
+import torchloo as tl
+from torchloo import dual, primal
+from torchloo.clusters import Partition
+
+F = tl.functional
+
+
+def spd(n, condition, seed=0):
+    """A symmetric positive definite matrix with eigenvalues from 1/condition to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))
+    w = torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)
+    K = (V * w) @ V.T
+    return (K + K.T) / 2
+
+
+def randn(*shape, seed=1):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rand(*shape, seed=2):
+    return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def mp_lssvm_loo(K, y, ridge):
+    """Leave-one-out outputs of the LS-SVM by delete and refit in 50 digits."""
+    n = len(y)
+    with mpmath.workdps(50):
+        outputs = []
+        for i in range(n):
+            kept = [j for j in range(n) if j != i]
+            system = mpmath.matrix(n, n)
+            right = mpmath.matrix(n, 1)
+            for row, j in enumerate(kept):
+                for column, k in enumerate(kept):
+                    system[row, column] = mpmath.mpf(K[j, k].item())
+                system[row, row] += mpmath.mpf(ridge[j].item())
+                system[row, n - 1] = system[n - 1, row] = 1
+                right[row] = mpmath.mpf(y[j].item())
+            solution = mpmath.lu_solve(system, right)
+            f = solution[n - 1]
+            for row, j in enumerate(kept):
+                f += mpmath.mpf(K[i, j].item()) * solution[row]
+            outputs.append(float(f))
+    return torch.tensor(outputs, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("condition", "limit"), [(1e6, 1e-8), (1e12, 1e-3)])
+def test_dual_form_against_fifty_digits(condition, limit):
+    n = 12
+    K, y = spd(n, 1e16), randn(n, 1)
+    ridge = torch.full((n,), 1 / condition, dtype=torch.float64)
+    received = F.lssvm(K, y, 1 / condition).held_out().outputs[:, 0]
+    assert relative(received, mp_lssvm_loo(K, y[:, 0], ridge)) <= limit
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e6])
+@pytest.mark.parametrize("clusters", [None, [0, 0, 1, 2, 2, 2, 2, 3, 4, 4]], ids=["rows", "ragged"])
+def test_a_chosen_condition_number(condition, clusters):
+    K, Y, weight = spd(10, condition), randn(10, 2), rand(10)
+    for function, refit in ((F.rls, reference.rls), (F.lssvm, reference.lssvm)):
+        expected = refit(K, Y, 1 / condition, weight, clusters)
+        assert relative(function(K, Y, 1 / condition, weight).held_out(clusters).outputs, expected) <= 1e-8
+
+
+def test_float32_at_condition_one_thousand():
+    K, Y = spd(10, 1e3), randn(10, 1)
+    expected = reference.lssvm(K, Y, 1e-3, torch.ones(10, dtype=torch.float64))
+    received = F.lssvm(K.float(), Y.float(), 1e-3).held_out().outputs
+    assert relative(received.double(), expected) <= 1e-3
+
+
+@pytest.mark.parametrize("n", [5, 300])
+def test_panels_equal_whole_products(n):
+    """More rows than a panel, so that every branch of the triangular products runs."""
+    K, Y = spd(n, 1e3), randn(n, 2)
+    fit = F.lssvm(K, Y, 0.1)
+    ones = torch.ones(n, 1, dtype=torch.float64)
+    bordered = torch.cat(
+        [
+            torch.cat([K + 0.1 * torch.eye(n, dtype=K.dtype), ones], 1),
+            torch.cat([ones.T, torch.zeros(1, 1, dtype=K.dtype)], 1),
+        ]
+    )
+    P = torch.linalg.inv(bordered)[:n, :n]
+    assert_close(fit.annihilator(), P, rtol=1e-9, atol=1e-10)
+    leaf = K.clone().requires_grad_()
+    F.lssvm((leaf + leaf.T) / 2, Y, 0.1).held_out().residuals.square().sum().backward()
+    a, d = P @ Y, P.diagonal().unsqueeze(-1)
+    r = a / d
+    abar, dbar = 2 * r / d, (-2 * r * r / d).sum(-1)
+    U = P @ abar
+    assert_close(leaf.grad, -(P * dbar) @ P - (U @ a.T + a @ U.T) / 2, rtol=1e-8, atol=1e-8)
+
+
+def test_triangular_inverse_of_a_batch():
+    L = torch.linalg.cholesky(torch.stack([spd(400, 10.0, seed) for seed in range(2)]))
+    eye = torch.eye(400, dtype=torch.float64)
+    assert_close(dual._triangular_inverse(L) @ L, eye.expand(2, 400, 400), rtol=0, atol=1e-12)
+
+
+def nearly_interpolated():
+    """Row 0 alone carries a feature that is hardly penalised: its leverage is 1 to working precision."""
+    Z = randn(9, 3)
+    Z[:, 2] = 0
+    Z[0, 2] = 1
+    return Z, randn(9, 2), torch.diag(torch.tensor([1.0, 1.0, 1e-12], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("clusters", [None, [0, 0, 1, 1, 2, 2, 3, 3, 3]], ids=["rows", "pairs"])
+def test_rows_whose_leverage_is_one_are_refitted_and_marked(clusters):
+    Z, Y, R = nearly_interpolated()
+    weight = rand(9)
+    result = F.ridge(Z, Y, R, weight).held_out(clusters)
+    marked = [i for i in range(9) if clusters is not None and clusters[i] == clusters[0]] or [0]
+    assert result.refitted.nonzero()[:, 0].tolist() == marked
+    assert relative(result.outputs, reference.ridge(Z, Y, R, weight, clusters)) <= 1e-8
+
+
+def test_refitted_rows_have_finite_exact_gradients():
+    Z, Y, R = nearly_interpolated()
+
+    def outputs(Z, Y, weight):
+        return F.ridge(Z, Y, R, weight).held_out().outputs
+
+    inputs = (Z.requires_grad_(), Y.requires_grad_(), rand(9).requires_grad_())
+    # Moving the lone feature of other rows by 1e-6 turns the fit around: only the first two features move.
+    mask = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    base = Z.detach().clone()
+
+    def along(Z, Y, weight):
+        return outputs(base + (Z - base) * mask, Y, weight)
+
+    assert torch.autograd.gradcheck(along, inputs, atol=1e-5)
+
+
+def test_refits_in_a_batch_stay_in_their_problem():
+    Z, Y, R = nearly_interpolated()
+    harmless = randn(9, 3, seed=5)
+    together = F.ridge(torch.stack([harmless, Z]), Y, R).held_out()
+    assert together.refitted.sum(-1).tolist() == [0, 1]
+    assert_close(together.outputs[1], F.ridge(Z, Y, R).held_out().outputs)
+    assert_close(together.outputs[0], F.ridge(harmless, Y, R).held_out().outputs)
+
+
+def test_features_far_from_the_origin_do_not_spoil_a_machine_with_bias():
+    X, Y = randn(20, 3), randn(20, 1)
+    machine = tl.LSSVM(tl.kernels.Linear(), reg=0.1)
+    near, far = machine.loo(X, Y).outputs, machine.loo(X + 1e5, Y).outputs
+    assert relative(far, near) <= 1e-9
+
+
+def test_primal_and_dual_forms_agree():
+    X, Y, weight = randn(8, 3), randn(8, 2), rand(8)
+    machine = tl.LSSVM(tl.kernels.Linear(), reg=0.3)
+    primal_fit, dual_fit = machine.solve(X, Y, weight), F.lssvm(X @ X.T, Y, 0.3, weight)
+    assert isinstance(primal_fit.form, primal.Primal)
+    for name in ("coef", "bias", "outputs", "leverage", "dual"):
+        assert_close(getattr(primal_fit, name), getattr(dual_fit, name), rtol=1e-9, atol=1e-10)
+    assert_close(primal_fit.annihilator(), dual_fit.annihilator(), rtol=1e-9, atol=1e-10)
+    assert_close(primal_fit.held_out().variance, dual_fit.held_out().variance, rtol=1e-9, atol=1e-10)
+
+
+def test_wide_linear_kernels_take_the_dual_form():
+    X, Y = randn(5, 9), randn(5, 1)
+    machine = tl.RLS(tl.kernels.Linear(), reg=0.3)
+    assert isinstance(machine.solve(X, Y).form, dual.Dual)
+    assert_close(machine.fit(X, Y)(X), machine.solve(X, Y).outputs)
+    assert machine.coef.shape == (9, 1)  # weights of the features, whichever form they came from
+
+
+def test_dependent_basis_vectors_are_dropped_and_change_nothing():
+    X, Y = randn(15, 2), randn(15, 1)
+    kernel = tl.kernels.RBF(1.0)
+    basis = torch.cat([X[:4], X[1:3], X[:1]])
+    with torch.no_grad():
+        repeated = F.sparse_lssvm(kernel(basis), kernel(X, basis), Y, 0.1)
+        plain = F.sparse_lssvm(kernel(X[:4]), kernel(X, X[:4]), Y, 0.1)
+    assert repeated.kept.sum() == 4
+    assert_close(repeated.held_out().outputs, plain.held_out().outputs, rtol=1e-9, atol=1e-10)
+    assert_close(repeated.predict(kernel(X, basis)), plain.outputs, rtol=1e-9, atol=1e-10)
+    machine = tl.SparseLSSVM(kernel, 0.1, basis=basis).fit(X, Y)
+    assert machine.dropped == 3
+
+
+def test_motorcycle_with_a_singular_basis_is_exact():
+    """The first 20 rows: K_zz has condition 1e32 at every reg."""
+    X, y = tl.datasets.motorcycle()
+    X = (X - X.mean()) / X.std()
+    machine = tl.SparseLSSVM(tl.kernels.RBF(0.5), 0.1, basis=20).fit(X, y)
+    assert machine.dropped > 0
+    outputs = machine.loo(X, y).outputs
+    for i in (0, 40, 90, 132):
+        kept = [j for j in range(133) if j != i]
+        refit = tl.SparseLSSVM(tl.kernels.RBF(0.5), 0.1, basis=X[:20]).fit(X[kept], y[kept])
+        assert abs(refit(X[i : i + 1]) - outputs[i]) <= 1e-8 * y.abs().max()
+
+
+def test_a_basis_of_all_rows_takes_the_dual_form_and_is_the_dense_machine():
+    X, Y = randn(10, 2), randn(10, 1)
+    kernel = tl.kernels.RBF(0.7)
+    sparse = tl.SparseLSSVM(kernel, 0.2, basis=10)
+    assert isinstance(sparse.solve(X, Y).form, dual.Dual)
+    assert_close(sparse.loo(X, Y).outputs, tl.LSSVM(kernel, 0.2).loo(X, Y).outputs, rtol=1e-8, atol=1e-9)
+
+
+def test_trainable_basis_receives_exact_gradients():
+    X, Y = randn(9, 2), randn(9, 1)
+    kernel = tl.kernels.RBF(1.0)
+
+    def outputs(basis):
+        return F.sparse_lssvm(kernel(basis), kernel(X, basis), Y, 0.1).held_out().outputs
+
+    assert torch.autograd.gradcheck(outputs, (randn(3, 2, seed=7).requires_grad_(),))
+    machine = tl.SparseLSSVM(kernel, 0.1, basis=torch.nn.Parameter(X[:3].clone()))
+    tl.criteria.press(machine.loo(X, Y)).backward()
+    assert machine.basis.grad.abs().sum() > 0
+
+
+def test_adding_a_constant_to_the_kernel_changes_nothing_with_a_bias():
+    K, Y = spd(9, 1e2), randn(9, 2)
+    before = F.lssvm(K, Y, 0.1).held_out().outputs
+    assert_close(F.lssvm(K + 5.0, Y, 0.1).held_out().outputs, before, rtol=1e-9, atol=1e-10)
+
+
+def test_infinite_reg_gives_the_weighted_mean_of_the_others():
+    K, Y, weight = spd(9, 1e2), randn(9, 1), rand(9)
+    received = F.lssvm(K, Y, 1e12, weight).held_out().outputs[:, 0]
+    total, sums = weight.sum(), (weight * Y[:, 0]).sum()
+    assert_close(received, (sums - weight * Y[:, 0]) / (total - weight), rtol=1e-9, atol=1e-10)
+
+
+def test_rls_is_linear_in_its_targets():
+    K, Y, other = spd(9, 1e2), randn(9, 1), randn(9, 1, seed=3)
+    held = F.rls(K, torch.cat([Y, other, 2 * Y - other], 1), 0.1).held_out().outputs
+    assert_close(held[:, 2], 2 * held[:, 0] - held[:, 1])
+
+
+def test_kfd_direction_is_fishers():
+    """alpha is proportional to (N + mu I)^{-1} (m_1 - m_2), KFD eq. 4."""
+    X = randn(14, 2)
+    y = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0] * 2, dtype=torch.float64)
+    K = tl.kernels.RBF(1.0)(X).detach()
+    alpha = F.kfd(K, y, 0.3).coef
+    N, means = 0.3 * torch.eye(14, dtype=torch.float64), []
+    for label in (1, -1):
+        columns = K[:, y == label]
+        mean = columns.mean(1, keepdim=True)
+        N += (columns - mean) @ (columns - mean).T
+        means.append(mean[:, 0])
+    direction = torch.linalg.solve(N, means[0] - means[1])
+    cosine = alpha @ direction / (alpha.norm() * direction.norm())
+    assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-10)
+
+
+def test_variance_is_the_gaussian_process_one():
+    """Without bias and weights: the predictive variance of a GP with noise reg, refitted without i."""
+    K, Y = spd(8, 1e2), randn(8, 1)
+    received = F.rls(K, Y, 0.3).held_out().variance[:, 0]
+    for i in range(8):
+        kept = [j for j in range(8) if j != i]
+        k = K[i, kept]
+        M = K[kept][:, kept] + 0.3 * torch.eye(7, dtype=torch.float64)
+        assert_close(received[i], K[i, i] + 0.3 - k @ torch.linalg.solve(M, k))
+
+
+def loo_press(K, Y, reg, weight):
+    return F.lssvm(K, Y, reg, weight).held_out().residuals.square().sum()
+
+
+def test_torch_func_grad_and_vmap_over_the_functional_forms():
+    K = torch.stack([spd(6, 10.0, seed) for seed in range(3)])
+    Y, reg, weight = randn(3, 6, 1), rand(3), rand(3, 6)
+    gradients = vmap(grad(loo_press, argnums=(0, 1, 2, 3)))(K, Y, reg, weight)
+    inputs = [t.clone().requires_grad_() for t in (K, Y, reg, weight)]
+    expected = torch.autograd.grad(F.lssvm(*inputs).held_out().residuals.square().sum(), inputs)
+    for received, right in zip(gradients, expected, strict=True):
+        assert_close(received, right)
+    values = vmap(loo_press, in_dims=(None, None, 0, None))(K[0], Y[0], reg, weight[0])
+    assert_close(values, torch.stack([loo_press(K[0], Y[0], r, weight[0]) for r in reg]))
+
+
+def test_torch_func_second_derivatives():
+    K, Y, weight = spd(5, 10.0), randn(5, 1), rand(5)
+    reg = torch.tensor(0.4, dtype=torch.float64)
+    received = jacrev(grad(loo_press, argnums=2), argnums=2)(K, Y, reg, weight)
+    h = 1e-4
+    values = [loo_press(K, Y, reg + step, weight) for step in (-h, 0.0, h)]
+    assert_close(received, (values[0] - 2 * values[1] + values[2]) / h**2, rtol=1e-5, atol=1e-6)
+
+
+def test_torch_func_over_ridge_and_clusters():
+    Z, Y, R = randn(3, 7, 2), randn(3, 7, 1), torch.eye(2, dtype=torch.float64)
+
+    def press(Z, Y):
+        return F.ridge(Z, Y, R).held_out([0, 0, 1, 1, 1, 2, 2]).residuals.square().sum()
+
+    received = vmap(grad(press))(Z, Y)
+    for i in range(3):
+        assert_close(received[i], grad(press)(Z[i], Y[i]))
+        leaf = Z[i].clone().requires_grad_()
+        (expected,) = torch.autograd.grad(press(leaf, Y[i]), leaf)
+        assert_close(received[i], expected)
+
+
+def test_batched_gradients_of_one_backward():
+    K, Y = spd(5, 10.0).requires_grad_(), randn(5, 1)
+    outputs = F.lssvm(K, Y, 0.2).held_out().outputs[:, 0]
+    eye = torch.eye(5, dtype=torch.float64)
+    (together,) = torch.autograd.grad(outputs, K, eye, is_grads_batched=True, retain_graph=True)
+    for i in range(5):
+        (one,) = torch.autograd.grad(outputs[i], K, retain_graph=True)
+        assert_close(together[i], one)
+
+
+def test_path_says_that_it_is_differentiable_once():
+    K = spd(5, 10.0).requires_grad_()
+    regs = torch.logspace(-1, 1, 12, dtype=torch.float64)
+    outputs = tl.LSSVM(tl.kernels.Precomputed()).path(K, randn(5, 1), regs).outputs
+    (first,) = torch.autograd.grad(outputs.square().sum(), K, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@st.composite
+def problems(draw):
+    n = draw(st.integers(2, 9))
+    seed = draw(st.integers(0, 10**6))
+    condition = 10.0 ** draw(st.integers(0, 6))
+    labels = draw(st.lists(st.integers(-3, 3), min_size=n, max_size=n))
+    clusters = labels if len(set(labels)) > 1 else None
+    weight = rand(n, seed=seed) * 10.0 ** draw(st.integers(-1, 1)) if draw(st.booleans()) else None
+    return (
+        spd(n, condition, seed),
+        randn(n, draw(st.integers(1, 3)), seed=seed + 1),
+        1 / condition,
+        weight,
+        clusters,
+    )
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_any_problem_equals_delete_and_refit(drawn):
+    K, Y, reg, weight, clusters = drawn
+    weights = torch.ones(len(K), dtype=torch.float64) if weight is None else weight
+    for function, refit in ((F.rls, reference.rls), (F.lssvm, reference.lssvm)):
+        expected = Y - refit(K, Y, reg, weights, clusters)  # outputs may be nothing but rounding
+        assert relative(function(K, Y, reg, weight).held_out(clusters).residuals, expected) <= 1e-8
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=30))
+def test_a_partition_holds_every_row_once_with_its_cluster(labels):
+    if len(set(labels)) < 2:
+        with pytest.raises(ValueError, match="holds all"):
+            Partition.of("f", labels, len(labels), torch.device("cpu"))
+        return
+    partition = Partition.of("f", labels, len(labels), torch.device("cpu"))
+    rows = [row for group in partition.groups for row in group.flatten().tolist()]
+    assert sorted(rows) == list(range(len(labels)))
+    for group in partition.groups:
+        for cluster in group.tolist():
+            assert len({labels[row] for row in cluster}) == 1
+            assert len(cluster) == labels.count(labels[cluster[0]])
+    values = randn(len(labels), 2)
+    assert torch.equal(partition.scatter(partition.gather(values)), values)
+
+
+def test_folds_are_balanced_and_seeded():
+    labels = tl.folds(23, 5, torch.Generator().manual_seed(3))
+    assert sorted(torch.bincount(labels).tolist()) == [4, 4, 5, 5, 5]
+    assert torch.equal(labels, tl.folds(23, 5, torch.Generator().manual_seed(3)))
