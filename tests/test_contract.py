@@ -71,10 +71,7 @@ def test_path_equals_delete_and_refit(case, clusters, count, per_output):
         for j in range(2):
             reg = regs[r, j] if per_output else regs[r]
             expected = case.expected(X, Y, reg, weight, clusters)[:, j]
-            if case.name == "sparse":  # the plain normal equations of the refit lose more than we do
-                assert relative(result.outputs[r, :, j], expected) <= 1e-6
-            else:
-                assert relative(result.outputs[r, :, j], expected) <= 1e-8
+            assert relative(result.outputs[r, :, j], expected) <= 1e-8
 
 
 @every_machine

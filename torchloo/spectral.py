@@ -43,8 +43,9 @@ from torchloo.smoothers import (
 
 __all__ = ["path_dual", "path_features"]
 
-# Fewer factorisations than this are cheaper than one eigendecomposition (scripts/bench measures it).
-_FEW = 8
+# So many factorisations are still cheaper than one eigendecomposition: it costs 4 to 7 of them from
+# n = 1000 on and in batches of small problems (scripts/bench/least_squares.py measures it).
+_FEW = 5
 
 
 def _eigen(K: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
