@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut
-from torchloo.machine import KernelMachine
+from torchloo.machine import LeastSquares
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual
 from torchloo.spectral import path_dual
@@ -75,7 +75,7 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
     return replace(fit, flat=flat)
 
 
-class KFD(KernelMachine):
+class KFD(LeastSquares):
     """The kernel Fisher discriminant as a module; see `kfd`.
 
     Labels y are -1 and +1; the machine codes its own targets, which its HeldOut carries.
@@ -106,7 +106,3 @@ class KFD(KernelMachine):
         with full_precision(K):
             targets = _code(guard, Y, weight)
             return path_dual(guard, K @ K.mT, targets, regs, weight, True, clusters, flat)
-
-    def _design(self, X: Tensor) -> Tensor:
-        assert self.support is not None
-        return self.kernel(X, self.support)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.machine import KernelMachine
+from torchloo.machine import LeastSquares
 from torchloo.smoothers import Fit, solve_dual
 
 __all__ = ["LSSVM", "lssvm"]
@@ -40,7 +40,7 @@ def lssvm(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = Non
     return solve_dual(Guard("lssvm"), K, Y, reg, weight, bias=True)
 
 
-class LSSVM(KernelMachine):
+class LSSVM(LeastSquares):
     """The least-squares support vector machine as a module; see `lssvm`.
 
     Args:

@@ -1,4 +1,4 @@
-"""The shell of every least-squares machine: parameters, buffers, and one call of a pure function each."""
+"""The shell of every machine: parameters, buffers, and one call of a pure function each."""
 
 import math
 from dataclasses import replace
@@ -7,55 +7,130 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
 
-__all__ = ["KernelMachine"]
+__all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
 
 _FITTED = ("support", "coef", "bias")
 
 
-class KernelMachine(nn.Module):
-    """A least-squares machine with a kernel, a regularisation and, once fitted, coefficients.
+def log_parameter(function: str, **value: Tensor | float) -> nn.Parameter:
+    """The logarithm of a positive hyper-parameter, in float64, so that any optimiser moves it safely."""
+    guard = Guard(function)
+    guard.positive(**value)
+    guard.check()
+    (positive,) = value.values()
+    log = positive.detach().log() if isinstance(positive, Tensor) else math.log(positive)
+    return nn.Parameter(torch.as_tensor(log, dtype=torch.float64).clone())
 
-    `solve`, `loo`, `lco` and `path` are functions of their arguments and of the parameters: they
-    store nothing and keep the graph. `fit` stores coefficients in buffers and keeps no graph.
+
+class KernelMachine(nn.Module):
+    """A kernel and, once fitted, an expansion over support points: what every machine has.
+
+    Methods that answer a question store nothing and keep the graph; only `fit` stores, in buffers,
+    without a graph.
 
     Args:
         kernel: a kernel of torchloo.kernels.
-        reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
 
     Shape:
         X (..., n, d); y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
-        clusters (n,). Leading dimensions are batch and broadcast against reg.
+        clusters (n,). Leading dimensions are batch.
     """
 
     _function: str
-    _has_bias: bool
 
     support: Tensor | None
     coef: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         super().__init__()
         if not isinstance(kernel, Kernel):
             raise TypeError(
                 f"{type(self).__name__}: kernel must be a torchloo kernel, got {type(kernel).__name__}"
             )
-        guard = Guard(type(self).__name__)
-        guard.positive(reg=reg)
-        guard.check()
-        log_reg = reg.detach().log() if isinstance(reg, Tensor) else math.log(reg)
         self.kernel = kernel
-        self.log_reg = nn.Parameter(torch.as_tensor(log_reg, dtype=torch.float64).clone())
         for name in _FITTED:
             self.register_buffer(name, None)
         self._flat = True
+
+    def forward(self, X: Tensor) -> Tensor:
+        """Outputs at new points, with the trailing shape of the targets of `fit`."""
+        if self.coef is None or self.bias is None or self.support is None:
+            raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
+        design = self._design(X, self.support)
+        if design.shape[-1] != self.coef.shape[-2]:
+            raise ValueError(
+                f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
+            )
+        with full_precision(X):
+            outputs = design @ self.coef + self.bias.unsqueeze(-2)
+        return outputs[..., 0] if self._flat else outputs
+
+    def _design(self, X: Tensor, support: Tensor) -> Tensor:
+        """What the coefficients multiply at new points: without support points, the features themselves."""
+        features = self.kernel.feature_map(X) if support.shape[-2] == 0 else None
+        return self.kernel(X, support) if features is None else features
+
+    def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool) -> None:
+        """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c)."""
+        self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
+        self._flat = flat
+
+    def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
+        """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
+        require_floating(self._function, X=X, y=y)
+        if X.ndim < 2 or 0 in X.shape:
+            raise ValueError(
+                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
+            )
+        flat = y.ndim == X.ndim - 1
+        rows = y.shape[-1 if flat else -2] if y.ndim else 0
+        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2]:
+            raise ValueError(
+                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
+                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
+            )
+        guard = Guard(self._function)
+        guard.finite(X=X)
+        return guard, y.unsqueeze(-1) if flat else y, flat
+
+    def get_extra_state(self) -> dict[str, bool]:
+        """Whether the targets of `fit` came without an output axis."""
+        return {"flat": self._flat}
+
+    def set_extra_state(self, state: dict[str, bool]) -> None:
+        """Restore what `get_extra_state` gave."""
+        self._flat = state["flat"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Make room for the coefficients of a fitted machine, whatever this one holds."""
+        device = next(self.parameters()).device
+        for name in _FITTED:
+            if prefix + name in state_dict:
+                setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class LeastSquares(KernelMachine):
+    """A machine that is a linear smoother: regularisation, closed forms, and a path of them.
+
+    Args:
+        kernel: a kernel of torchloo.kernels.
+        reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
+    """
+
+    _has_bias: bool
+
+    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0) -> None:
+        super().__init__(kernel)
+        self.log_reg = log_parameter(type(self).__name__, reg=reg)
 
     @property
     def reg(self) -> Tensor:
@@ -96,45 +171,13 @@ class KernelMachine(nn.Module):
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the coefficients of the solved machine; an error leaves it as it was."""
         fit = self.solve(X, y, weight)
-        self.support, self.coef = (t.clone() for t in self._expansion(X, fit))
-        self.bias, self._flat = fit.offset.clone(), fit.flat
+        self._store(*self._expansion(X, fit), fit.offset, fit.flat)
         return self
-
-    def forward(self, X: Tensor) -> Tensor:
-        """Outputs at new points, with the trailing shape of the targets of `fit`."""
-        if self.coef is None or self.bias is None:
-            raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        design = self._design(X)
-        if design.shape[-1] != self.coef.shape[-2]:
-            raise ValueError(
-                f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
-            )
-        with full_precision(X):
-            outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return outputs[..., 0] if self._flat else outputs
 
     def extra_repr(self) -> str:
         """Current regularisation."""
         reg = self.reg.detach()
-        return f"reg={reg.item():.4g}" if reg.ndim == 0 and not reg.is_meta else f"reg={tuple(reg.shape)}"
-
-    def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
-        """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
-        require_floating(self._function, X=X, y=y)
-        if X.ndim < 2 or 0 in X.shape:
-            raise ValueError(
-                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
-            )
-        flat = y.ndim == X.ndim - 1
-        rows = y.shape[-1 if flat else -2] if y.ndim else 0
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2]:
-            raise ValueError(
-                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
-                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
-            )
-        guard = Guard(self._function)
-        guard.finite(X=X)
-        return guard, y.unsqueeze(-1) if flat else y, flat
+        return f"reg={reg.item():.4g}" if reg.ndim == 0 and values_visible(reg) else f"reg={tuple(reg.shape)}"
 
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
         Z = self.kernel.feature_map(X)
@@ -162,25 +205,3 @@ class KernelMachine(nn.Module):
         if fit.feature_coef is not None:
             return X[..., :0, :], fit.feature_coef
         return X, fit.columns
-
-    def _design(self, X: Tensor) -> Tensor:
-        """What the coefficients multiply at new points."""
-        assert self.support is not None
-        features = self.kernel.feature_map(X)
-        return self.kernel(X, self.support) if features is None else features
-
-    def get_extra_state(self) -> dict[str, bool]:
-        """Whether the targets of `fit` came without an output axis."""
-        return {"flat": self._flat}
-
-    def set_extra_state(self, state: dict[str, bool]) -> None:
-        """Restore what `get_extra_state` gave."""
-        self._flat = state["flat"]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the coefficients of a fitted machine, whatever this one holds."""
-        for name in _FITTED:
-            if prefix + name in state_dict:
-                stored = state_dict[prefix + name]
-                setattr(self, name, torch.empty_like(stored, device=self.log_reg.device))
-        super()._load_from_state_dict(state_dict, prefix, *args)

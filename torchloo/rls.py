@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.machine import KernelMachine
+from torchloo.machine import LeastSquares
 from torchloo.smoothers import Fit, solve_dual
 
 __all__ = ["RLS", "rls"]
@@ -38,7 +38,7 @@ def rls(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
     return solve_dual(Guard("rls"), K, Y, reg, weight, bias=False)
 
 
-class RLS(KernelMachine):
+class RLS(LeastSquares):
     """Regularised least squares as a module; see `rls`.
 
     Args:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.machine import KernelMachine
+from torchloo.machine import LeastSquares
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_features
 from torchloo.spectral import path_features
@@ -114,7 +114,7 @@ def sparse_lssvm(
     return _solve(Guard("sparse_lssvm"), Kzz, Kxz, Y, reg, weight)
 
 
-class SparseLSSVM(KernelMachine):
+class SparseLSSVM(LeastSquares):
     """The sparse least-squares support vector machine as a module; see `sparse_lssvm`.
 
     Args:
@@ -184,7 +184,3 @@ class SparseLSSVM(KernelMachine):
 
     def _expansion(self, X: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
         return self._basis_of(X), fit.columns
-
-    def _design(self, X: Tensor) -> Tensor:
-        assert self.support is not None
-        return self.kernel(X, self.support)
