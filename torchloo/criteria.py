@@ -91,7 +91,8 @@ def _require_classes(guard: Guard, name: str, y: Tensor, both: bool = True) -> N
 class _Rows:
     """A HeldOut checked and turned so that rows come last: (..., c, n), c = 1 without output axis.
 
-    labels: targets must have a sign; both: and both signs; steps: NaN would go unseen, so look for it.
+    labels: targets must have a sign; both: and both signs; steps: NaN would go unseen, so look for it;
+    signs: the signs of the outputs are enough, where a HeldOut has no more (its `values` is False).
     """
 
     def __init__(
@@ -102,9 +103,14 @@ class _Rows:
         labels: bool = False,
         both: bool = False,
         steps: bool = False,
+        signs: bool = False,
     ) -> None:
         if not all(hasattr(held_out, name) for name in HeldOut._fields):
             raise TypeError(f"{function}: held_out must be a HeldOut, got {type(held_out).__name__}")
+        if not signs and not getattr(held_out, "values", True):
+            raise ValueError(
+                f"{function}: held_out must hold decision values, got only their signs; use values=True"
+            )
         f, y, own = held_out.outputs, held_out.targets, held_out.weight
         require_floating(function, outputs=f, targets=y, weight=own)
         self.output_axis = f.ndim == own.ndim + 1
@@ -214,7 +220,7 @@ def error_rate(held_out: HeldOut, weight: Weight = "own", per_output: bool = Fal
 
     Lower is better. Not differentiable.
     """
-    rows = _Rows("error_rate", held_out, weight, labels=True, steps=True)
+    rows = _Rows("error_rate", held_out, weight, labels=True, steps=True, signs=True)
     return rows.over_outputs(rows.mean(rows.wrong), per_output)
 
 
@@ -225,7 +231,7 @@ def balanced_error_rate(held_out: HeldOut, weight: Weight = "own", per_output: b
     Unweighted otherwise, whatever the training weights. Lower is better. Not differentiable.
     """
     _no_weight("balanced_error_rate", weight)
-    rows = _Rows("balanced_error_rate", held_out, None, both=True, steps=True)
+    rows = _Rows("balanced_error_rate", held_out, None, both=True, steps=True, signs=True)
     of_class = [rows.positive, rows.targets < 0]
     rates = [(rows.wrong * member).sum(-1) / member.sum(-1) for member in of_class]
     return rows.over_outputs((rates[0] + rates[1]) / 2, per_output)
@@ -375,6 +381,7 @@ def log_density(
     """
     rows = _Rows("log_density", held_out, weight)
     v = rows.turn("variance", held_out.variance)
+    rows.guard.require(~v.isnan().any(), "variance must be known, but this machine has none")
     ratio = rows.mean(rows.turn("residuals", held_out.residuals).square() / v)  # (..., c)
     if noise is None:
         s2 = ratio
