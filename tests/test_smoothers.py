@@ -382,3 +382,13 @@ def test_folds_are_balanced_and_seeded():
     labels = tl.folds(23, 5, torch.Generator().manual_seed(3))
     assert sorted(torch.bincount(labels).tolist()) == [4, 4, 5, 5, 5]
     assert torch.equal(labels, tl.folds(23, 5, torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_compiled_functions_give_the_same_values_and_gradients():
+    K, Y = spd(5, 10.0).requires_grad_(), randn(5, 1)
+    reg, weight = torch.tensor(0.3, dtype=torch.float64), rand(5)
+    compiled = torch.compile(loo_press, backend="eager")
+    received, expected = compiled(K, Y, reg, weight), loo_press(K, Y, reg, weight)
+    assert_close(received, expected)
+    assert_close(torch.autograd.grad(received, K), torch.autograd.grad(expected, K))

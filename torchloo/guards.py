@@ -79,7 +79,8 @@ class Guard:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
             # A NaN or infinity makes the sum one too: no boolean copy of a large matrix is needed.
-            self.require(tensor.detach().sum().isfinite(), f"{name} must be finite, got NaN or infinity")
+            total = tensor.detach().sum(dtype=torch.float64)
+            self.require(total.isfinite(), f"{name} must be finite, got NaN or infinity")
 
     def symmetric(self, **matrices: Tensor) -> None:
         """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
