@@ -34,36 +34,42 @@ def rand(*shape, seed=2):
     return torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
-def mp_lssvm_loo(K, y, ridge):
-    """Leave-one-out outputs of the LS-SVM by delete and refit in 50 digits."""
+def fifty_digits(K, y, reg, clusters, bias):
+    """Held-out outputs of the dual machines by delete and refit in 50 digits; K of mpf, y of floats."""
     n = len(y)
-    with mpmath.workdps(50):
-        outputs = []
-        for i in range(n):
-            kept = [j for j in range(n) if j != i]
-            system = mpmath.matrix(n, n)
-            right = mpmath.matrix(n, 1)
-            for row, j in enumerate(kept):
-                for column, k in enumerate(kept):
-                    system[row, column] = mpmath.mpf(K[j, k].item())
-                system[row, row] += mpmath.mpf(ridge[j].item())
-                system[row, n - 1] = system[n - 1, row] = 1
-                right[row] = mpmath.mpf(y[j].item())
-            solution = mpmath.lu_solve(system, right)
-            f = solution[n - 1]
-            for row, j in enumerate(kept):
-                f += mpmath.mpf(K[i, j].item()) * solution[row]
-            outputs.append(float(f))
+    labels = range(n) if clusters is None else clusters
+    outputs = [None] * n
+    for label in set(labels):
+        left = [i for i in range(n) if labels[i] == label]
+        kept = [i for i in range(n) if labels[i] != label]
+        size = len(kept) + bias
+        system, right = mpmath.matrix(size, size), mpmath.matrix(size, 1)
+        for row, i in enumerate(kept):
+            for column, j in enumerate(kept):
+                system[row, column] = K[i, j]
+            system[row, row] += mpmath.mpf(reg)
+            right[row] = mpmath.mpf(y[i])
+            if bias:
+                system[row, size - 1] = system[size - 1, row] = 1
+        solution = mpmath.lu_solve(system, right)
+        for i in left:
+            f = solution[size - 1] if bias else mpmath.mpf(0)
+            outputs[i] = float(f + sum(K[i, j] * solution[row] for row, j in enumerate(kept)))
     return torch.tensor(outputs, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("machine", ["rls", "lssvm", "kfd"])
+@pytest.mark.parametrize("clusters", [None, [0, 0, 1, 2, 2, 2, 2, 3, 4, 4]], ids=["rows", "ragged"])
 @pytest.mark.parametrize(("condition", "limit"), [(1e6, 1e-8), (1e12, 1e-3)])
-def test_dual_form_against_fifty_digits(condition, limit):
-    n = 12
-    K, y = spd(n, 1e16), randn(n, 1)
-    ridge = torch.full((n,), 1 / condition, dtype=torch.float64)
-    received = F.lssvm(K, y, 1 / condition).held_out().outputs[:, 0]
-    assert relative(received, mp_lssvm_loo(K, y[:, 0], ridge)) <= limit
+def test_dual_form_against_fifty_digits(machine, clusters, condition, limit):
+    K = spd(10, 1e8 if machine == "kfd" else 1e16)  # KFD squares it
+    fit = getattr(F, machine)(K, randn(10, 1).sign() if machine == "kfd" else randn(10, 1), 1 / condition)
+    with mpmath.workdps(50):
+        exact = mpmath.matrix(K.tolist())
+        exact = exact * exact.T if machine == "kfd" else exact
+        targets = fit.targets[:, 0].tolist()
+        expected = fifty_digits(exact, targets, 1 / condition, clusters, machine != "rls")
+    assert relative(fit.held_out(clusters).outputs[:, 0], expected) <= limit
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e6])
