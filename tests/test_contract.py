@@ -88,32 +88,40 @@ def test_path_of_a_batch_equals_single_solves(case, clusters):
         assert_close(result.variance[r], single.variance, rtol=1e-8, atol=1e-9)
 
 
-def differentiable_call(case, X, Y, clusters, per_path=None):
-    """The held-out outputs as a function of everything they are differentiable in."""
-    machine = case.make(0.3)
-    names = [name for name, _ in machine.named_parameters()]
+class _Asked(torch.nn.Module):
+    """A question to a machine as a module, so that functional_call can replace the parameters."""
 
-    def call(X, y, weight, *parameters):
-        y = Y if case.labels else y
-        values = dict(zip(names, parameters, strict=True))
-        wrapped = _Call(machine, clusters, per_path)
-        state = {f"machine.{name}": value for name, value in values.items()}
-        return torch.func.functional_call(wrapped, state, (X, y, weight))
-
-    return call, [p.detach().clone().requires_grad_() for p in machine.parameters()]
-
-
-class _Call(torch.nn.Module):
-    def __init__(self, machine, clusters, regs):
+    def __init__(self, machine, question):
         super().__init__()
-        self.machine, self.clusters, self.regs = machine, clusters, regs
+        self.machine, self.question = machine, question
 
     def forward(self, X, y, weight):
-        if self.regs is not None:
-            result = self.machine.path(X, y, self.regs, self.clusters, weight)
-        else:
-            result = held_out(self.machine, X, y, self.clusters, weight)
+        return self.question(self.machine, X, y, weight)
+
+
+def differentiable(case, Y, question):
+    """The answer as a function of points, targets, weights and parameters, and the parameters."""
+    asked = _Asked(case.make(0.3), question)
+    names = [name for name, _ in asked.named_parameters()]
+
+    def call(X, y, weight, *parameters):
+        values = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(asked, values, (X, Y if case.labels else y, weight))
+
+    return call, [p.detach().clone().requires_grad_() for p in asked.parameters()]
+
+
+def outputs_and_variance(clusters):
+    def question(machine, X, y, weight):
+        result = held_out(machine, X, y, clusters, weight)
         return result.outputs, result.variance
+
+    return question
+
+
+def solution(machine, X, y, weight):
+    fit = machine.solve(X, y, weight)
+    return fit.coef, fit.bias, fit.outputs, fit.leverage
 
 
 @every_machine
@@ -124,7 +132,16 @@ def test_gradcheck_in_points_targets_weights_and_parameters(case, clusters, dupl
     if duplicates:
         X[6] = X[1]  # of which the sparse machine has one in its basis
     Y = case.targets(Y)
-    call, parameters = differentiable_call(case, X, Y, clusters)
+    call, parameters = differentiable(case, Y, outputs_and_variance(clusters))
+    inputs = [t.requires_grad_() for t in (X, Y.clone(), weight)]
+    assert torch.autograd.gradcheck(call, (*inputs, *parameters), atol=1e-6)
+
+
+@every_machine
+def test_gradcheck_of_the_solution_itself(case):
+    X, Y, weight = problem(7, d=2, c=2, seed=1)
+    Y = case.targets(Y)
+    call, parameters = differentiable(case, Y, solution)
     inputs = [t.requires_grad_() for t in (X, Y.clone(), weight)]
     assert torch.autograd.gradcheck(call, (*inputs, *parameters), atol=1e-6)
 
@@ -133,7 +150,7 @@ def test_gradcheck_in_points_targets_weights_and_parameters(case, clusters, dupl
 def test_second_derivatives_are_exact(case):
     X, Y, weight = problem(6, d=2, c=1, seed=2)
     Y = case.targets(Y)
-    call, parameters = differentiable_call(case, X, Y, [0, 0, 1, 1, 1, 2])
+    call, parameters = differentiable(case, Y, outputs_and_variance([0, 0, 1, 1, 1, 2]))
     inputs = [t.requires_grad_() for t in (X, Y.clone(), weight)]
     assert torch.autograd.gradgradcheck(lambda *a: call(*a)[0], (*inputs, *parameters), atol=1e-5)
 
