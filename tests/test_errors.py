@@ -136,15 +136,25 @@ BAD = [
     ("no clusters", lambda g: lco(g, None), TypeError, "clusters must be integer labels"),
     (
         "labels 0 and 1",
-        lambda g: F.kfd(g["K"], (g["y"] + 1) / 2, 1.0),
+        lambda g: F.kfd(g["K"], (g["y"][:, None] + 1) / 2, 1.0),
         ValueError,
         r"y must hold labels -1 and \+1",
     ),
-    ("one class", lambda g: F.kfd(g["K"], g["y"].abs(), 1.0), ValueError, "y must hold both classes"),
-    ("KFD rows differ", lambda g: F.kfd(g["K"], g["y"][:4], 1.0), ValueError, r"kfd: y must have 6 rows"),
+    (
+        "one class",
+        lambda g: F.kfd(g["K"], g["y"][:, None].abs(), 1.0),
+        ValueError,
+        "y must hold both classes",
+    ),
+    (
+        "KFD rows differ",
+        lambda g: F.kfd(g["K"], g["y"][:4, None], 1.0),
+        ValueError,
+        r"kfd: Y must have 6 rows",
+    ),
     (
         "KFD weight short",
-        lambda g: F.kfd(g["K"], g["y"], 1.0, g["weight"][:2]),
+        lambda g: F.kfd(g["K"], g["y"][:, None], 1.0, g["weight"][:2]),
         ValueError,
         "weight must have 6",
     ),
@@ -222,7 +232,49 @@ BAD = [
         "functional",
     ),
     ("new columns", lambda g: F.rls(g["K"], g["Y"], 1.0).predict(g["K"][:, :4]), ValueError, "6 columns"),
-    ("folds", lambda g: tl.folds(5, 9), ValueError, "k must be from 2 to n = 5, got 9"),
+    ("NaN on a path", lambda g: path(g, K=poked(g["K"], torch.nan)), ValueError, "X must be finite"),
+    (
+        "NaN on a linear path",
+        lambda g: tl.LSSVM(tl.kernels.Linear()).path(poked(g["X"], torch.nan), g["y"], torch.ones(8)),
+        ValueError,
+        "X must be finite",
+    ),
+    (
+        "NaN on a sparse path",
+        lambda g: tl.SparseLSSVM(RBF(), basis=3).path(poked(g["X"], torch.nan), g["y"], torch.ones(8)),
+        ValueError,
+        "X must be finite",
+    ),
+    (
+        "nothing left to refit with",
+        lambda g: F.ridge(torch.eye(6, 2).double(), g["Y"], torch.zeros(2, 2).double()).held_out(),
+        ValueError,
+        "not positive definite",
+    ),
+    (
+        "indefinite Kzz",
+        lambda g: F.sparse_lssvm(torch.diag(g["y"][:3]), g["K"][:, :3], g["Y"], 1.0),
+        ValueError,
+        "Kzz must be positive semi-definite",
+    ),
+    ("KFD not symmetric", lambda g: F.kfd(poked(g["K"], 9.0), g["y"][:, None], 1.0), ValueError, "symmetric"),
+    ("KFD not square", lambda g: F.kfd(g["K"][:, :4], g["y"][:, None], 1.0), ValueError, "K must be square"),
+    (
+        "reg too small for float32",
+        lambda g: F.rls(g["K"].float(), g["Y"].float(), 1e-60),
+        ValueError,
+        "reg must be positive",
+    ),
+    ("ragged clusters", lambda g: lco(g, [[0], [1, 2]]), TypeError, "clusters must be integer labels"),
+    ("NaN to predict", lambda g: fitted(g)(poked(g["X"], torch.nan)), ValueError, "X must be finite"),
+    ("dtype to predict", lambda g: fitted(g)(g["X"].float()), TypeError, "coef must have the dtype of X"),
+    (
+        "a HeldOut for a Fit",
+        lambda g: tl.criteria.leave_pair_out_auc(tl.LSSVM(RBF()).loo(g["X"], g["y"])),
+        TypeError,
+        "fit must be a Fit",
+    ),
+    ("folds", lambda g: tl.folds(5, 9), ValueError, "k must be an integer from 2 to n = 5, got 9"),
 ]
 
 
@@ -234,6 +286,10 @@ def path(g, K=None, regs=None):
     machine = tl.LSSVM(tl.kernels.Precomputed())
     regs = torch.ones(12) if regs is None else regs
     return machine.path(g["K"] if K is None else K, g["Y"], regs)
+
+
+def fitted(g):
+    return tl.LSSVM(tl.kernels.Linear()).fit(g["X"], g["y"])
 
 
 def sparse(g, Kxz):

@@ -341,6 +341,7 @@ def test_composed_kernels_apply_their_own_features():
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_feature_map_factors_the_kernel(kernel, batch):
     X = points(*batch, 5, D)
+    assert kernel.is_linear
     F = kernel.feature_map(X)
     assert F is not None
     assert_close(F @ F.mT, kernel(X))
@@ -360,7 +361,9 @@ def test_feature_map_factors_the_kernel(kernel, batch):
     ],
 )
 def test_other_kernels_have_no_feature_map(kernel):
-    assert kernel.feature_map(points(5, 5)) is None
+    assert not kernel.is_linear
+    with pytest.raises(NotImplementedError, match="not linear"):
+        kernel.feature_map(points(5, 5))
 
 
 def test_precomputed_returns_its_rows():

@@ -17,36 +17,22 @@ class Partition:
 
     Attributes:
         groups: one index tensor (g, s) for each size s: the rows of g clusters.
-        order: (n,) where each row stands in the concatenation of the groups.
         labels: host labels (n,), or None for single rows.
     """
 
-    def __init__(self, groups: tuple[Tensor, ...], order: Tensor, labels: Tensor | None) -> None:
+    def __init__(self, groups: tuple[Tensor, ...], labels: Tensor | None = None) -> None:
         self.groups = groups
-        self.order = order
         self.labels = labels
-
-    @property
-    def index(self) -> tuple[Tensor, ...]:
-        """All index tensors, as arguments of an autograd Function: transforms see only those."""
-        return self.order, *self.groups
-
-    @classmethod
-    def from_index(cls, index: tuple[Tensor, ...]) -> "Partition":
-        """The partition whose `index` this is, without labels."""
-        return cls(index[1:], index[0], None)
 
     @classmethod
     def single(cls, rows: int, device: torch.device) -> "Partition":
         """Every row alone."""
-        index = torch.arange(rows, device=device)
-        return cls((index.unsqueeze(-1),), index, None)
+        return cls((torch.arange(rows, device=device).unsqueeze(-1),))
 
     @classmethod
     def whole(cls, rows: int, device: torch.device) -> "Partition":
         """All rows in one block."""
-        index = torch.arange(rows, device=device)
-        return cls((index.unsqueeze(0),), index, None)
+        return cls((torch.arange(rows, device=device).unsqueeze(0),))
 
     @classmethod
     def of(cls, function: str, clusters: object | None, rows: int, device: torch.device) -> "Partition":
@@ -67,24 +53,32 @@ class Partition:
         groups = []
         for size in np.unique(counts):
             rows_of = by_cluster[starts[counts == size, None] + np.arange(size)]  # (g, s)
-            groups.append(rows_of[rows_of[:, 0].argsort()])  # single rows keep their order
-        order = np.argsort(np.concatenate([rows_of.ravel() for rows_of in groups]))
-        on_device = [torch.from_numpy(index).to(device) for index in (*groups, order)]
-        return cls(tuple(on_device[:-1]), on_device[-1], torch.from_numpy(labels))
+            rows_of = rows_of[rows_of[:, 0].argsort()]  # single rows keep their order
+            groups.append(torch.from_numpy(rows_of).to(device))
+        return cls(tuple(groups), torch.from_numpy(labels))
+
+    def split(self, size: int) -> tuple["Partition", "Partition"]:
+        """The sets of at most `size` rows, and the larger ones."""
+        small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
+        return Partition(small), Partition(self.groups[len(small) :])  # sizes ascend
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Rows of (..., n, c) by group: (..., g, s, c) each."""
         return [values[..., rows, :] for rows in self.groups]
 
-    def scatter(self, parts: list[Tensor]) -> Tensor:
-        """Put (..., g, s, c) of each group back in the order of the rows: (..., n, c)."""
-        return torch.cat([part.flatten(-3, -2) for part in parts], dim=-2)[..., self.order, :]
+    def scatter(self, parts: list[Tensor], n: int) -> Tensor:
+        """Put (..., g, s, c) of each group back in their rows: (..., n, c), zero where there is none."""
+        index = torch.cat([rows.flatten() for rows in self.groups])
+        values = torch.cat([part.flatten(-3, -2) for part in parts], -2)
+        blank = values.new_zeros((*values.shape[:-2], n, values.shape[-1]))
+        return blank.index_copy(-2, index, values)
 
     def block_diagonal_times(self, blocks: list[Tensor], V: Tensor) -> Tensor:
         """D V for the block-diagonal matrix D of blocks (..., g, s, s) and V (..., n, m)."""
-        if len(blocks) == 1 and blocks[0].shape[-1] == 1:  # single rows: nothing to gather
+        if blocks[0].shape[-3:] == (V.shape[-2], 1, 1):  # all rows single, in order: nothing to gather
             return blocks[0][..., 0] * V
-        return self.scatter([block @ part for block, part in zip(blocks, self.gather(V), strict=True)])
+        parts = [block @ part for block, part in zip(blocks, self.gather(V), strict=True)]
+        return self.scatter(parts, V.shape[-2])
 
 
 def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -99,6 +93,6 @@ def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:
         >>> torch.bincount(folds(10, 3))
         tensor([4, 3, 3])
     """
-    if not 2 <= k <= n:
-        raise ValueError(f"folds: k must be from 2 to n = {n}, got {k}")
+    if not isinstance(k, int) or not 2 <= k <= n:
+        raise ValueError(f"folds: k must be an integer from 2 to n = {n}, got {k}")
     return (torch.arange(n) % k)[torch.randperm(n, generator=generator)]

@@ -413,6 +413,8 @@ def leave_pair_out_auc(
     """
     name = "leave_pair_out_auc"
     _no_weight(name, weight)
+    if not hasattr(fit, "annihilator"):
+        raise TypeError(f"{name}: fit must be a Fit, as solve(X, y) gives it, got {type(fit).__name__}")
     P, a = fit.annihilator(), fit.dual.mT  # (..., n, n), (..., c, n)
     require_floating(name, dual=a, targets=fit.targets, annihilator=P)
     n = a.shape[-1]

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from torchloo.blocks import solve_blocks
 from torchloo.clusters import Partition
-from torchloo.guards import values_visible
+from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "congruence", "dual"]
@@ -162,7 +163,7 @@ class _Blocks(Function):
         with full_precision(L):
             S = _triangular_inverse(L)
             blocks = []
-            for rows in Partition.from_index(index).groups:
+            for rows in index:
                 if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
                     block = torch.linalg.vector_norm(S, dim=-2).square()[..., rows].unsqueeze(-1)
                 else:
@@ -182,7 +183,7 @@ class _Blocks(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
         K, ridge, e, S, a, *index = ctx.saved_tensors
-        partition = Partition.from_index(tuple(index))
+        partition = Partition(tuple(index))
         negative = [(block + block.mT) / -2 for block in D]
         with full_precision(K):
             if torch.is_grad_enabled() or not values_visible(abar, *D):
@@ -230,9 +231,18 @@ class Dual(NamedTuple):
             self.factor,
             self.border,
             self.has_bias,
-            *partition.index,
+            *partition.groups,
         )
         return a, blocks
+
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
+        a, blocks = self.blocks(partition)
+        n = a.shape[-2]
+        r, variance = (
+            partition.scatter(part, n) for part in solve_blocks(partition.gather(a), blocks, guard)
+        )
+        return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
 
 
 def dual(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> Dual:

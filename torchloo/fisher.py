@@ -5,44 +5,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.precision import full_precision
+from torchloo.problem import check_dual
 from torchloo.smoothers import Fit, solve_dual
 from torchloo.spectral import path_dual
 
 __all__ = ["KFD", "kfd"]
 
 
-def _code(guard: Guard, y: Tensor, weight: Tensor | None) -> Tensor:
+def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
     """Targets +s/s_1 and -s/s_2 for labels +1 and -1 (..., n, c), with s the sums of the weights."""
+    check_dual(guard, K, y, 1.0, weight)
     guard.require(y.abs() == 1, "y must hold labels -1 and +1 only")
     positive = y > 0
     guard.require(positive.any(-2) & ~positive.all(-2), "y must hold both classes, got one only")
-    zeta = torch.ones_like(y) if weight is None else weight.unsqueeze(-1).expand_as(y)
+    zeta = torch.ones_like(y) if weight is None else weight.unsqueeze(-1)
     ones = (zeta * positive).sum(-2, keepdim=True)
     total = zeta.sum(-2, keepdim=True)
     return torch.where(positive, total / ones, -total / (total - ones))
 
 
-def _check_labels(function: str, K: Tensor, y: Tensor, weight: Tensor | None) -> None:
-    """Shapes that the coding of the labels relies on, before it."""
-    given = {"K": K, "y": y} | ({} if weight is None else {"weight": weight})
-    require_floating(function, **given)
-    n = K.shape[-2] if K.ndim > 1 else 0
-    if y.ndim < 2 or y.shape[-2] != n or 0 in y.shape:
-        raise ValueError(f"{function}: y must have {n} rows to match K, got shape {tuple(y.shape)}")
-    if weight is not None and (weight.ndim < 1 or weight.shape[-1] != n):
-        raise ValueError(
-            f"{function}: weight must have {n} entries to match K, got shape {tuple(weight.shape)}"
-        )
-
-
 def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Fit:
-    _check_labels(guard.function, K, y, weight)
+    targets = _code(guard, K, y, weight)
     with full_precision(K):
-        fit = solve_dual(guard, K @ K.mT, _code(guard, y, weight), reg, weight, bias=True)
+        fit = solve_dual(guard, K @ K.mT, targets, reg, weight, bias=True)
         return replace(fit, columns=K.mT @ fit.columns)
 
 
@@ -56,13 +45,12 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
 
     Args:
         K: kernel matrix, symmetric, (..., n, n).
-        y: labels -1 and +1, (..., n) or (..., n, c); both classes in every column.
+        y: labels -1 and +1, (..., n, c); both classes in every column.
         reg: regularisation, a number or a tensor of batch shape; never scaled by n.
         weight: row weights, (..., n); None weighs all alike.
 
     Returns:
-        Fit with coef (..., n, c), bias (..., c) and the coded targets; without the output axis
-        where y has none.
+        Fit with coef (..., n, c), bias (..., c) and the coded targets.
 
     Differentiable in K, reg and weight. Cost 2 n^3 + n^3/3, n^3/3 more for leave-one-out; memory
     3 n^2 numbers.
@@ -70,9 +58,7 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
     Reference: Cawley and Talbot (2003), "Efficient leave-one-out cross-validation of kernel Fisher
     discriminant classifiers", section 3.
     """
-    flat = isinstance(y, Tensor) and isinstance(K, Tensor) and y.ndim == K.ndim - 1
-    fit = _solve(Guard("kfd"), K, y.unsqueeze(-1) if flat else y, reg, weight)
-    return replace(fit, flat=flat)
+    return _solve(Guard("kfd"), K, y, reg, weight).checked()
 
 
 class KFD(LeastSquares):
@@ -102,7 +88,6 @@ class KFD(LeastSquares):
         flat: bool,
     ) -> HeldOut:
         K = self.kernel(X)
-        _check_labels(guard.function, K, Y, weight)
+        targets = _code(guard, K, Y, weight)
         with full_precision(K):
-            targets = _code(guard, Y, weight)
             return path_dual(guard, K @ K.mT, targets, regs, weight, True, clusters, flat)

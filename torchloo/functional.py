@@ -32,4 +32,4 @@ def ridge(Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None = None) -> Fit:
 
     Reference: Cawley and Talbot (2004), appendix A.
     """
-    return solve_primal(Guard("ridge"), Z, Y, R, weight)
+    return solve_primal(Guard("ridge"), Z, Y, R, weight).checked()

@@ -47,7 +47,10 @@ def require_floating(function: str, **tensors: Tensor) -> None:
 
 def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
     """Cluster labels as an int64 array (n,); they decide shapes, so they live on the host."""
-    labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
+    try:
+        labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
+    except ValueError:
+        raise TypeError(f"{function}: clusters must be integer labels (n,), got a ragged list") from None
     if labels.dtype.kind not in "iu":
         raise TypeError(f"{function}: clusters must be integer labels, got {labels.dtype}")
     if labels.shape != (rows,):
@@ -110,6 +113,7 @@ class Guard:
             return
         device = self._flags[0].device
         held = torch.stack([flag.to(device) for flag in self._flags]).tolist()
-        for ok, message in zip(held, self._messages, strict=True):
+        messages, self._flags, self._messages = self._messages, [], []
+        for ok, message in zip(held, messages, strict=True):
             if not ok:
                 raise ValueError(f"{self.function}: {message}")

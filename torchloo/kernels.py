@@ -87,9 +87,14 @@ class Kernel(nn.Module):
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def feature_map(self, X: Tensor) -> Tensor | None:
-        """F (..., n, p) with K = F F^T if the kernel is linear in finitely many features, else None."""
-        return None
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kernel is linear in finitely many features, which `feature_map` lists."""
+        return False
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """F (..., n, p) with K = F F^T, for a kernel that `is_linear`."""
+        raise NotImplementedError(f"{self._get_name()} is not linear in finitely many features")
 
     def extra_repr(self) -> str:
         """Current values."""
@@ -98,6 +103,9 @@ class Kernel(nn.Module):
 
     def __add__(self, other: object) -> "Sum":
         return Sum(self, other) if isinstance(other, Kernel) else NotImplemented
+
+    def __radd__(self, other: object) -> "Kernel":
+        return self if other == 0 else NotImplemented  # what sum(kernels) starts from
 
     def __mul__(self, other: object) -> "Kernel":
         if isinstance(other, Kernel):
@@ -150,6 +158,11 @@ class Linear(Kernel):
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return _inner(X, Z)
+
+    @property
+    def is_linear(self) -> bool:
+        """True."""
+        return True
 
     def feature_map(self, X: Tensor) -> Tensor:
         """X itself, or its features."""
@@ -296,10 +309,15 @@ class Scaled(Kernel):
         K = self.kernel(X, Z)
         return self._lift("scale", K) * K
 
-    def feature_map(self, X: Tensor) -> Tensor | None:
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kernel is."""
+        return self.kernel.is_linear
+
+    def feature_map(self, X: Tensor) -> Tensor:
         """sqrt(scale) times the features of the kernel."""
         F = self.kernel.feature_map(self._embed("X", X))
-        return None if F is None else self._lift("scale", F).sqrt() * F
+        return self._lift("scale", F).sqrt() * F
 
 
 class Sum(Kernel):
@@ -314,12 +332,15 @@ class Sum(Kernel):
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
 
-    def feature_map(self, X: Tensor) -> Tensor | None:
-        """The features of the kernels side by side, if all have them."""
+    @property
+    def is_linear(self) -> bool:
+        """Whether all of the kernels are."""
+        return all(kernel.is_linear for kernel in self.kernels)
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """The features of the kernels side by side."""
         X = self._embed("X", X)
         maps = [kernel.feature_map(X) for kernel in self.kernels]
-        if any(F is None for F in maps):
-            return None
         batch = torch.broadcast_shapes(*(F.shape[:-2] for F in maps))
         return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
 
@@ -329,5 +350,7 @@ class Product(Sum):
 
     _combine = staticmethod(operator.mul)
 
-    def feature_map(self, X: Tensor) -> None:
-        """None: the features of a product are not listed."""
+    @property
+    def is_linear(self) -> bool:
+        """False: the features of a product are not listed."""
+        return False

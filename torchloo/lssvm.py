@@ -37,7 +37,7 @@ def lssvm(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = Non
         >>> lssvm(K, Y, reg=1.0).held_out().outputs[:, 0]  # each is the mean of the other two
         tensor([4.5000, 3.0000, 1.5000], dtype=torch.float64)
     """
-    return solve_dual(Guard("lssvm"), K, Y, reg, weight, bias=True)
+    return solve_dual(Guard("lssvm"), K, Y, reg, weight, bias=True).checked()
 
 
 class LSSVM(LeastSquares):

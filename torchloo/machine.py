@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
-from torchloo.kernels import Kernel
+from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
 
 __all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
-
-_FITTED = ("support", "coef", "bias")
 
 
 def log_parameter(function: str, **value: Tensor | float) -> nn.Parameter:
@@ -44,6 +42,7 @@ class KernelMachine(nn.Module):
     """
 
     _function: str
+    _fitted: tuple[str, ...] = ("support", "coef", "bias")
 
     support: Tensor | None
     coef: Tensor | None
@@ -56,15 +55,20 @@ class KernelMachine(nn.Module):
                 f"{type(self).__name__}: kernel must be a torchloo kernel, got {type(kernel).__name__}"
             )
         self.kernel = kernel
-        for name in _FITTED:
+        for name in ("support", "coef", "bias"):
             self.register_buffer(name, None)
-        self._flat = True
+        self._flat, self._linear = True, False
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        design = self._design(X, self.support)
+        require_floating(self._function, X=X, coef=self.coef)
+        guard = Guard(self._function)
+        guard.finite(X=X)
+        guard.check()
+        linear, support = self._linear, self.support
+        design = self.kernel.feature_map(X) - support if linear else self.kernel(X, support)
         if design.shape[-1] != self.coef.shape[-2]:
             raise ValueError(
                 f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
@@ -73,15 +77,16 @@ class KernelMachine(nn.Module):
             outputs = design @ self.coef + self.bias.unsqueeze(-2)
         return outputs[..., 0] if self._flat else outputs
 
-    def _design(self, X: Tensor, support: Tensor) -> Tensor:
-        """What the coefficients multiply at new points: without support points, the features themselves."""
-        features = self.kernel.feature_map(X) if support.shape[-2] == 0 else None
-        return self.kernel(X, support) if features is None else features
+    def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool, linear: bool = False) -> None:
+        """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c).
 
-    def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool) -> None:
-        """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c)."""
-        self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
-        self._flat = flat
+        Of a linear machine, the support is the centre (..., 1, d) of the features.
+        """
+        if isinstance(self.kernel, Precomputed):
+            support = support[..., :1]  # only the number of its rows is asked for
+        with torch.inference_mode(False):
+            self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
+        self._flat, self._linear = flat, linear
 
     def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
@@ -102,17 +107,17 @@ class KernelMachine(nn.Module):
         return guard, y.unsqueeze(-1) if flat else y, flat
 
     def get_extra_state(self) -> dict[str, bool]:
-        """Whether the targets of `fit` came without an output axis."""
-        return {"flat": self._flat}
+        """Whether the targets of `fit` came without an output axis, and whether features are weighed."""
+        return {"flat": self._flat, "linear": self._linear}
 
     def set_extra_state(self, state: dict[str, bool]) -> None:
         """Restore what `get_extra_state` gave."""
-        self._flat = state["flat"]
+        self._flat, self._linear = state["flat"], state["linear"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the coefficients of a fitted machine, whatever this one holds."""
         device = next(self.parameters()).device
-        for name in _FITTED:
+        for name in self._fitted:
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -140,17 +145,22 @@ class LeastSquares(KernelMachine):
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Fit:
         """The solved machine, differentiable in X, y, weight and all parameters."""
         guard, Y, flat = self._checked(X, y)
-        return replace(self._solve(guard, X, Y, weight), flat=flat)
+        return replace(self._solve(guard, X, Y, weight), flat=flat).checked()
 
     def loo(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable."""
-        return self.solve(X, y, weight).held_out()
+        return self._held_out(X, y, weight, None)
 
     def lco(self, X: Tensor, y: Tensor, clusters: object, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen the row's cluster."""
         if clusters is None:
             raise TypeError(f"{self._function}: clusters must be integer labels, got None; use loo")
-        return self.solve(X, y, weight).held_out(clusters)
+        return self._held_out(X, y, weight, clusters)
+
+    def _held_out(self, X: Tensor, y: Tensor, weight: Tensor | None, clusters: object | None) -> HeldOut:
+        """All values of one call are looked at together, at its end."""
+        guard, Y, flat = self._checked(X, y)
+        return replace(self._solve(guard, X, Y, weight), flat=flat).held_out(clusters)
 
     def path(
         self,
@@ -162,7 +172,8 @@ class LeastSquares(KernelMachine):
     ) -> HeldOut:
         """Held-out outputs for every regularisation, (R,) or (R, c), in front of all other axes.
 
-        The machine's own reg is not used. One decomposition serves them all; see `path_dual`.
+        The machine's own reg is not used. One decomposition serves them all, and a few are factorised
+        one by one. Differentiable, but on the decomposition only once; see `path_dual`.
         """
         guard, Y, flat = self._checked(X, y)
         return self._path(guard, X, Y, regs, clusters, weight, flat)
@@ -171,7 +182,10 @@ class LeastSquares(KernelMachine):
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the coefficients of the solved machine; an error leaves it as it was."""
         fit = self.solve(X, y, weight)
-        self._store(*self._expansion(X, fit), fit.offset, fit.flat)
+        if fit.features is None:
+            self._store(X, fit.columns, fit.offset, fit.flat)
+        else:
+            self._store(fit.features.centre, fit.features.coef, fit.features.offset, fit.flat, linear=True)
         return self
 
     def extra_repr(self) -> str:
@@ -180,10 +194,10 @@ class LeastSquares(KernelMachine):
         return f"reg={reg.item():.4g}" if reg.ndim == 0 and values_visible(reg) else f"reg={tuple(reg.shape)}"
 
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
-        Z = self.kernel.feature_map(X)
-        if Z is None:
-            return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
-        return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
+        if self.kernel.is_linear:
+            Z = self.kernel.feature_map(X)
+            return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
+        return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
 
     def _path(
         self,
@@ -195,13 +209,7 @@ class LeastSquares(KernelMachine):
         weight: Tensor | None,
         flat: bool,
     ) -> HeldOut:
-        Z = self.kernel.feature_map(X)
-        if Z is None:
-            return path_dual(guard, self.kernel(X), Y, regs, weight, self._has_bias, clusters, flat)
-        return path_features(guard, Z, Y, regs, weight, self._has_bias, clusters, flat)
-
-    def _expansion(self, X: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
-        """Support points and their coefficients; no points where the features have weights of their own."""
-        if fit.feature_coef is not None:
-            return X[..., :0, :], fit.feature_coef
-        return X, fit.columns
+        if self.kernel.is_linear:
+            Z = self.kernel.feature_map(X)
+            return path_features(guard, Z, Y, regs, weight, self._has_bias, clusters, flat)
+        return path_dual(guard, self.kernel(X), Y, regs, weight, self._has_bias, clusters, flat)

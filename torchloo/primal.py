@@ -30,13 +30,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
+from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
 __all__ = ["Primal", "primal"]
 
 # Below this 1 - h the form has lost too many of the 16 digits, and the rows are refitted.
-_REFIT_BELOW = 1e-8
+_REFIT_BELOW = 1e-6
+
+# How many numbers the sets that are left out together by sums may take at once.
+_CHUNK = 1 << 23
 
 
 def _normal(Z: Tensor, R: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ class _Blocks(Function):
             else:
                 root = torch.linalg.solve_triangular(L, Z.mT, upper=False).mT  # (..., n, p)
             blocks = []
-            for rows in Partition.from_index(index).groups:
+            for rows in index:
                 zeta = weight[..., rows]  # (..., g, s)
                 if rows.shape[-1] == 1:
                     h = zeta * root.square().sum(-1)[..., rows]
@@ -120,7 +125,7 @@ class _Blocks(Function):
     @staticmethod
     def backward(ctx: Any, *D: Tensor) -> tuple[Tensor | None, ...]:
         Z, R, weight, L, *index = ctx.saved_tensors
-        partition = Partition.from_index(tuple(index))
+        partition = Partition(tuple(index))
         zeta = weight.unsqueeze(-1)
         symmetric = [(block + block.mT) / 2 for block in D]
         diagonals = [block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) for block in D]
@@ -130,8 +135,58 @@ class _Blocks(Function):
             G = partition.block_diagonal_times(symmetric, N)
             Q = N.mT @ G
             ZQ = Z @ Q
-            zetabar = partition.scatter(diagonals)[..., 0] - (Z * (2 * G - ZQ)).sum(-1)
+            zetabar = partition.scatter(diagonals, Z.shape[-2])[..., 0] - (Z * (2 * G - ZQ)).sum(-1)
             return -2 * zeta * (G - ZQ), Q, zetabar, *[None] * (1 + len(index))
+
+
+def _sum_of_others(parts: Tensor) -> Tensor:
+    """For each of the parts (..., g, p, c), the sum of the others, without subtracting anything."""
+    none = torch.zeros_like(parts[..., :1, :, :])
+    before = torch.cat([none, parts[..., :-1, :, :]], -3).cumsum(-3)
+    after = torch.cat([parts[..., 1:, :, :], none], -3).flip(-3).cumsum(-3).flip(-3)
+    return before + after
+
+
+def _left_out(
+    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, rows: Tensor, guard: Guard
+) -> tuple[Tensor, Tensor]:
+    """Held-out residuals (..., g, s, c) and diag(P_LL^{-1}), (..., g, s, 1), of sets of rows (g, s).
+
+    Note [leaving out by sums]
+    The normal equations without L are sums over the other rows. Those of the rows in no set are
+    added up once, those of the sets before and after L by cumulative sums; nothing is subtracted, so
+    nothing cancels. With C the normal matrix without L, P_LL^{-1} = Omega_L^{-1} + Z_L C^{-1} Z_L^T.
+    Differentiable by autograd, to every order. Cost n p^2 for each chunk of sets, p^3 for each set.
+    """
+    n, p, c = *Z.shape[-2:], Y.shape[-1]
+    chunk = max(1, _CHUNK // (p * p + n * c))
+    parts = [_left_out_chunk(Z, R, weight, Y, part, guard) for part in rows.split(chunk)]
+    return torch.cat([r for r, _ in parts], -3), torch.cat([variance for _, variance in parts], -3)
+
+
+def _left_out_chunk(
+    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, rows: Tensor, guard: Guard
+) -> tuple[Tensor, Tensor]:
+    g, c = len(rows), Y.shape[-1]
+    outside = weight.index_fill(-1, rows.flatten(), 0.0)  # (..., n), without any of the sets
+    zeta, Z_L, Y_L = weight[..., rows].unsqueeze(-1), Z[..., rows, :], Y[..., rows, :]  # (..., g, s, .)
+    C = _normal(Z, R, outside).unsqueeze(-3) + _sum_of_others(Z_L.mT @ (zeta * Z_L))
+    right = (Z.mT @ (outside.unsqueeze(-1) * Y)).unsqueeze(-3) + _sum_of_others(Z_L.mT @ (zeta * Y_L))
+    L, info = torch.linalg.cholesky_ex(C)
+    guard.require(info == 0, NOT_DEFINITE)
+    coef = torch.cholesky_solve(right, L)  # (..., g, p, c)
+    # One step of refinement from the rows themselves, as in `_Coefficients`.
+    own = (
+        torch.zeros_like(Z[..., :1])
+        .expand(*Z.shape[:-1], g)
+        .scatter(-2, rows.mT.expand(*Z.shape[:-2], -1, -1), 1.0)
+    )
+    kept = (weight.unsqueeze(-1) * (1 - own)).unsqueeze(-1)  # (..., n, g, 1)
+    e = Y.unsqueeze(-2) - (Z @ coef.transpose(-3, -2).flatten(-2)).unflatten(-1, (g, c))  # (..., n, g, c)
+    gradient = (Z.mT @ (kept * e).flatten(-2)).unflatten(-1, (g, c)).transpose(-3, -2)
+    coef = coef + torch.cholesky_solve(gradient - R.unsqueeze(-3) @ coef, L)
+    root = torch.linalg.solve_triangular(L, Z_L.mT, upper=False)  # (..., g, p, s)
+    return Y_L - Z_L @ coef, root.square().sum(-2).unsqueeze(-1) + 1 / zeta
 
 
 class Primal(NamedTuple):
@@ -152,16 +207,56 @@ class Primal(NamedTuple):
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.index)
+        blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.groups)
         return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
 
-    def cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:
-        """Which sets (..., g) of each size have lost their 1 - h to rounding.
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
 
-        For larger sets, 1 - h is the smallest pivot of I - H_LL.
+        Sets of up to p rows by their blocks, unless their 1 - h is lost to rounding; those, and
+        larger ones, by Note [leaving out by sums].
+        """
+        small, large = partition.split(self.Z.shape[-1])
+        residuals, variances, marks = self._by_blocks(small, guard) if small.groups else ([], [], [])
+        for rows in large.groups:
+            r, variance = _left_out(self.Z, self.R, self.weight, self.Y, rows, guard)
+            residuals.append(r)
+            variances.append(variance * self.reg[..., None, None, None])
+            marks.append(torch.zeros_like(variance, dtype=torch.bool))
+        n = self.Z.shape[-2]
+        refitted = partition.scatter(marks, n)[..., 0]
+        return partition.scatter(residuals, n), partition.scatter(variances, n), refitted
+
+    def _by_blocks(
+        self, partition: Partition, guard: Guard
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        a, blocks = self.blocks(partition)
+        lost = self._cancelled(blocks, partition)
+        # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
+        safe = [
+            torch.where(flag[..., None, None], torch.diag_embed(torch.ones_like(block[..., 0])), block)
+            for flag, block in zip(lost, blocks, strict=True)
+        ]
+        residuals, variances = solve_blocks(partition.gather(a), safe, guard)
+        if values_visible(self.Y) and bool(torch.stack([flag.any() for flag in lost]).any()):
+            for k, (rows, flag) in enumerate(zip(partition.groups, lost, strict=True)):
+                residuals[k], variances[k] = self._refitted(rows, flag, residuals[k], variances[k], guard)
+        marks = [
+            flag[..., None, None].expand(*flag.shape, rows.shape[-1], 1)
+            for flag, rows in zip(lost, partition.groups, strict=True)
+        ]
+        return residuals, variances, marks
+
+    def _cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:
+        """Which sets (..., g) of each size have lost their 1 - h, the smallest pivot of I - H_LL.
+
+        None where values cannot be looked at: then nothing is refitted.
         """
         flags = []
         for rows, block in zip(partition.groups, blocks, strict=True):
+            if not values_visible(block):
+                flags.append(torch.zeros_like(block[..., 0, 0], dtype=torch.bool))
+                continue
             root = (self.reg[..., None, None] / self.weight[..., rows]).sqrt().unsqueeze(-1)
             remainder = (root * block * root.mT).detach()  # (..., g, s, s), I - H_LL
             L, info = torch.linalg.cholesky_ex(remainder)
@@ -169,23 +264,21 @@ class Primal(NamedTuple):
             flags.append((info != 0) | ~(pivot > _REFIT_BELOW))
         return flags
 
-    def refit(self, problem: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Held-out residuals (s, c) and variances (s, 1) of rows of one problem of the batch, refitted.
-
-        With C the normal matrix of the other rows, P_LL^{-1} = reg (Omega_L^{-1} + Z_L C^{-1} Z_L^T):
-        nothing cancels. Differentiable by autograd.
-        """
-        Z, R, weight, Y = (
-            t.reshape(-1, *t.shape[1 - k :])[problem]
-            for t, k in ((self.Z, 3), (self.R, 3), (self.weight, 2), (self.Y, 3))
-        )
-        reg = self.reg.flatten()[problem]
-        others = weight * torch.ones_like(weight).index_fill(0, rows, 0.0)  # (n,)
-        L = torch.linalg.cholesky(_normal(Z, R, others))
-        p = torch.cholesky_solve(Z.mT @ (others.unsqueeze(-1) * Y), L)
-        root = torch.linalg.solve_triangular(L, Z[rows].mT, upper=False)  # (p, s)
-        variance = reg * (root.square().sum(0) + 1 / weight[rows])
-        return Y[rows] - Z[rows] @ p, variance.unsqueeze(-1)
+    def _refitted(
+        self, rows: Tensor, lost: Tensor, r: Tensor, variance: Tensor, guard: Guard
+    ) -> tuple[Tensor, Tensor]:
+        """Residuals (..., g, s, c) and variances (..., g, s, 1), the lost sets (..., g) refitted."""
+        problems = [t.reshape(-1, *t.shape[self.reg.ndim :]) for t in (self.Z, self.R, self.weight, self.Y)]
+        residuals, variances = (t.reshape(-1, *t.shape[-3:]) for t in (r, variance))
+        flags, reg = lost.reshape(-1, len(rows)), self.reg.flatten()
+        for problem in flags.any(-1).nonzero()[:, 0].tolist():
+            sets = flags[problem].nonzero()[:, 0]
+            index = (torch.full_like(sets, problem), sets)
+            Z, R, weight, Y = (t[problem] for t in problems)
+            r_L, variance_L = _left_out(Z, R, weight, Y, rows[sets], guard)
+            residuals = residuals.index_put(index, r_L)
+            variances = variances.index_put(index, reg[problem] * variance_L)
+        return residuals.reshape(r.shape), variances.reshape(variance.shape)
 
 
 def primal(

@@ -57,9 +57,10 @@ def _check(
         raise ValueError(
             f"{function}: weight must have {n} entries to match {name}, got shape {tuple(weight.shape)}"
         )
-    guard.positive(reg=reg, weight=weight)
-    guard.finite(Y=Y)
+    guard.positive(reg=reg)
     reg = torch.as_tensor(reg, dtype=Y.dtype, device=Y.device)
+    guard.positive(reg=reg, weight=weight)  # again, as a number may be too small for the dtype
+    guard.finite(Y=Y)
     try:
         batch = torch.broadcast_shapes(shape[:-2], Y.shape[:-2], weight.shape[:-1], reg.shape)
     except RuntimeError:

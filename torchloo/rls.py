@@ -35,7 +35,7 @@ def rls(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
         tensor([[0.5000],
                 [0.2500]])
     """
-    return solve_dual(Guard("rls"), K, Y, reg, weight, bias=False)
+    return solve_dual(Guard("rls"), K, Y, reg, weight, bias=False).checked()
 
 
 class RLS(LeastSquares):

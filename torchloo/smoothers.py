@@ -14,77 +14,31 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, check_dual, check_features
 
-__all__ = ["Fit", "centred", "held_out_residuals", "solve_dual", "solve_features", "solve_primal"]
-
-NOT_DEFINITE = (
-    "the regularised matrix is not positive definite to working precision; "
-    "take a larger reg, float64, or a positive semi-definite kernel"
-)
-
-
-def held_out_residuals(
-    a: Tensor, blocks: list[Tensor], partition: Partition, guard: Guard
-) -> tuple[Tensor, Tensor]:
-    """P_LL^{-1} a_L and diag(P_LL^{-1}) for every set L of a partition; Note [held-out residual].
-
-    Args:
-        a: P Y, (..., n, c).
-        blocks: diagonal blocks of P, (..., g, s, s) for each size s of the partition.
-        guard: takes note of blocks that are not positive definite.
-
-    Returns:
-        held-out residuals (..., n, c) and variances (..., n, 1).
-    """
-    residuals, variances = [], []
-    for a_L, P_LL in zip(partition.gather(a), blocks, strict=True):
-        if P_LL.shape[-1] == 1:
-            guard.require(P_LL > 0, NOT_DEFINITE)
-            residuals.append(a_L / P_LL)
-            variances.append(1 / P_LL)
-            continue
-        L, info = torch.linalg.cholesky_ex(P_LL)
-        guard.require(info == 0, NOT_DEFINITE)
-        residuals.append(torch.cholesky_solve(a_L, L))
-        variances.append(torch.cholesky_inverse(L).diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
-    return partition.scatter(residuals), partition.scatter(variances)
-
-
-def form_held_out(form: Dual | Primal, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-    """Held-out residuals (..., n, c), variances (..., n, 1), and the rows (..., n) refitted for them."""
-    a, blocks = form.blocks(partition)
-    if isinstance(form, Dual) or not values_visible(form.Y):
-        r, variance = held_out_residuals(a, blocks, partition, guard)
-        return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
-    lost = form.cancelled(blocks, partition)  # (..., g) for each size
-    # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
-    safe = [
-        torch.where(flag[..., None, None], torch.diag_embed(torch.ones_like(block[..., 0])), block)
-        for flag, block in zip(lost, blocks, strict=True)
-    ]
-    r, variance = held_out_residuals(a, safe, partition, guard)
-    shape, (n, c) = r.shape[:-1], r.shape[-2:]
-    r, variance = r.reshape(-1, n, c), variance.reshape(-1, n, 1)
-    refitted = torch.zeros_like(r[..., 0], dtype=torch.bool)  # (problems, n)
-    for flag, rows in zip(lost, partition.groups, strict=True):
-        for problem, cluster in flag.reshape(-1, rows.shape[0]).nonzero().tolist():
-            index = (torch.full_like(rows[cluster], problem), rows[cluster])
-            r_L, variance_L = form.refit(problem, rows[cluster])
-            r, variance = r.index_put(index, r_L), variance.index_put(index, variance_L)
-            refitted[index] = True
-    return r.reshape(*shape, c), variance.reshape(*shape, 1), refitted.reshape(shape)
+__all__ = [
+    "FeatureWeights",
+    "Fit",
+    "assemble",
+    "centred",
+    "solve_dual",
+    "solve_features",
+    "solve_primal",
+    "with_ones",
+]
 
 
 def assemble(
@@ -96,6 +50,17 @@ def assemble(
     fields = (Y - r, r, Y.expand_as(r), variance.expand_as(r))
     outputs, residuals, targets, variance = (t[..., 0] if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
+
+
+class FeatureWeights(NamedTuple):
+    """f(z) = (z - centre) coef + offset for features z; the centre keeps digits far from the origin."""
+
+    coef: Tensor
+    """(..., d, c)."""
+    centre: Tensor
+    """(..., 1, d); zeros without a bias."""
+    offset: Tensor
+    """(..., c)."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +80,17 @@ class Fit:
     """Coefficients of the columns of K_new in `predict`, (..., m, c)."""
     offset: Tensor
     """(..., c), zeros for a machine without a bias."""
-    feature_coef: Tensor | None = None
-    """Weights of the explicit features, (..., d, c), where the machine has such, else None."""
+    features: "FeatureWeights | None" = None
+    """Weights of the explicit features, where the machine has such."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
+
+    def checked(self) -> "Fit":
+        """The same, once the guard has looked at the values."""
+        self.problem.guard.check()
+        return self
 
     def _shaped(self, values: Tensor) -> Tensor:
         return values[..., 0] if self.flat else values
@@ -192,9 +162,9 @@ class Fit:
         """
         Y, function = self.targets, self.problem.function
         partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
-        guard = Guard(function)
+        guard = self.problem.guard
         with full_precision(Y):
-            parts = form_held_out(self.form, partition, guard)
+            parts = self.form.held_out(partition, guard)
         guard.check()
         return assemble(Y, self.weight, partition.labels, parts, self.flat)
 
@@ -202,25 +172,23 @@ class Fit:
 def solve_dual(
     guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None, bias: bool
 ) -> Fit:
-    """Solve a kernel machine from its kernel matrix; Note [dual form]."""
+    """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias)
-    problem.guard.require(form.info == 0, NOT_DEFINITE)
-    problem.guard.check()
+    guard.require(form.info == 0, NOT_DEFINITE)
     return Fit(form, problem, form.dual, form.bias)
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
-    """Solve ridge regression on features Z with the penalty p^T R p; Note [primal form]."""
-    problem = check_features(guard, Z, Y, 1.0, weight)
+    """Solve ridge regression with the penalty p^T R p; Note [primal form]; the guard is to be checked."""
     require_floating(guard.function, Z=Z, R=R)
-    p = Z.shape[-1]
+    p = Z.shape[-1] if Z.ndim else 0
     if R.ndim < 2 or R.shape[-2:] != (p, p):
         raise ValueError(f"{guard.function}: R must be ({p}, {p}) to match Z, got shape {tuple(R.shape)}")
-    problem.guard.symmetric(R=R)
+    problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
+    guard.symmetric(R=R)
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg)
-    problem.guard.require(form.info == 0, NOT_DEFINITE)
-    problem.guard.check()
+    guard.require(form.info == 0, NOT_DEFINITE)
     coef = form.coef.to(Y.dtype)
     return Fit(form, problem, coef, torch.zeros_like(coef[..., 0, :]))
 
@@ -229,11 +197,11 @@ def centred(Z: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     """Features (..., n, d) about their weighted mean (..., 1, d), which is held constant.
 
     An unpenalised bias absorbs any shift of the features, so this changes no output and no
-    gradient; it keeps features far from the origin from spoiling the normal equations. Without a
-    bias the shift is zero.
+    gradient; it keeps features far from the origin from losing their digits. Without a bias the
+    shift is zero.
     """
     if not bias:
-        return Z, torch.zeros_like(Z[..., :1, :])
+        return Z, torch.zeros_like(Z[..., :1, :]).detach()
     zeta = weight.detach().unsqueeze(-1)
     mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
     return Z - mean, mean
@@ -241,11 +209,10 @@ def centred(Z: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
 
 def with_ones(Z: Tensor, reg: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     """Features with a column of ones for the bias, and the penalty R = reg diag(1, ..., 1, 0)."""
-    if bias:
-        Z = torch.cat([Z, torch.ones_like(Z[..., :1])], -1)
     penalised = torch.ones_like(Z[..., 0, :])
     if bias:
-        penalised[..., -1] = 0
+        Z = torch.cat([Z, torch.ones_like(Z[..., :1])], -1)
+        penalised = torch.cat([penalised, torch.zeros_like(penalised[..., :1])], -1)
     return Z, torch.diag_embed(reg.unsqueeze(-1) * penalised)
 
 
@@ -255,21 +222,23 @@ def solve_features(
     """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
 
     The primal form where there are fewer features than rows, else the dual one. `columns` are the
-    coefficients of the training rows, as for any other kernel; `feature_coef` those of the features.
+    coefficients of the training rows, as for any other kernel; `features` those of the features.
+    The guard is to be checked.
     """
     d = Z.shape[-1]
-    if d + bias >= Z.shape[-2]:
-        with full_precision(Z):
-            fit = solve_dual(guard, Z @ Z.mT, Y, reg, weight, bias)
-            return replace(fit, feature_coef=Z.mT @ fit.columns)
     problem = check_features(guard, Z, Y, reg, weight)
     with full_precision(Z):
-        shifted, mean = centred(problem.expand(Z).double(), problem.weight.double(), bias)
-        design, R = with_ones(shifted, problem.reg.double(), bias)
-        form = primal(design, R, problem.weight, problem.Y, problem.reg)
-        problem.guard.require(form.info == 0, NOT_DEFINITE)
-        problem.guard.check()
-        coef = form.coef[..., :d, :]
-        offset = form.coef[..., d:, :].sum(-2) - (mean @ coef)[..., 0, :]
-    dtype = Y.dtype
-    return Fit(form, problem, form.dual.to(dtype), offset.to(dtype), feature_coef=coef.to(dtype))
+        shifted, centre = centred(problem.expand(Z).double(), problem.weight.double(), bias)
+        form: Dual | Primal
+        if d + bias < Z.shape[-2]:
+            design, R = with_ones(shifted, problem.reg.double(), bias)
+            form = primal(design, R, problem.weight, problem.Y, problem.reg)
+            coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
+        else:
+            ridge, Y64 = problem.ridge.double(), problem.Y.double()
+            form = dual(shifted @ shifted.mT, ridge, Y64, bias)
+            coef, offset = shifted.mT @ form.dual, form.bias
+        guard.require(form.info == 0, NOT_DEFINITE)
+        at_zero = offset - (centre @ coef)[..., 0, :]
+    features = FeatureWeights(*(t.to(Y.dtype) for t in (coef, centre, offset)))
+    return Fit(form, problem, form.dual.to(Y.dtype), at_zero.to(Y.dtype), features)

@@ -1,6 +1,7 @@
 """The sparse least-squares support vector machine: an expansion over few basis vectors."""
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,20 @@ from torchloo.spectral import path_features
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
 
 
-def _independent(Kzz: Tensor) -> Tensor:
+# What a basis vector must add to those chosen before it, relative to the largest diagonal entry: below
+# this, rounding leaves too little of the function that it would add.
+_NEGLIGIBLE = 1e-10
+
+
+def _independent(guard: Guard, Kzz: Tensor) -> Tensor:
     """Which basis vectors (..., m) a pivoted Cholesky factorisation keeps.
 
-    A vector is dropped where what the chosen ones leave of it is below m eps times the largest
-    diagonal entry: it adds no function to the expansion that the others do not have already.
+    A vector is dropped where the chosen ones leave next to nothing of it; see `_NEGLIGIBLE`.
     """
     m = Kzz.shape[-1]
     rest = Kzz.diagonal(dim1=-2, dim2=-1).clone()  # (..., m), what is left of every vector
-    limit = m * torch.finfo(Kzz.dtype).eps * rest.amax(-1, keepdim=True)
+    relative = max(_NEGLIGIBLE, m * torch.finfo(Kzz.dtype).eps)
+    limit = relative * rest.amax(-1, keepdim=True)
     L, info = torch.linalg.cholesky_ex(Kzz)
     pivots = L.diagonal(dim1=-2, dim2=-1).square()
     if bool(((info == 0).unsqueeze(-1) & (pivots > limit)).all()):
@@ -42,6 +48,7 @@ def _independent(Kzz: Tensor) -> Tensor:
         rows[..., k] = column
         rest = rest - column.square()
         kept.scatter_(-1, j, enough | kept.gather(-1, j))
+    guard.require(rest >= -2 * limit, "Kzz must be positive semi-definite")
     return kept
 
 
@@ -66,7 +73,9 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
     guard.finite(Kxz=Kxz)
     with full_precision(Kzz):
         visible = values_visible(Kzz)
-        kept = _independent(Kzz.detach()) if visible else torch.ones_like(Kzz[..., 0], dtype=torch.bool)
+        kept = (
+            _independent(guard, Kzz.detach()) if visible else torch.ones_like(Kzz[..., 0], dtype=torch.bool)
+        )
         mask = kept.double()
         pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
         L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
@@ -80,10 +89,10 @@ def _solve(
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
     fit = solve_features(guard, Z, Y, reg, weight, bias=True)
-    assert fit.feature_coef is not None
+    assert fit.features is not None
     with full_precision(Z):
-        beta = torch.linalg.solve_triangular(L.mT, fit.feature_coef.double(), upper=True)
-    return replace(fit, columns=beta.to(Y.dtype) * kept.unsqueeze(-1), feature_coef=None, kept=kept)
+        beta = torch.linalg.solve_triangular(L.mT, fit.features.coef.double(), upper=True)
+    return replace(fit, columns=beta.to(Y.dtype) * kept.unsqueeze(-1), features=None, kept=kept)
 
 
 def sparse_lssvm(
@@ -92,9 +101,10 @@ def sparse_lssvm(
     """Sparse least-squares support vector machine, f(x) = sum_j beta_j k(x, z_j) + b.
 
     Solves min over beta, b of sum_i weight_i |y_i - k_i^T beta - b|^2 + reg beta^T K_zz beta, in the
-    primal form on the features of Note [sparse features]. Basis vectors that depend on others to
-    working precision are dropped, which changes no output; `Fit.kept` tells which are in use. On
-    meta and fake tensors and inside torch.func transforms, where values cannot be looked at, none is.
+    primal form on the features of Note [sparse features]. Basis vectors that depend on the others to
+    10 digits (float32: to rounding) are dropped, and the machine is the one on those kept; `Fit.kept`
+    tells which. On meta and fake tensors and inside torch.func transforms, where values cannot be
+    looked at, all are kept.
 
     Args:
         Kzz: kernel matrix of the basis, symmetric, (..., m, m).
@@ -111,7 +121,7 @@ def sparse_lssvm(
     Reference: Cawley and Talbot (2004), "Fast exact leave-one-out cross-validation of sparse
     least-squares support vector machines", section 2.
     """
-    return _solve(Guard("sparse_lssvm"), Kzz, Kxz, Y, reg, weight)
+    return _solve(Guard("sparse_lssvm"), Kzz, Kxz, Y, reg, weight).checked()
 
 
 class SparseLSSVM(LeastSquares):
@@ -126,9 +136,13 @@ class SparseLSSVM(LeastSquares):
 
     _function = "sparse_lssvm"
     _has_bias = True
+    _fitted = (*LeastSquares._fitted, "kept")
+
+    kept: Tensor | None
 
     def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor) -> None:
         super().__init__(kernel, reg)
+        self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
                 "SparseLSSVM: kernel must be evaluated at the basis; "
@@ -148,11 +162,19 @@ class SparseLSSVM(LeastSquares):
             )
 
     @property
-    def dropped(self) -> int:
-        """How many basis vectors of the fitted machine are not in use."""
-        if self.coef is None:
+    def dropped(self) -> Tensor:
+        """How many basis vectors of the fitted machine are not in use, of batch shape."""
+        if self.kept is None:
             raise RuntimeError("SparseLSSVM: not fitted; call fit(X, y) first")
-        return int((self.coef == 0).all(-1).sum())
+        return (~self.kept).sum(-1)
+
+    @torch.no_grad()
+    def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
+        """Store the basis and its coefficients; an error leaves the machine as it was."""
+        fit = self.solve(X, y, weight)
+        self._store(self._basis_of(X), fit.columns, fit.offset, fit.flat)
+        self.kept = fit.kept
+        return self
 
     def _basis_of(self, X: Tensor) -> Tensor:
         if self.basis is not None:
@@ -181,6 +203,3 @@ class SparseLSSVM(LeastSquares):
         basis = self._basis_of(X)
         Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
         return path_features(guard, Z, Y, regs, weight, True, clusters, flat)
-
-    def _expansion(self, X: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
-        return self._basis_of(X), fit.columns

@@ -24,22 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, congruence, dual
-from torchloo.guards import Guard
+from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, check_dual, check_features
-from torchloo.smoothers import (
-    NOT_DEFINITE,
-    assemble,
-    centred,
-    form_held_out,
-    held_out_residuals,
-    with_ones,
-)
+from torchloo.smoothers import assemble, centred, with_ones
 
 __all__ = ["path_dual", "path_features"]
 
@@ -47,61 +42,76 @@ __all__ = ["path_dual", "path_features"]
 # n = 1000 on and in batches of small problems (scripts/bench/least_squares.py measures it).
 _FEW = 5
 
+# Eigenvalues are known to eps |A|. Where that is more than this part of a regularisation (float32:
+# the second), its machine is factorised instead, which the scale of weights and of constants in K
+# does not disturb.
+_LOST = {torch.float64: 1e-9, torch.float32: 1e-5}
 
-def _eigen(K: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """w (..., n) and B (..., n, n) of Note [spectral form]; with a bias the last column belongs to u."""
+Parts = tuple[Tensor, Tensor, Tensor]
+"""Held-out residuals (R, ..., n, c), variances of that shape, and refitted rows (R, ..., n)."""
+
+
+def _eigen(K: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """w (..., n), B (..., n, n) and |A| (...) of Note [spectral form]; with a bias u comes last."""
     root = weight.sqrt().unsqueeze(-1)  # (..., n, 1)
     A = (root * K).mul_(root.mT)
+    size = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
     if bias:
         u = root / torch.linalg.vector_norm(root, dim=-2, keepdim=True)
-        size = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
         Au = A @ u
         top = u.mT @ Au + 2 * size + (size == 0)
         A += torch.cat([u, Au], -1) @ torch.cat([top * u - Au, -u], -1).mT
     w, V = torch.linalg.eigh(A)
     # Eigenvalues of a positive semi-definite K that rounding made negative are zero.
     tiny = w.shape[-1] * torch.finfo(w.dtype).eps * w.abs().amax(-1, keepdim=True)
-    return torch.where((w < 0) & (w > -tiny), torch.zeros_like(w), w), root * V
+    return torch.where((w < 0) & (w > -tiny), torch.zeros_like(w), w), root * V, size[..., 0, 0]
 
 
-def _along(regs: Tensor, batch: int) -> Tensor:
-    """regs (R, c') against (R, ..., c', n): batch axes of length one between, one behind."""
-    return regs.reshape(regs.shape[0], *[1] * batch, regs.shape[1], 1)
+def _inverses(w: Tensor, regs: Tensor, bias: bool) -> Tensor:
+    """f of Note [spectral form], (R, ..., c', n), for w (..., n) and regs (R, c')."""
+    along = regs.reshape(regs.shape[0], *[1] * (w.ndim - 1), regs.shape[1], 1)
+    f = 1 / (w.unsqueeze(-2) + along)
+    if bias:
+        f[..., -1] = 0
+    return f
 
 
 class _DualPath(Function):
     """(K, weight, regs, Y) -> a (R, ..., n, c) and blocks of P (R, ..., c', g, s, s) for each size.
 
-    c' is 1, or c where every output has its own regularisation. See Note [spectral backward].
+    c' is 1, or c where every output has its own regularisation; w and B are those of `_eigen`. See
+    Note [spectral backward].
     """
 
     @staticmethod
     def forward(
-        K: Tensor, weight: Tensor, regs: Tensor, Y: Tensor, bias: bool, partition: Partition
+        K: Tensor,
+        weight: Tensor,
+        regs: Tensor,
+        Y: Tensor,
+        w: Tensor,
+        B: Tensor,
+        bias: bool,
+        *groups: Tensor,
     ) -> tuple[Tensor, ...]:
-        with full_precision(K):
-            w, B = _eigen(K, weight, bias)
-            shifted = w.unsqueeze(-2) + _along(regs, K.ndim - 2)  # (R, ..., c', n)
-            f = 1 / shifted
-            if bias:
-                f[..., -1] = 0
+        with full_precision(B):
+            f = _inverses(w, regs, bias)
             a = ((f * (Y.mT @ B)) @ B.mT).mT
-            blocks = [_blocks(B, f, rows) for rows in partition.groups]
-            return a, B, f, (shifted > 0).all(), *blocks
+            return a, *[_blocks(B, f, rows) for rows in groups]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, weight, regs, Y, _, ctx.partition = inputs
-        _, B, f, definite, *_ = output
-        ctx.mark_non_differentiable(B, f, definite)
-        ctx.save_for_backward(weight, regs, Y, B, f)
+        _, weight, regs, Y, w, B, ctx.bias, *groups = inputs
+        ctx.save_for_backward(weight, regs, Y, w, B, *groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, abar: Tensor, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        weight, regs, Y, B, f = ctx.saved_tensors
-        D = [(block + block.mT) / 2 for block in cotangents[3:]]  # (R, ..., c', g, s, s)
+        weight, regs, Y, w, B, *groups = ctx.saved_tensors
+        partition = Partition(tuple(groups))
+        D = [(block + block.mT) / 2 for block in cotangents]  # (R, ..., c', g, s, s)
         with full_precision(Y):
+            f = _inverses(w, regs, ctx.bias)
             BY = Y.mT @ B  # (..., c, n)
             Ba = abar.mT @ B  # (R, ..., c, n)
             Ybar = ((f * Ba).sum(0) @ B.mT).mT
@@ -111,7 +121,7 @@ class _DualPath(Function):
             for r in range(regs.shape[0]):
                 for j in range(regs.shape[1]):
                     outputs = slice(None) if shared else slice(j, j + 1)
-                    X = congruence(B, [block[r].select(-4, j) for block in D], ctx.partition)
+                    X = congruence(B, [block[r].select(-4, j) for block in D], partition)
                     outer = Ba[r][..., outputs, :].mT @ BY[..., outputs, :]
                     f_rj = f[r][..., j, :]  # (..., n)
                     X = (X + (outer + outer.mT) / 2).mul_(f_rj.unsqueeze(-1)).mul_(f_rj.unsqueeze(-2))
@@ -120,7 +130,7 @@ class _DualPath(Function):
                     regbar[r, j] = -X.diagonal(dim1=-2, dim2=-1).sum()
             Kbar = -(B @ total @ B.mT)
             weightbar = ((B @ scaled) * B).sum(-1) / weight.square()
-        return Kbar, weightbar, regbar, Ybar, None, None
+        return Kbar, weightbar, regbar, Ybar, *[None] * (3 + len(groups))
 
 
 def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
@@ -134,6 +144,71 @@ def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
             for f_r in f
         ]
     )
+
+
+def _spectral(problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool) -> Parts:
+    """Held-out parts by Note [spectral form], but for regularisations that it would serve badly."""
+    K, weight, Y = K.double(), problem.weight.double(), problem.Y.double()
+    with torch.no_grad():
+        w, B, size = _eigen(K, weight, bias)
+        least = (w[..., :-1] if bias else w).amin(-1)  # (...)
+        problem.guard.require(least + regs.min() > 0, NOT_DEFINITE)
+    exact = list(range(len(regs)))
+    if values_visible(size):
+        lost = torch.finfo(w.dtype).eps * size.max() > _LOST[problem.Y.dtype] * regs.amin(-1)  # (R,)
+        exact = (~lost).nonzero()[:, 0].tolist()
+    others = [r for r in range(len(regs)) if r not in exact]
+    parts = []
+    # Blocks of a few regularisations at once; the graph keeps none of them if there are many.
+    entries = sum(rows.numel() * rows.shape[-1] for rows in partition.groups) * regs.shape[1]
+    width = max(1, K.shape[-1] ** 2 // entries)
+    for chunk in torch.tensor(exact).split(width) if exact else ():
+        arguments = (K, weight, regs[chunk.to(regs.device)].double(), Y, w, B, bias, partition, problem.guard)
+        if width < len(exact) and torch.is_grad_enabled():
+            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(_chunk(*arguments))
+    if others:
+        index = torch.tensor(others, device=regs.device)
+        parts.append(_factorised(problem, K, regs[index].double(), partition, bias))
+    order = torch.tensor(exact + others, device=regs.device).argsort()
+    r, variance, refitted = (torch.cat(part)[order] for part in zip(*parts, strict=True))
+    return r, variance, refitted
+
+
+def _chunk(
+    K: Tensor,
+    weight: Tensor,
+    regs: Tensor,
+    Y: Tensor,
+    w: Tensor,
+    B: Tensor,
+    bias: bool,
+    partition: Partition,
+    guard: Guard,
+) -> Parts:
+    """Held-out parts for a few regularisations."""
+    a, *blocks = _DualPath.apply(K, weight, regs, Y, w, B, bias, *partition.groups)
+    n = Y.shape[-2]
+    if regs.shape[1] == 1:
+        blocks = [block.select(-4, 0) for block in blocks]
+        solved = solve_blocks(partition.gather(a), blocks, guard)
+        r, variance = (partition.scatter(part, n) for part in solved)
+    else:  # the outputs, each with a P of its own, are one more batch dimension
+        solved = solve_blocks(partition.gather(a.mT.unsqueeze(-1)), blocks, guard)
+        r, variance = (partition.scatter(part, n)[..., 0].mT for part in solved)
+    return r, variance.expand_as(r), torch.zeros_like(r[..., 0], dtype=torch.bool)
+
+
+def _factorised(problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool) -> Parts:
+    """Held-out parts by one Cholesky factorisation for each regularisation."""
+    dtype = K.dtype
+    inverse = 1 / problem.weight.to(dtype)
+
+    def form_of(reg: Tensor, Y: Tensor) -> Dual:
+        return dual(K, reg.to(dtype).unsqueeze(-1) * inverse, Y.to(dtype), bias)
+
+    return _each(problem, regs, partition, form_of)
 
 
 def _check_regs(problem: Problem, regs: Tensor) -> Tensor:
@@ -154,7 +229,7 @@ def _each(
     regs: Tensor,
     partition: Partition,
     form_of: Callable[[Tensor, Tensor], Dual | Primal],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Parts:
     """Held-out parts of a form for every regularisation, one after another, stacked in front."""
     along_regs = []
     for row in regs:
@@ -163,7 +238,7 @@ def _each(
         for reg, Y in zip(row, targets, strict=True):
             form = form_of(reg.expand(problem.reg.shape), Y)
             problem.guard.require(form.info == 0, NOT_DEFINITE)
-            r, variance, refitted = form_held_out(form, partition, problem.guard)
+            r, variance, refitted = form.held_out(partition, problem.guard)
             parts.append((r, variance.expand_as(r), refitted.unsqueeze(-1)))
         r, variance, refitted = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         along_regs.append((r, variance, refitted.any(-1)))
@@ -171,9 +246,7 @@ def _each(
     return r, variance, refitted
 
 
-def _finish(
-    problem: Problem, partition: Partition, parts: tuple[Tensor, Tensor, Tensor], flat: bool
-) -> HeldOut:
+def _finish(problem: Problem, partition: Partition, parts: Parts, flat: bool) -> HeldOut:
     problem.guard.check()
     weight = problem.weight.expand(parts[2].shape)
     return assemble(problem.Y, weight, partition.labels, parts, flat)
@@ -200,30 +273,19 @@ def path_dual(
         HeldOut with an axis R before all others.
 
     Differentiable once in K, Y, regs and weight (a few regularisations are factorised one by one,
-    and then to every order). Cost one eigendecomposition; the backward n^3 for each regularisation.
-    Memory 3 n^2 numbers, and R n c for what comes back.
+    and then to every order), but neither in forward mode nor under vmap. Cost one eigendecomposition
+    in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 8 n^2 with the
+    backward, and R n c for what comes back. Regularisations too small for the accuracy of
+    eigenvalues, beside the scale of K and of the weights, are factorised.
     """
     problem = check_dual(guard, K, Y, 1.0, weight)
     regs = _check_regs(problem, regs)
     partition = Partition.of(guard.function, clusters, Y.shape[-2], Y.device)
+    guard.check()  # before a decomposition that would fail in words of its own
     K = problem.expand(K)
     with full_precision(K):
-        if regs.numel() <= _FEW:
-            ridge = 1 / problem.weight
-            parts = _each(
-                problem, regs, partition, lambda reg, Y: dual(K, reg.unsqueeze(-1) * ridge, Y, bias)
-            )
-            return _finish(problem, partition, parts, flat)
-        a, _, _, definite, *blocks = _DualPath.apply(K, problem.weight, regs, problem.Y, bias, partition)
-        problem.guard.require(definite, NOT_DEFINITE)
-        if regs.shape[1] == 1:
-            blocks = [block.select(-4, 0) for block in blocks]
-            r, variance = held_out_residuals(a, blocks, partition, problem.guard)
-        else:  # the outputs, each with a P of its own, are one more batch dimension
-            r, variance = held_out_residuals(a.mT.unsqueeze(-1), blocks, partition, problem.guard)
-            r, variance = r[..., 0].mT, variance[..., 0].mT
-    refitted = torch.zeros_like(r[..., 0], dtype=torch.bool)
-    return _finish(problem, partition, (r, variance, refitted), flat)
+        route = _factorised if regs.numel() <= _FEW else _spectral
+        return _finish(problem, partition, route(problem, K, regs, partition, bias), flat)
 
 
 def path_features(
@@ -246,12 +308,14 @@ def path_features(
     backward); memory n d + d^2 numbers for each regularisation.
     """
     n, d = Z.shape[-2:]
+    problem = check_features(guard, Z, Y, 1.0, weight)
     if d + bias >= n:
         with full_precision(Z):
-            return path_dual(guard, Z @ Z.mT, Y, regs, weight, bias, clusters, flat)
-    problem = check_features(guard, Z, Y, 1.0, weight)
+            shifted, _ = centred(problem.expand(Z), problem.weight, bias)
+            return path_dual(guard, shifted @ shifted.mT, Y, regs, weight, bias, clusters, flat)
     regs = _check_regs(problem, regs)
     partition = Partition.of(guard.function, clusters, n, Y.device)
+    guard.check()
     zeta = problem.weight.double()
     with full_precision(Z):
         shifted, _ = centred(problem.expand(Z).double(), zeta, bias)
