@@ -320,17 +320,25 @@ class Scaled(Kernel):
         return self._lift("scale", F).sqrt() * F
 
 
-class Sum(Kernel):
-    """k1 + k2 + ...; the kernels apply features of their own, after those of the sum."""
-
-    _combine = staticmethod(operator.add)
+class _Composite(Kernel):
+    """Several kernels, their matrices combined entry by entry; each applies features of its own last."""
 
     def __init__(self, *kernels: Kernel, features: Features = None) -> None:
         super().__init__(features=features)
         self.kernels: Any = nn.ModuleList(kernels)
 
+    @staticmethod
+    def _combine(left: Tensor, right: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
+
+
+class Sum(_Composite):
+    """k1 + k2 + ...; the kernels apply features of their own, after those of the sum."""
+
+    _combine = staticmethod(operator.add)
 
     @property
     def is_linear(self) -> bool:
@@ -345,12 +353,7 @@ class Sum(Kernel):
         return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
 
 
-class Product(Sum):
+class Product(_Composite):
     """k1 * k2 * ..., entry by entry; features as in Sum."""
 
     _combine = staticmethod(operator.mul)
-
-    @property
-    def is_linear(self) -> bool:
-        """False: the features of a product are not listed."""
-        return False
