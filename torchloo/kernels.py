@@ -11,7 +11,7 @@ torch.Size([3, 3])
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -323,13 +323,11 @@ class Scaled(Kernel):
 class _Composite(Kernel):
     """Several kernels, their matrices combined entry by entry; each applies features of its own last."""
 
+    _combine: Callable[[Any, Any], Any]
+
     def __init__(self, *kernels: Kernel, features: Features = None) -> None:
         super().__init__(features=features)
         self.kernels: Any = nn.ModuleList(kernels)
-
-    @staticmethod
-    def _combine(left: Tensor, right: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
