@@ -415,6 +415,19 @@ def test_ridge_takes_a_batch_of_penalties():
         assert_close(together[k], F.ridge(Z, Y, R[k]).held_out().outputs)
 
 
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM, tl.KFD])
+def test_precomputed_matrices_are_not_stored(machine):
+    X, y = randn(9, 2), randn(9).sign()
+    y[:2] = torch.tensor([1.0, -1.0])
+    K, K_new = tl.kernels.RBF(1.0)(X).detach(), tl.kernels.RBF(1.0)(randn(4, 2, seed=9), X).detach()
+    given = machine(tl.kernels.Precomputed(), 0.3).fit(K, y)
+    computed = machine(tl.kernels.RBF(1.0), 0.3).fit(X, y)
+    assert_close(given(K_new), computed(randn(4, 2, seed=9)))
+    assert given.support.shape == (9, 1)
+    with pytest.raises(ValueError, match="9 columns"):
+        given(K_new[:, :5])
+
+
 def test_features_are_evaluated_once():
     calls = []
     net = torch.nn.Linear(2, 2).double()

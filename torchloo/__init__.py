@@ -9,6 +9,7 @@ from torchloo.lssvm import LSSVM
 from torchloo.rls import RLS
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
+from torchloo.svm import SVC, SVMFit, SVMHeldOut
 
 __version__ = "0.1.0"
 
@@ -16,8 +17,11 @@ __all__ = [
     "KFD",
     "LSSVM",
     "RLS",
+    "SVC",
     "Fit",
     "HeldOut",
+    "SVMFit",
+    "SVMHeldOut",
     "SparseLSSVM",
     "balanced_weight",
     "criteria",

@@ -8,8 +8,9 @@ from torchloo.lssvm import lssvm
 from torchloo.rls import rls
 from torchloo.smoothers import Fit, solve_primal
 from torchloo.sparse import sparse_lssvm
+from torchloo.svm import svm, svm_lco, svm_loo
 
-__all__ = ["kfd", "lssvm", "ridge", "rls", "sparse_lssvm"]
+__all__ = ["kfd", "lssvm", "ridge", "rls", "sparse_lssvm", "svm", "svm_lco", "svm_loo"]
 
 
 def ridge(Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None = None) -> Fit:

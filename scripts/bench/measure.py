@@ -1,9 +1,19 @@
 """Ratios on a noisy machine: both sides in one run, in turns, best of several; and peak memory."""
 
+import argparse
 import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """The option --data, by default shared/data beside the repository where that is."""
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    found = beside if beside.is_dir() else None
+    parser.add_argument(
+        "--data", type=Path, default=found, required=found is None, help="folder of the benchmark data"
+    )
 
 
 def best_times(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

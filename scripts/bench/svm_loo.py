@@ -1,0 +1,129 @@
+"""Leave-one-out of the SVM: torchloo against scikit-learn's SVC retrained, ratios of one run.
+
+    python scripts/bench/svm_loo.py [--data DIR] [--sets heart,image] [--full]
+
+For each of the 13 IDA sets (first split), RBF with lengthscale sqrt(d) on standardised inputs and
+linear, C in {1, 100}: svm_loo with values and without, against SVC(kernel="precomputed", tol=1e-3)
+refitted for what checks 1 and 2 leave open. `total` counts its whole loop, `inside` only fit and
+decision_function. At most --most refits (and --seconds of them) are timed and the rest extrapolated
+from their mean (marked *); --full does them all. `plain` extrapolates to all n rows. Times are CPU
+times of this process, both sides single-threaded, so that other work on the machine counts for neither.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import add_data
+from sklearn.svm import SVC
+
+from torchloo.svm.loo import svm_loo
+
+SETS = (
+    "banana", "breast_cancer", "diabetis", "flare_solar", "german", "heart", "image",
+    "ringnorm", "splice", "thyroid", "titanic", "twonorm", "waveform",
+)  # fmt: skip
+
+
+def load(folder: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    data = np.load(folder / "ida" / f"{name}.npz")
+    rows = (data["train"] if len(data["train"]) else data["train_own"])[0]
+    X, y = data["X"][rows], data["y"][rows].astype(float)
+    return torch.tensor((X - X.mean(0)) / X.std(0)), torch.tensor(y)
+
+
+def kernel(X: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "linear":
+        return X @ X.T
+    d2 = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return torch.exp(-d2 / (2 * X.shape[1]))
+
+
+def best_of(function, repeats: int = 5) -> tuple[float, object]:
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        result = function()
+        seconds.append(time.process_time() - start)
+    return min(seconds), result
+
+
+def refits(
+    K: np.ndarray, y: np.ndarray, C: float, most: int, budget: float
+) -> tuple[float, float, float, dict, bool]:
+    """Seconds of the loop, inside scikit-learn, for plain n-fold; predictions; whether extrapolated."""
+    start = time.process_time()
+    full = SVC(C=C, kernel="precomputed", tol=1e-3, cache_size=1000).fit(K, y)
+    wrong = full.decision_function(K) * y < 0
+    training = time.process_time() - start
+    support = np.zeros(len(y), bool)
+    support[full.support_] = True
+    todo = np.flatnonzero(support & ~wrong)
+    chosen = todo if len(todo) <= most else np.random.default_rng(0).choice(todo, most, replace=False)
+    total = inside = 0.0
+    values = {}
+    for r in chosen:
+        begin = time.process_time()
+        keep = np.arange(len(y)) != r
+        K_rest, y_rest, k_r = K[np.ix_(keep, keep)], y[keep], K[r : r + 1, keep]
+        middle = time.process_time()
+        machine = SVC(C=C, kernel="precomputed", tol=1e-3, cache_size=1000).fit(K_rest, y_rest)
+        values[int(r)] = machine.decision_function(k_r)[0]
+        end = time.process_time()
+        total, inside = total + end - begin, inside + end - middle
+        if total > budget:
+            break
+    share = len(todo) / max(len(values), 1)
+    plain = total / max(len(values), 1) * len(y)
+    return training + total * share, training + inside * share, plain, values, len(values) < len(todo)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_data(parser)
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--most", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of refits timed for each problem")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    most, budget = (10**9, math.inf) if options.full else (options.most, options.seconds)
+    titles = ("values ms", "errors ms", "total x", "inside x", "errors x", "plain x", "differ", "unstable")
+    print(f"{'set':<14}{'kernel':<8}{'C':>4}{'n':>6}" + "".join(f"{title:>11}" for title in titles))
+    logs: list[list[float]] = []
+    svm_loo(torch.eye(4, dtype=torch.float64), torch.tensor([1.0, 1, -1, -1], dtype=torch.float64), 1.0)
+    for name in options.sets.split(","):
+        X, y = load(options.data, name)
+        for kind in ("rbf", "linear"):
+            K = kernel(X, kind)
+            for C in (1.0, 100.0):
+                seconds, held = best_of(lambda K=K, y=y, C=C: svm_loo(K, y, C))
+                quick, labels = best_of(lambda K=K, y=y, C=C: svm_loo(K, y, C, values=False))
+                total, inside, plain, values, guessed = refits(K.numpy(), y.numpy(), C, most, budget)
+                differ = sum((v >= 0) != bool(held.outputs[r] >= 0) for r, v in values.items())
+                ratios = [total / seconds, inside / seconds, total / quick, plain / seconds]
+                logs.append([math.log(x) for x in ratios])
+                cells = [
+                    f"{1e3 * seconds:.1f}",
+                    f"{1e3 * quick:.1f}",
+                    f"{ratios[0]:.1f}{'*' if guessed else ''}",
+                ]
+                cells += [f"{x:.1f}" for x in ratios[1:]] + [str(differ), str(int(held.unstable.sum()))]
+                note = "" if bool((labels.errors == held.errors).all()) else "  values and errors disagree"
+                row = "".join(f"{cell:>11}" for cell in cells)
+                print(f"{name:<14}{kind:<8}{C:>4.0f}{len(y):>6}{row}{note}", flush=True)
+    columns = list(zip(*logs, strict=True))
+    means = [math.exp(sum(c) / len(c)) for c in columns]
+    least = [math.exp(min(c)) for c in columns]
+    print("geometric means: total {:.1f}, inside {:.1f}, errors only {:.1f}, plain {:.1f}".format(*means))
+    print("least:           total {:.1f}, inside {:.1f}, errors only {:.1f}, plain {:.1f}".format(*least))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""The SVM and its leave-one-out against plain refits."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchloo as tl
+from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm.certify import Held, gap_ball_sign
+from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
+
+sklearn_svm = pytest.importorskip("sklearn.svm")
+
+
+def rbf(X: Tensor, lengthscale: float | Tensor = 1.0) -> Tensor:
+    return torch.exp(-(X[:, None] - X[None]).square().sum(-1) / (2 * lengthscale**2))
+
+
+def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    X = torch.randn(n, d, generator=g, dtype=torch.float64)
+    y = torch.where(X[:, 0] + noise * torch.randn(n, generator=g) > 0, 1.0, -1.0).double()
+    y[0], y[1], y[2], y[3] = 1, 1, -1, -1
+    return X, y
+
+
+def refit(K: Tensor, y: Tensor, C: float, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Decision values at `rows` of scikit-learn's SVC that never saw them."""
+    keep = torch.ones_like(y, dtype=torch.bool)
+    keep[rows] = False
+    if len(y[keep].unique()) == 1:
+        return y[keep][:1].expand(len(rows))
+    machine = sklearn_svm.SVC(C=C, kernel="precomputed", tol=1e-9)
+    machine.fit(K[keep][:, keep].numpy(), y[keep].numpy(), None if weight is None else weight[keep].numpy())
+    return torch.from_numpy(machine.decision_function(K[rows][:, keep].numpy()))
+
+
+def refit_all(K: Tensor, y: Tensor, C: float, weight: Tensor | None = None) -> Tensor:
+    return torch.cat([refit(K, y, C, torch.tensor([r]), weight) for r in range(len(y))])
+
+
+@st.composite
+def problems(draw) -> tuple[Tensor, Tensor, float]:
+    """Random, separable, one positive only, duplicated, constant features; C from 1e-4 to 1e6."""
+    X, y = toy(draw(st.integers(0, 10**6)), draw(st.integers(5, 25)), draw(st.integers(1, 3)))
+    shape = draw(st.sampled_from(["plain", "lattice", "separable", "one positive", "copies", "constant"]))
+    if shape == "lattice":
+        X = X.round()
+    elif shape == "separable":
+        X[:, 0] += 5 * y
+    elif shape == "one positive":
+        y = -torch.ones_like(y)
+        y[0] = 1
+    elif shape == "copies":
+        X, y = torch.cat([X, X[:4], X[:2]]), torch.cat([y, y[:4], -y[:2]])
+    elif shape == "constant":
+        X[:] = 1
+    K = X @ X.T if draw(st.booleans()) else rbf(X)
+    return K, y, 10 ** draw(st.floats(-4, 6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_full_solution_satisfies_its_optimality_conditions(problem):
+    K, y, C = problem
+    fit = svm(K, y, C)
+    alpha, margin = fit.coef * y, y * fit.outputs - 1
+    scale = 1e-7 * max(1.0, C)
+    assert bool((alpha >= -scale).all() & (alpha <= C + scale).all())
+    assert abs(float(fit.coef.sum())) <= scale * len(y)
+    inside = (alpha > 1e-6 * C) & (alpha < (1 - 1e-6) * C)
+    assert_close(margin[inside], torch.zeros_like(margin[inside]), atol=1e-6, rtol=0)
+    assert bool((margin[alpha <= 1e-6 * C] >= -1e-6).all() & (margin[alpha >= (1 - 1e-6) * C] <= 1e-6).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_loo_equals_plain_refits(problem):
+    K, y, C = problem
+    held = svm_loo(K, y, C)
+    for r in range(len(y)):
+        keep = torch.arange(len(y)) != r
+        rest = y[keep]
+        if len(rest.unique()) == 1:
+            expected = rest[0]
+        else:
+            expected = svm(K[keep][:, keep], rest, C).predict(K[r : r + 1, keep])[0]
+        # Coefficients of size C carry rounding of size 1e-16 C times the condition of the free set.
+        assert_close(held.outputs[r], expected, atol=1e-6 * max(1.0, C / 1e3), rtol=1e-6)
+    assert bool((held.certified ^ held.unstable).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_no_check_contradicts_the_path(problem):
+    K, y, C = problem
+    held, labels = svm_loo(K, y, C), svm_loo(K, y, C, values=False)
+    sure = held.certified & labels.certified
+    assert bool((held.errors == labels.errors)[sure].all())
+    fit = svm(K, y, C)
+    box = torch.full_like(y, C)
+    sure = held.certified & (held.outputs.abs() > 1e-6)
+    assert not bool((check_norm(K, y, fit.coef * y, fit.outputs, box) & held.errors & sure).any())
+    by = sufficiency_checks(K, y, fit.coef * y, fit.outputs, box)
+    assert not bool(((by > 1) & held.errors & sure).any())
+
+
+@pytest.mark.parametrize("C", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+def test_loo_equals_scikit_learn(kernel, C):
+    X, y = toy(3, n=40)
+    K = rbf(X) if kernel == "rbf" else X @ X.T
+    # LIBSVM's own accuracy, not ours: its values wander by 1e-4 for the linear kernel at C = 100.
+    assert_close(svm_loo(K, y, C).outputs, refit_all(K, y, C), atol=1e-3, rtol=1e-3)
+
+
+def test_weights_scale_the_box_of_each_row():
+    X, y = toy(4, n=40)
+    weight = torch.where(y > 0, 3.0, 0.5).double()
+    held = svm_loo(rbf(X), y, 2.0, weight)
+    assert_close(held.outputs, refit_all(rbf(X), y, 2.0, weight), atol=1e-5, rtol=1e-5)
+
+
+def test_splitting_a_row_of_weight_two_changes_nothing():
+    X, y = toy(5)
+    weight = torch.ones_like(y)
+    weight[7] = 2
+    whole = svm_lco(rbf(X), y, 1.5, range(30), weight)
+    X2, y2 = torch.cat([X, X[7:8]]), torch.cat([y, y[7:8]])
+    split = svm_lco(rbf(X2), y2, 1.5, [*range(30), 7])
+    assert_close(split.outputs[:30], whole.outputs, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("method", ["auto", "smo"])
+def test_lco_equals_refits(method):
+    X, y = toy(6, n=36)
+    K, clusters = rbf(X), torch.arange(36) % 5 * 3
+    held = svm_lco(K, y, 3.0, clusters, method=method, epsilon=1e-8)
+    for label in clusters.unique():
+        rows = (clusters == label).nonzero()[:, 0]
+        assert_close(held.outputs[rows], refit(K, y, 3.0, rows), atol=1e-4, rtol=1e-4)  # LIBSVM's accuracy
+
+
+def test_lco_of_single_rows_is_loo():
+    X, y = toy(7)
+    assert_close(svm_lco(rbf(X), y, 2.0, range(30)).outputs, svm_loo(rbf(X), y, 2.0).outputs)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_smo_agrees_with_the_path(values):
+    X, y = toy(8, n=60)
+    K = rbf(X)
+    path, smo = svm_loo(K, y, 5.0), svm_loo(K, y, 5.0, method="smo", values=values, epsilon=1e-9)
+    assert bool((path.errors == smo.errors).all())
+    if values:
+        assert_close(smo.outputs, path.outputs, atol=1e-6, rtol=1e-6)
+    assert not bool((smo.certified & (smo.errors != path.errors)).any())
+
+
+def test_gradients_equal_differences_of_refits():
+    X, y = toy(9, d=3)
+    X, y = torch.cat([X, X[:5]]), torch.cat([y, y[:5]])  # with copies
+    direction = torch.randn(len(y), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def value(lengthscale: Tensor, C: Tensor) -> Tensor:
+        return svm_loo(rbf(X, lengthscale), y, C).outputs @ direction
+
+    parameters = [torch.tensor(p, dtype=torch.float64, requires_grad=True) for p in (1.3, 2.0)]
+    received = torch.autograd.grad(value(*parameters), parameters)
+    h = 1e-5
+    with torch.no_grad():
+        a, b = parameters
+        expected = (
+            (value(a + h, b) - value(a - h, b)) / (2 * h),
+            (value(a, b + h) - value(a, b - h)) / (2 * h),
+        )
+    assert_close(received, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_adding_a_constant_to_the_kernel_changes_nothing():
+    X, y = toy(10)
+    assert_close(svm_loo(rbf(X) + 3.0, y, 2.0).outputs, svm_loo(rbf(X), y, 2.0).outputs, atol=1e-8, rtol=1e-8)
+
+
+def test_permuting_rows_permutes_outputs():
+    X, y = toy(11)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    assert_close(svm_loo(rbf(X[order]), y[order], 2.0).outputs, svm_loo(rbf(X), y, 2.0).outputs[order])
+
+
+def test_loo_ignores_own_label_of_a_lost_cause():
+    X, y = toy(12)
+    held = svm_loo(rbf(X), y, 2.0)
+    r = int(held.outputs.abs().argmax())
+    flipped = y.clone()
+    flipped[r] = -y[r]
+    assert_close(svm_loo(rbf(X), flipped, 2.0).outputs[r], held.outputs[r])
+
+
+def test_a_batch_equals_its_loop():
+    X, y = toy(13)
+    K = torch.stack([rbf(X, s) for s in (0.5, 1.0, 2.0)])
+    C = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    batch = svm_loo(K, y, C)
+    for t in range(3):
+        assert_close(batch.outputs[t], svm_loo(K[t], y, C[t]).outputs)
+
+
+def test_the_margin_of_the_target_never_rises_on_its_way_out():
+    from torchloo.svm.fit import solve_problem
+    from torchloo.svm.unlearn import unlearn
+
+    X, y = toy(14)
+    problem, full = solve_problem("test", rbf(X), y, torch.full_like(y, 5.0))
+    target = (full.alpha > 1e-6).nonzero()[:, 0]
+    last = problem.y[target] * (problem.y * (1 + full.margin))[target]
+    for share in (0.25, 0.5, 0.75, 1.0):
+        margin = problem.y[target] * unlearn(problem, full, target, share * full.alpha[target]).output
+        assert bool((margin <= last + 1e-9).all())
+        last = margin
+
+
+def test_the_only_row_of_a_class_leaves_the_other_label():
+    X, y = toy(15)
+    y = -torch.ones_like(y)
+    y[4] = 1
+    held = svm_loo(rbf(X), y, 1.0)
+    assert held.outputs[4] == -1
+    assert bool(held.errors[4])
+
+
+def test_dtype_survives_and_summary_counts_every_point():
+    X, y = toy(16)
+    held = svm_loo(rbf(X).float(), y.float(), 1.0)
+    assert held.outputs.dtype == torch.float32
+    assert str(held).startswith("SVM held out: 30 points")
+
+
+def test_checks_of_table_one_are_as_printed():
+    assert check_correct_unused(torch.tensor([0.0, 0.5])).tolist() == [True, False]
+    assert check_error(torch.tensor([1.0, -1.0]), torch.tensor([-0.1, -0.1])).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kernel", [tl.kernels.Linear(), tl.kernels.RBF(1.5), tl.kernels.Precomputed()])
+def test_module_equals_function_and_round_trips(kernel):
+    X, y = toy(17)
+    X = X @ X.T if isinstance(kernel, tl.kernels.Precomputed) else X
+    K = kernel(X).detach()
+    machine = SVC(kernel, C=2.0).fit(X, y)
+    assert_close(machine(X), svm(K, y, 2.0).outputs, rtol=1e-9, atol=1e-9)
+    assert_close(machine.loo(X, y).outputs, svm_loo(K, y, 2.0).outputs)
+    assert_close(machine.lco(X, y, [0, 1, 2] * 10).outputs, svm_lco(K, y, 2.0, [0, 1, 2] * 10).outputs)
+    other = SVC(copy.deepcopy(kernel), C=7.0)
+    other.load_state_dict(machine.state_dict())
+    assert_close(other(X), machine(X), rtol=0, atol=0)
+    assert_close(pickle.loads(pickle.dumps(machine))(X), machine(X), rtol=0, atol=0)
+
+
+def test_module_keeps_support_vectors_only():
+    X, y = toy(19, noise=0.2)
+    machine = SVC(tl.kernels.RBF(1.5), C=10.0).fit(X, y)
+    assert len(machine.support) == (machine.solve(X, y).coef != 0).sum() < len(X)
+
+
+def test_a_smooth_criterion_can_be_descended():
+    X, y = toy(20)
+    machine = SVC(tl.kernels.RBF(0.3), C=30.0)
+    optimiser = torch.optim.Adam(machine.parameters(), lr=0.1)
+    losses = []
+    for _ in range(15):
+        optimiser.zero_grad()
+        loss = tl.criteria.smooth_error(machine.loo(X, y), gamma=3.0)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_criteria_of_values_refuse_labels():
+    X, y = toy(21)
+    held_out = SVC(tl.kernels.RBF(1.0)).loo(X, y, values=False)
+    assert_close(tl.criteria.error_rate(held_out), held_out.errors.double().mean())
+    with pytest.raises(ValueError, match="only their signs; use values=True"):
+        tl.criteria.hinge(held_out)
+    with pytest.raises(ValueError, match="variance must be known"):
+        tl.criteria.log_density(SVC(tl.kernels.RBF(1.0)).loo(X, y))
+
+
+def test_labels_in_columns_are_refused():
+    X, y = toy(22)
+    with pytest.raises(ValueError, match="one label for each row"):
+        SVC(tl.kernels.RBF(1.0)).loo(X, y[:, None])
+
+
+def test_more_problems_than_are_followed_together():
+    """A smooth kernel and many support vectors: blocks are refilled and packed while paths exchange."""
+    X, y = toy(23, n=180, noise=3.0)
+    K, C = rbf(X, 3.0), torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
+    together = svm_loo(K, y, C)
+    assert int((together.iterations > 0).sum()) > 256
+    assert bool((together.certified | together.unstable).all())
+    for k in range(3):
+        assert_close(together.outputs[k], svm_loo(K, y, C[k]).outputs, rtol=1e-8, atol=1e-8)
+        for r in range(0, 180, 15):
+            kept = [i for i in range(180) if i != r]
+            alone = svm(K[kept][:, kept], y[kept], C[k]).predict(K[r : r + 1, kept])[0]
+            assert_close(together.outputs[k, r], alone, rtol=1e-7, atol=1e-7)
+
+
+def test_a_gap_that_is_not_a_number_proves_nothing():
+    X, y = toy(24)
+    K = rbf(X)
+    alpha = torch.full((2, 30), 0.1, dtype=torch.float64)
+    r = torch.tensor([4, 5])
+    u = (alpha * y) @ K
+    box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
+    bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
+    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, torch.zeros(2, dtype=torch.float64), r), bias)
+    assert gap.isnan().tolist() == [False, True]
+    assert sign[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"y": torch.zeros(4, dtype=torch.float64)}, "labels -1 and \\+1"),
+        ({"y": torch.ones(4, dtype=torch.float64)}, "both classes"),
+        ({"y": torch.ones(3, dtype=torch.float64)}, "4 entries"),
+        ({"C": 0.0}, "C must be positive"),
+        ({"K": torch.full((4, 4), torch.nan, dtype=torch.float64)}, "finite"),
+        ({"K": torch.ones(4, 3, dtype=torch.float64)}, "square"),
+        ({"K": -torch.eye(4, dtype=torch.float64)}, "positive semi-definite"),
+        ({"method": "fast"}, "method"),
+        ({"epsilon": -1.0}, "epsilon"),
+    ],
+)
+def test_bad_input_raises(change, match):
+    good = {"K": torch.eye(4, dtype=torch.float64), "y": torch.tensor([1.0, 1, -1, -1]).double(), "C": 1.0}
+    with pytest.raises(ValueError, match=match):
+        svm_loo(**(good | change))
+
+
+def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
+    X, y = toy(18)
+    K = torch.tanh(2 * X @ X.T - 1)
+    K = K - K.diagonal().min().clamp(max=0) * torch.eye(30)
+    with pytest.raises(ValueError, match="smallest eigenvalue"):
+        svm(K, y, 1000.0)

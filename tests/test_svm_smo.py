@@ -1,0 +1,157 @@
+"""The SMO, its inner solver, the bound and the checks, against plain refits by enumeration."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_svm import loo_by_enumeration, svm_by_enumeration
+from test_svm import problems, rbf, toy
+from torch import Tensor
+from torch.testing import assert_close
+
+from torchloo.svm import svm, svm_loo
+from torchloo.svm.checks import sufficiency_checks
+from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
+from torchloo.svm.inner import box_qp
+from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo import seed_without, smo
+
+
+@st.composite
+def tiny_problems(draw) -> tuple[Tensor, Tensor, float]:
+    """Five to seven rows: random, lattice, separable, one positive, copies, constant; C from 1e-4 to 1e6."""
+    X, y = toy(draw(st.integers(0, 10**6)), draw(st.integers(5, 7)), draw(st.integers(1, 3)))
+    shape = draw(st.sampled_from(["plain", "lattice", "separable", "one positive", "copies", "constant"]))
+    if shape == "lattice":
+        X = X.round()
+    elif shape == "separable":
+        X[:, 0] += 5 * y
+    elif shape == "one positive":
+        y = -torch.ones_like(y)
+        y[0] = 1
+    elif shape == "copies":
+        X[4], y[4] = X[0], y[0]
+        X[3] = X[1]
+    elif shape == "constant":
+        X[:] = 1
+    K = X @ X.T if draw(st.booleans()) else rbf(X)
+    return K, y, 10 ** draw(st.floats(-4, 6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(tiny_problems())
+def test_svm_equals_enumeration(problem):
+    K, y, C = problem
+    alpha, bias = svm_by_enumeration(K.numpy(), y.numpy(), C)
+    expected = K @ (torch.from_numpy(alpha) * y) + bias
+    # Coefficients of size C carry rounding of size 1e-16 C times the condition of the free set.
+    assert_close(svm(K, y, C).outputs, expected, atol=1e-6 * max(1.0, C / 1e3), rtol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tiny_problems())
+def test_loo_and_every_check_agree_with_enumeration(problem):
+    K, y, C = problem
+    expected = torch.from_numpy(loo_by_enumeration(K.numpy(), y.numpy(), C))
+    tolerance = 1e-6 * max(1.0, C / 1e3)
+    assert_close(svm_loo(K, y, C).outputs, expected, atol=tolerance, rtol=1e-6)
+    wrong = (expected >= 0) != (y > 0)
+    sure = expected.abs() > 10 * tolerance
+    fit = svm(K, y, C)
+    by = sufficiency_checks(K, y, (fit.coef * y).clamp_min(0), fit.outputs, torch.full_like(y, C))
+    assert not bool(((by > 1) & wrong & sure).any())
+    assert not bool(((by == 1) & ~wrong & sure).any())
+    for method in ("auto", "smo"):
+        labels = svm_loo(K, y, C, method=method, values=False, epsilon=1e-6)
+        assert not bool((labels.certified & (labels.errors != wrong) & sure).any())
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_smo_reaches_its_optimality_conditions(problem):
+    K, y, C = problem
+    box = torch.full_like(y, C)[None]
+    epsilon = 1e-6 * max(1.0, C / 1e3)
+    end = smo(K[None], y[None], box, torch.zeros_like(box), epsilon, most_rounds=200)
+    assert float(end.violation) <= epsilon
+    assert bool(((end.alpha >= 0) & (end.alpha <= C)).all())
+    assert abs(float(end.alpha[0] @ y)) <= 1e-9 * C
+    assert_close(end.F[0] + y, K @ (end.alpha[0] * y), atol=1e-9 * max(1.0, C), rtol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.integers(0, 4))
+def test_a_seed_is_feasible(problem, r):
+    K, y, C = problem
+    box = torch.full_like(y, C)[None]
+    full = smo(K[None], y[None], box, torch.zeros_like(box), 1e-3, most_rounds=200).alpha
+    box[0, r] = 0
+    seed = seed_without(full, y[None], box, K[r : r + 1])
+    assert bool(((seed >= 0) & (seed <= box)).all())
+    assert abs(float(seed[0] @ y)) <= 1e-9 * C
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 12), st.booleans())
+def test_the_inner_solver_satisfies_its_optimality_conditions(seed, q, rank, equality):
+    g = torch.Generator().manual_seed(seed)
+    factor = torch.randn(3, q, rank, generator=g, dtype=torch.float64)
+    Q = factor @ factor.mT
+    c = torch.randn(3, q, generator=g, dtype=torch.float64)
+    u = 10 ** torch.empty(3, q, dtype=torch.float64).uniform_(-0.3, 0.3, generator=g)
+    u[:, 0] = 0
+    a = torch.randn(3, q, generator=g, dtype=torch.float64).sign()
+    start = u * torch.rand(3, q, generator=g, dtype=torch.float64)
+    x = box_qp(Q, c, u, start, a if equality else None)
+    assert bool(((x >= 0) & (x <= u)).all())
+    gradient = (Q @ x[:, :, None])[:, :, 0] + c
+    scale = 1e-6 * (1 + c.abs().max())
+    for k in range(3):
+        slope = gradient[k] * a[k] if equality else gradient[k]
+        rises = (u[k] > 0) & torch.where(a[k] > 0, x[k] < u[k], x[k] > 0) if equality else x[k] < u[k]
+        falls = (u[k] > 0) & torch.where(a[k] > 0, x[k] > 0, x[k] < u[k]) if equality else x[k] > 0
+        least = float(slope[rises].min()) if bool(rises.any()) else torch.inf
+        most = float(slope[falls].max()) if bool(falls.any()) else -torch.inf
+        if equality:
+            assert most - least <= scale, (most - least, scale)
+            assert_close((a[k] * x[k]).sum(), (a[k, 1:] * start[k, 1:]).sum())
+        else:
+            assert max(-least, most) <= scale, (least, most)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+@pytest.mark.parametrize("seed", [True, False])
+def test_the_bound_reads_no_more_columns_and_proves_what_it_says(kernel, seed):
+    X, y = toy(20, n=60, d=3)
+    K = rbf(X) if kernel == "rbf" else X @ X.T
+    box = torch.full_like(y, 100.0)
+    exact = svm_loo(K, y, 100.0)
+    plain, bound = (
+        leave_one_out_by_smo(K, y, box, svm(K, y, 100.0), False, 1e-3, SMOOptions(bound=b, seed=seed))
+        for b in (False, True)
+    )
+    assert int(bound.columns.sum()) <= 1.05 * int(plain.columns.sum()) + len(y) * (not seed)
+    stopped = (bound.resolved_by == BOUND) | (bound.resolved_by == BALL)
+    assert bool(stopped.any())
+    assert bool(bound.certified[stopped].all())
+    sure = bound.certified & exact.certified
+    assert bool(((bound.outputs > 0) == (exact.outputs >= 0))[sure].all())
+
+
+def test_pairs_alone_agree_and_are_cut_openly():
+    X, y = toy(21, n=40)
+    K, box = rbf(X), torch.full((40,), 5.0, dtype=torch.float64)
+    fit = svm(K, y, 5.0)
+    full = leave_one_out_by_smo(K, y, box, fit, True, 1e-6, SMOOptions(working=2))
+    assert_close(full.outputs, svm_loo(K, y, 5.0).outputs, atol=1e-5, rtol=1e-5)
+    cut = leave_one_out_by_smo(K, y, box, fit, True, 1e-6, SMOOptions(working=2, most_rounds=3))
+    assert set(cut.resolved_by.unique().tolist()) <= {UNUSED, KKT, CUT}
+    assert bool((cut.resolved_by == CUT).any())
+
+
+@pytest.mark.parametrize(("kernel", "C"), [("rbf", 1.0), ("rbf", 100.0), ("linear", 1.0), ("linear", 100.0)])
+def test_values_equal_smo_at_a_gap_of_rounding(kernel, C):
+    X, y = toy(22, n=50, d=4)
+    K = rbf(X) if kernel == "rbf" else X @ X.T
+    held = svm_loo(K, y, C, method="smo", epsilon=1e-9)
+    assert_close(svm_loo(K, y, C).outputs, held.outputs, atol=1e-7, rtol=1e-7)

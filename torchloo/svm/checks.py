@@ -1,0 +1,66 @@
+"""What the full machine alone tells about leave-one-out errors: Table 1 of BOUND, and E2."""
+
+import torch
+from torch import Tensor
+
+from torchloo.svm import held_out as code
+
+__all__ = ["check_correct_unused", "check_error", "check_joachims", "check_norm", "sufficiency_checks"]
+
+
+def sufficiency_checks(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor) -> Tensor:
+    """Which check settles each row, as a code of held_out.RESOLVED_BY; -1 if none does; (n,).
+
+    Check 3 assumes that the machine without r has a free support vector too. Where it has none
+    (small C, balanced classes) its bias is an interval and the check can be wrong about the
+    midpoint; so it counts only together with E2, which bounds the whole interval.
+    """
+    free = (alpha > 1e-7 * box) & (alpha < (1 - 1e-7) * box)
+    norm = check_norm(K, y, alpha, outputs, box)
+    by = torch.full(y.shape, -1, device=y.device)
+    by[norm] = code.NORM
+    by[norm & check_joachims(K, y, alpha, outputs, free)] = code.JOACHIMS
+    by[check_error(y, outputs)] = code.ERRS
+    by[check_correct_unused(alpha)] = code.UNUSED
+    return by
+
+
+def check_correct_unused(alpha: Tensor) -> Tensor:
+    """Check 1: a row with alpha = 0 is classified without it as with it, so correctly; (n,)."""
+    return alpha <= 0
+
+
+def check_error(y: Tensor, outputs: Tensor, rounding: float = 1e-9) -> Tensor:
+    """Check 2: a row that the full machine gets wrong stays wrong without it; (n,)."""
+    return y * outputs < -rounding
+
+
+def check_joachims(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, free: Tensor) -> Tensor:
+    """Check 3 (Joachims 2000): correct if 2 alpha_r R^2 + xi_r < 1, given a free support vector; (n,).
+
+    R^2 bounds k(x, x) - k(x, x') over the data.
+    """
+    spread = (K.diagonal()[:, None] - K).amax()
+    slack = (1 - y * outputs).clamp_min(0)
+    return (2 * alpha * spread + slack < 1) & free.any()
+
+
+def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor) -> Tensor:
+    """E2: correct, because w cannot move far enough when alpha_r goes; (n,).
+
+    With e = y_r f_r > 0, c_i = y_r (y_i - f_i + f_r), A_i = sqrt(alpha_r k'_ii) and
+    v_i = max(sqrt e, A_i / 2), r is correct without itself if the points i != r with
+    c_i + v_i^2 - A_i v_i - e <= 0 weigh less than those of its class.
+    """
+    e = y * outputs
+    rows = ((e > 0) & (alpha > 0)).nonzero()[:, 0]  # check 1 knows the others
+    k = K.diagonal()
+    spread = (k[rows, None] + k - 2 * K[rows]).clamp_min(0)  # (B, n) k'
+    c = y[rows, None] * (y - outputs + outputs[rows, None])
+    A = (alpha[rows, None] * spread).sqrt()
+    v = torch.maximum(e[rows, None].sqrt(), A / 2)
+    weight = box.expand(len(rows), -1).scatter(1, rows[:, None], 0.0)
+    low = ((c + v.square() - A * v - e[rows, None] <= 1e-9) * weight).sum(1)
+    own_class = (weight * (y == y[rows, None])).sum(1)
+    passed = low < own_class - 1e-9 * box.min()
+    return torch.zeros_like(y, dtype=torch.bool).index_put((rows,), passed)

@@ -1,0 +1,185 @@
+"""The full machine exactly: from an approximate solution to the optimal active set."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.svm.interior import first_solution
+from torchloo.svm.merge import Problem
+from torchloo.svm.path import follow
+from torchloo.svm.state import Base
+from torchloo.svm.tableau import bordered_inverse, pivot_transform
+
+__all__ = ["Exact", "duality_gap", "solve_exactly"]
+
+_SLIP = 1e-9  # how far rounding may carry a solution past its bounds
+_DEPENDENT = 1e-9  # pivot below which a point depends on the others, K having mean diagonal 1
+_ATTEMPTS = 4
+
+
+class Exact(NamedTuple):
+    """An optimal solution and its active set; the free set is never empty and always regular."""
+
+    alpha: Tensor
+    """Coefficients, (m,)."""
+
+    bias: Tensor
+    """Offset, ()."""
+
+    margin: Tensor
+    """y f - 1, (m,)."""
+
+    free: Tensor
+    """Mask of the free set S, (m,)."""
+
+    upper: Tensor
+    """Mask of the variables at their upper bound, (m,)."""
+
+    optimal: bool
+    """Whether every condition holds to rounding."""
+
+
+def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
+    """Primal minus dual objective as a sum of nonnegative terms, so that nothing cancels; (...)."""
+    return (alpha * margin.clamp_min(0) + (box - alpha) * (-margin).clamp_min(0)).sum(-1)
+
+
+def solve_exactly(problem: Problem) -> Exact:
+    """Read the sets off an interior point, solve for them; where signs fail, follow a homotopy."""
+    K, y, box = problem.K, problem.y, problem.box
+    start = first_solution(K, y, box)
+    upper = box - start.alpha < start.upper
+    free = (start.alpha > start.lower) & ~upper
+    alpha = torch.where(free, start.alpha, torch.where(upper, box, 0.0))
+    bias = start.bias
+    if not bool(free.any()):
+        free, upper, bias = _free_one(K, y, alpha, upper)
+    free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
+    for _ in range(_ATTEMPTS):
+        solution = _active_set_solution(K, y, box, free, upper)
+        if solution.optimal:
+            break
+        free, upper, alpha = _homotopy(problem, free, upper, alpha, bias)
+        bias = solution.bias
+    return solution
+
+
+def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With every alpha at a bound, b has an interval; at its lower end one variable has margin 0."""
+    s = y - K @ (alpha * y)  # the b that gives each point margin 0
+    pushes_up = (y > 0) ^ upper  # lower-bound positives and upper-bound negatives demand b >= s
+    first = torch.where(pushes_up, s, -torch.inf).argmax()
+    free = torch.zeros_like(upper)
+    free[first] = True
+    return free, upper & ~free, s[first]
+
+
+def _drop_dependent(
+    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Bound free variables, one at a time, until K_SS + const is regular.
+
+    A dependent variable j moves along the null space, which changes no margin, until it or an
+    independent one reaches a bound; that one is bounded, and j takes its place if it is still free.
+    """
+    S = free.nonzero()[:, 0]
+    L, info = torch.linalg.cholesky_ex(K[S][:, S] + 1.0)
+    if not bool(info) and bool(L.diagonal().square().min() > 10 * _DEPENDENT):
+        return free, upper, alpha
+    chosen, dropped = (S[part] for part in _independent(K[S][:, S] + 1.0))
+    _, edge, inner = bordered_inverse(K[chosen][:, chosen])
+    # Change of alpha of the chosen per alpha of each dropped one, (|chosen|, |dropped|).
+    rates = -y[chosen, None] * y[dropped] * (inner @ K[chosen][:, dropped] + edge[:, None])
+    alpha_in, box_in, names = alpha[chosen], box[chosen], chosen.tolist()
+    bounded: list[tuple[int, bool]] = []  # variable, whether at its upper bound
+    for k, (j, room) in enumerate(zip(dropped.tolist(), (box - alpha)[dropped].tolist(), strict=True)):
+        rate = rates[:, k]
+        ratio = (torch.where(rate > 0, box_in, 0.0) - alpha_in).div_(rate)
+        ratio = ratio.masked_fill_(rate.abs() < _SLIP, torch.inf).clamp_min_(0)
+        least, where = ratio.min(0)
+        step, place = float(least), int(where)
+        alpha_in.add_(rate, alpha=min(step, room))
+        if room <= step:
+            bounded.append((j, True))
+            continue
+        # An exchange: one pivot of `rates`.
+        pivot = rate[place].item()
+        bounded.append((names[place], pivot > 0))
+        names[place], box_in[place], alpha_in[place] = j, box[j], alpha[j] + step
+        row = rates[place] / -pivot
+        rates.addr_(rate.clone(), row)
+        rates[place] = row
+    gone, at_upper = y.new_tensor(bounded).unbind(1)
+    gone, kept = gone.long(), torch.tensor(names, device=y.device)
+    free, upper = free.index_fill(0, gone, False), upper.index_copy(0, gone, at_upper > 0)
+    return free, upper, alpha.index_copy(0, gone, at_upper * box[gone]).index_copy(0, kept, alpha_in)
+
+
+def _independent(M: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of rows that pivoted Cholesky keeps, and of those it finds dependent."""
+    M = M.clone()
+    order = torch.arange(len(M), device=M.device)
+    kept = torch.zeros(len(M), dtype=torch.bool, device=M.device)
+    for _ in range(len(M)):
+        pivot, j = M.diagonal().masked_fill(kept, -1).max(0)
+        if pivot <= 10 * _DEPENDENT:
+            break
+        kept[j] = True
+        M.addr_(M[:, j].clone(), M[j].clone() / -pivot)
+    return order[kept], order[~kept]
+
+
+def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor) -> Exact:
+    """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
+    S = free.nonzero()[:, 0]
+    a = torch.where(upper, box * y, 0.0)
+    corner, edge, inner = bordered_inverse(K[S][:, S])
+    top, rhs = -a.sum(), y[S] - K[S] @ a
+    a[S] = inner @ rhs + edge * top
+    bias = corner * top + edge @ rhs
+    # One step of refinement: the inverse of a nearly singular K_SS loses digits.
+    rhs = y[S] - K[S] @ a - bias
+    a[S] += inner @ rhs - edge * a.sum()
+    bias = bias + edge @ rhs - corner * a.sum()
+    alpha = a * y
+    margin = y * (K @ a + bias) - 1
+    slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))
+    limit = _SLIP * torch.where(free, box.clamp(min=1.0), 1.0)
+    return Exact(alpha, bias, margin, free, upper, bool((slip <= limit).all()))
+
+
+def _homotopy(
+    problem: Problem, free: Tensor, upper: Tensor, alpha: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The optimal sets, by a path from data for which the given ones are optimal to the true data.
+
+    One more variable, lowered from 1 to 0, has as its column the change of margins (and of the
+    equality) that makes `alpha` optimal: the path engine then does the rest.
+    """
+    K, y, box = problem.K, problem.y, problem.box
+    m = len(y)
+    generator = torch.Generator().manual_seed(1)
+    jitter = 1e-6 * (1 + torch.rand(m, generator=generator, dtype=K.dtype)).to(K.device)
+    margin = y * (K @ (alpha * y) + bias) - 1
+    lift = torch.where(upper, -margin.clamp_min(0) - jitter, (-margin).clamp_min(0) + jitter)
+    lift = torch.where(free, -margin, lift)  # (m,)
+    extended = K.new_zeros(m + 1, m + 1)
+    extended[:m, :m] = K
+    extended[:m, m] = extended[m, :m] = y * lift
+    border = torch.cat([torch.ones_like(y), -(alpha @ y)[None]])
+    tail = K.new_zeros(1)
+    tableau = pivot_transform(
+        extended, torch.cat([y, tail + 1]), torch.cat([free, free.new_zeros(1)]), border
+    )
+    sets = [torch.cat([mask, mask.new_zeros(1)]) for mask in (free, upper)]
+    bounds = torch.cat([torch.stack([torch.zeros_like(box), box]), tail.new_tensor([[0.0], [1.0]])], 1)
+    values = [torch.cat([x, tail]) for x in (alpha, margin + lift)]
+    diagonal = torch.cat([K.diagonal(), tail])
+    base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
+    last = torch.full((1,), m, device=K.device)
+    low, high = follow(base, torch.zeros_like(last), last, tail + 1, most_events=20 * m).distance[0, :, :m]
+    # What was free holds -alpha, Note [state vector].
+    alpha = torch.where(free, high, -low).clamp_min(0)
+    free, upper = low.isfinite() & high.isfinite(), low.isinf() & high.isfinite()
+    return free, upper, torch.where(free, alpha, torch.where(upper, box, 0.0))

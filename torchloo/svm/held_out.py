@@ -1,0 +1,112 @@
+"""SVMHeldOut: what an SVM says of points it has not seen, and how far that is proved."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["RESOLVED_BY", "SVMHeldOut"]
+
+RESOLVED_BY = (
+    "check 1: not a support vector",
+    "check 2: the full machine errs",
+    "check 3: Joachims",
+    "E2: norm of the change",
+    "exact path",
+    "refit",
+    "dual bound",
+    "gap ball",
+    "epsilon-KKT",
+    "one class left",
+    "not solved: out of rounds",
+)
+UNUSED, ERRS, JOACHIMS, NORM, PATH, REFIT, BOUND, BALL, KKT, ONE_CLASS, CUT = range(len(RESOLVED_BY))
+
+
+class SVMHeldOut(NamedTuple):
+    """Held-out outputs of an SVM at its own training points; the first seven fields are HeldOut's."""
+
+    outputs: Tensor
+    """Decision value at row i of the machine that never saw it; labels where values=False, (..., n)."""
+
+    residuals: Tensor
+    """targets - outputs, (..., n)."""
+
+    targets: Tensor
+    """Labels, (..., n)."""
+
+    weight: Tensor
+    """Weights of the rows, (..., n): row i has the box [0, C weight_i]."""
+
+    clusters: Tensor | None
+    """Labels (n,) on the host of what was left out together; None: every row alone."""
+
+    variance: Tensor
+    """NaN: an SVM has no predictive variance, (..., n)."""
+
+    refitted: Tensor
+    """Rows (or clusters) for which the machine was solved anew, (..., n) bool."""
+
+    errors: Tensor
+    """Wrong held-out predictions, (..., n) bool; f = 0 predicts +1."""
+
+    certified: Tensor
+    """The prediction is proved right: by a check, the bound or the gap ball, (..., n) bool."""
+
+    resolved_by: Tensor
+    """Index into RESOLVED_BY, (..., n)."""
+
+    unstable: Tensor
+    """Decision value within rounding (method smo: epsilon) of zero, so not provable, (..., n) bool."""
+
+    iterations: Tensor
+    """Events of the path, or pairs of the SMO, (..., n)."""
+
+    kernel_columns: Tensor
+    """Kernel columns read after the full machine; 0 for the path, which shares one tableau, (..., n)."""
+
+    values: bool
+    """True where outputs are decision values, False where they are only labels."""
+
+    @classmethod
+    def build(
+        cls,
+        y: Tensor,
+        weight: Tensor,
+        outputs: Tensor,
+        certified: Tensor,
+        resolved_by: Tensor,
+        iterations: Tensor,
+        columns: Tensor,
+        clusters: Tensor | None = None,
+        values: bool = True,
+    ) -> "SVMHeldOut":
+        """The fields that follow from the others filled in."""
+        return cls(
+            outputs=outputs,
+            residuals=y - outputs,
+            targets=y,
+            weight=weight,
+            clusters=clusters,
+            variance=torch.full_like(outputs, torch.nan),
+            refitted=resolved_by == REFIT,
+            errors=(outputs >= 0) != (y > 0),
+            certified=certified,
+            resolved_by=resolved_by,
+            unstable=~certified,
+            iterations=iterations,
+            kernel_columns=columns,
+            values=values,
+        )
+
+    def __str__(self) -> str:
+        n = self.errors.numel()
+        lines = [
+            f"SVM held out: {n} points, {int(self.errors.sum())} errors, "
+            f"{int(self.certified.sum())} certified, {int(self.unstable.sum())} unstable"
+        ]
+        for code, name in enumerate(RESOLVED_BY):
+            count = int((self.resolved_by == code).sum())
+            if count:
+                lines.append(f"  {name:<30} {count:>6}  ({100 * count / n:.1f} %)")
+        return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""Leave-one-out of SVMs by the exact path, with a refit where the path leaves a doubt."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.svm import held_out as code
+from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.checks import sufficiency_checks
+from torchloo.svm.exact import Exact, duality_gap, solve_exactly
+from torchloo.svm.gradient import Machines, unchanged_machines
+from torchloo.svm.merge import Problem
+from torchloo.svm.unlearn import Task, Unlearned, unlearn_many
+
+__all__ = ["RowOutcome", "leave_one_out_by_path"]
+
+_EXACT = 1e-7  # relative gap of a decision value that counts as exact
+
+
+class RowOutcome(NamedTuple):
+    """Outcome for each of the n rows of one problem."""
+
+    outputs: Tensor
+    certified: Tensor
+    resolved_by: Tensor
+    iterations: Tensor
+    columns: Tensor
+    machines: Machines | None
+    """The held-out machines for the backward; None if not asked for."""
+
+
+class _Rows:
+    """Work arrays for the n rows: everything starts as check 1 leaves it."""
+
+    def __init__(self, problem: Problem, full: Exact) -> None:
+        v = problem.variable
+        n = len(v)
+        self.y = problem.y[v]
+        self.kept = (problem.box[v] - problem.row_box).clamp_min(0)
+        self.kept = torch.where(self.kept < 1e-9 * problem.box[v], 0.0, self.kept)
+        self.room = full.alpha[v] - self.kept
+        self.open = self.room > 1e-9 * problem.box[v]
+        self.outputs = (problem.y * (1 + full.margin))[v]
+        gap = duality_gap(full.alpha, full.margin, problem.box)
+        spread = problem.K.diagonal().amax().sqrt() + problem.K.diagonal()[v].sqrt()
+        # Note [gap ball] with rho <= sqrt(gap) * spread for all points at once.
+        self.certified = self.outputs.abs() > gap.clamp_min(0).sqrt() * spread + 1e-9
+        self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
+        self.iterations = torch.zeros(n, dtype=torch.long, device=v.device)
+
+    def settle(self, rows: Tensor, outputs: Tensor, certified: Tensor, by: int) -> None:
+        """Close rows with an outcome."""
+        self.outputs[rows] = outputs
+        self.certified[rows] = certified
+        self.resolved_by[rows] = by
+        self.open[rows] = False
+
+
+def leave_one_out_by_path(
+    machines: list[tuple[Problem, Exact]], values: bool, trace: bool = False, checks: bool = True
+) -> list[RowOutcome]:
+    """Check 1 and the path; without `values` checks 2, 3 and E2 come between, and errors stop early."""
+    works = [_Work(problem, full, values, trace, checks) for problem, full in machines]
+    open_works = [work for work in works if len(work.first)]
+    ends = unlearn_many([work.task() for work in open_works], values)
+    for work, end in zip(open_works, ends, strict=True):
+        work.settle(end)
+    return [work.outcome(values) for work in works]
+
+
+class _Work:
+    """Leave-one-out of one machine: what is settled without a path, and what the path settles."""
+
+    def __init__(self, problem: Problem, full: Exact, values: bool, trace: bool, checks: bool) -> None:
+        self.problem, self.full = problem, full
+        self.rows = rows = _Rows(problem, full)
+        self.machines = unchanged_machines(problem, full, rows.y, rows.kept) if trace else None
+        inner = (full.alpha > 1e-7 * problem.box) & (full.alpha < (1 - 1e-7) * problem.box)
+        # A row may take the only free variable to its bound merely by making its box smaller.
+        filled = inner[problem.variable] & (rows.room >= -1e-7 * problem.box[problem.variable])
+        loose = ~rows.open & (inner.sum() - filled.int() == 0)
+        if bool(loose.any()):
+            _settle_without_free(problem, full, rows, loose.nonzero()[:, 0])
+        _settle_one_class(rows)
+        if checks and not values and bool(inner.any()):
+            _settle_by_checks(problem, full, rows)
+        self.first, self.number = _distinct(problem, rows)
+
+    def task(self) -> Task:
+        """What is left for the path."""
+        return Task(self.problem, self.full, self.problem.variable[self.first], self.rows.room[self.first])
+
+    def settle(self, end: Unlearned) -> None:
+        """Take the ends of the paths, refit what they leave open, and copy the outcome to equal rows."""
+        problem, rows, first, number = self.problem, self.rows, self.first, self.number
+        target = problem.variable[first]
+        proved = (end.sign * end.output > 0) & (end.finished | (end.sign == -rows.y[first]))
+        # A sign may be proved where the value is not: a path that lost its way is refitted.
+        proved &= ~end.finished | (end.gap <= _EXACT * (1 + end.alpha.sum(1)))
+        output, by = end.output.clone(), torch.full_like(first, code.PATH)
+        for i in (~proved).nonzero()[:, 0].tolist():
+            output[i], proved[i], end.alpha[i] = _refit(problem, target[i], rows.kept[first[i]])
+            by[i] = code.REFIT
+        index = rows.open.nonzero()[:, 0]
+        if self.machines is not None:
+            self.machines.set(problem, index, target, number, end.alpha, rows.kept[first])
+        rows.iterations[index] = end.events[number]
+        rows.settle(index, output[number], proved[number], code.PATH)
+        rows.resolved_by[index] = by[number]
+
+    def outcome(self, values: bool) -> RowOutcome:
+        """Outputs, or labels if not `values`."""
+        rows, outputs = self.rows, self.rows.outputs
+        if not values:
+            outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
+        columns = torch.zeros_like(rows.iterations)
+        return RowOutcome(outputs, rows.certified, rows.resolved_by, rows.iterations, columns, self.machines)
+
+
+def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """One open row for each distinct (variable, C), and which of them each open row equals."""
+    index = rows.open.nonzero()[:, 0]
+    key = torch.stack([problem.variable[index].to(rows.room), problem.row_box[index]], 1)
+    _, number = torch.unique(key, dim=0, return_inverse=True)
+    first = torch.full((int(number.max()) + 1 if len(index) else 0,), len(index), device=index.device)
+    first = first.scatter_reduce_(0, number, torch.arange(len(index), device=index.device), "amin")
+    return index[first], number
+
+
+def _settle_one_class(rows: _Rows) -> None:
+    """The only row of its class: what is left predicts the other label everywhere."""
+    for label in (1.0, -1.0):
+        alone = (rows.y == label).nonzero()[:, 0]
+        if len(alone) == 1:
+            rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
+
+
+def _settle_by_checks(problem: Problem, full: Exact, rows: _Rows) -> None:
+    """Checks 2 and 3 and E2 on the variables; alpha of a variable bounds what one row of it holds."""
+    f = problem.y * (1 + full.margin)
+    by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box)[problem.variable]
+    index = (rows.open & (by > code.UNUSED)).nonzero()[:, 0]
+    rows.settle(index, rows.outputs[index], torch.ones_like(index, dtype=torch.bool), code.NORM)
+    rows.resolved_by[index] = by[index]
+
+
+def _settle_without_free(problem: Problem, full: Exact, rows: _Rows, index: Tensor) -> None:
+    """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
+    held = _held(problem, full.alpha.expand(len(index), -1), problem.variable[index], rows.kept[index])
+    bias = held_out_bias(problem.y, held)
+    sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
+    f = held.u.gather(1, held.target[:, None])[:, 0] + bias
+    rows.settle(index, f, sign * f > 0, code.UNUSED)
+
+
+def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
+    """Solutions (B, m) whose box of the target is what other rows leave of it."""
+    weight = problem.box.expand_as(alpha).scatter(1, target[:, None], kept[:, None])
+    return Held(alpha, (alpha * problem.y) @ problem.K, weight, torch.zeros_like(kept), target)
+
+
+def _refit(problem: Problem, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve the problem without the row from scratch: f(x_r), whether its sign is proved, alpha (m,)."""
+    box = problem.box.clone()
+    box[target] = kept
+    some = box > 0
+    smaller = problem._replace(K=problem.K[some][:, some], y=problem.y[some], box=box[some])
+    alpha = torch.zeros_like(box)
+    alpha[some] = solve_exactly(smaller).alpha.clamp_min(0).minimum(box[some])
+    held = _held(problem, alpha[None], target[None], kept[None])
+    bias = held_out_bias(problem.y, held)
+    sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
+    f = held.u[0, target] + bias[0]
+    return f, sign[0] * f > 0, alpha

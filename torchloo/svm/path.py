@@ -1,0 +1,188 @@
+"""The exact path: lower one coefficient, follow the optimum, for many problems at once.
+
+Note [change sets]
+All problems share the tableau of the full solution (Note [tableau]). Problem r keeps the set P of
+indices whose role differs from it, and H = (A_PP)^-1. When input q moves at rate 1, the inputs of P
+must move so that its outputs, which are held still now, do not:
+
+    q outside P:  c_P = -H A_Pq, c_q = 1          q in P:  c_P = D_q H_:q
+
+The coordinates of Note [state vector] then change by v = A c, and those of P by c_P. When index j
+meets a bound it changes its role, with rank-one updates of H and of c:
+
+    j joins P:   x = H A_Pj,  pi = A_jj - A_jP x,  u = x - e_j,  H += u u^T / pi,    c += u v_j / pi
+    j leaves P:  x = H e_j,   pi = H_jj,           u = x,        H -= u u^T / pi,    c -= u v_j / pi
+
+Nothing per problem has size n^2. |pi| is the diagonal entry of the problem's own tableau: 0 if the
+new free set would be singular. Places in P are given out in the same order to all problems, one in
+each round, and packed when they run out.
+"""
+
+import torch
+from torch import Tensor
+
+from torchloo.svm.state import Base, Paths, Shared
+from torchloo.svm.swap import begin_swap, end_swap
+
+__all__ = ["follow"]
+
+_FLAT = 1e-11  # rates below this are rounding
+_GROWTH = 8  # places of a change set at first
+_BLOCK = 256  # problems followed together: their state stays in cache
+_WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
+_SHORT = (
+    1 - 1e-12
+)  # of each step: rounding never carries a coordinate past its bound; and of ties with the end
+_NEVER = 1e-300  # 1 / step where nothing blocks
+
+
+def follow(
+    base: Base,
+    table: Tensor,
+    target: Tensor,
+    room: Tensor,
+    stop_at_error: bool = False,
+    most_events: int = 1000,
+) -> Paths:
+    """Lower alpha of each target by its room and return where each problem ends.
+
+    Args:
+        base: T full solutions.
+        table, target, room: full solution, variable and distance of each problem, (B,).
+        stop_at_error: end as soon as y_r f_r < 0: it never rises again.
+        most_events: give a problem up after so many.
+
+    Cost O(m k + k^2) an event for k changes. Memory O(m) for each of the 256 problems in work, and
+    for each that has ended.
+    """
+    shared = Shared(base, stop_at_error)
+    ended: list[Paths] = []
+    waiting = torch.arange(len(target), device=target.device)
+    names, waiting = waiting[:_BLOCK], waiting[_BLOCK:]
+    s = _start(shared, base.distance, names, table[names], target[names], room[names])
+    live, budget = len(names), most_events
+    while len(waiting) or live:
+        if len(waiting) and live <= _BLOCK // 2:  # fill up: rounds of few problems are all overhead
+            names, waiting = waiting[: _BLOCK - live], waiting[_BLOCK - live :]
+            fresh = _start(shared, base.distance, names, table[names], target[names], room[names])
+            s = Paths.cat([s, fresh])
+            budget += most_events
+        _round(shared, s)
+        live, budget = int(s.reach.count_nonzero()), budget - 1
+        if not budget:
+            break
+        idle = len(s.name) - live
+        if live and (
+            idle * shared.width >= _WORTH_PACKING or (idle and len(waiting) and live <= _BLOCK // 2)
+        ):
+            ended.append(s.take((s.reach == 0).nonzero()[:, 0]))
+            s = s.take(s.reach.nonzero()[:, 0])
+    s.failed |= s.reach > 0
+    s.room += s.reach * ~s.swap
+    return Paths.join([*ended, s])
+
+
+def _start(shared: Shared, distance: Tensor, name: Tensor, table: Tensor, r: Tensor, room: Tensor) -> Paths:
+    """The problems before their first step; a free target has changed its role already."""
+    B, m = len(name), shared.pad
+    no = torch.zeros(B, dtype=torch.bool, device=r.device)
+    row = table * shared.width + r
+    _, A_rr, _, least, _ = shared.look_up(row, no, no)
+    was_free = shared.sign[row] < 0
+    singular = was_free & (A_rr.abs() < least)
+    joins = was_free & ~singular
+    nothing, none = room.new_zeros(B, _GROWTH - 1), torch.full((B, _GROWTH - 1), m, device=r.device)
+    inverse = A_rr.reciprocal().masked_fill_(~joins, 0)
+    s = Paths(
+        name=name,
+        first=table * shared.width,
+        target=r,
+        room=torch.zeros_like(room),
+        distance=distance[table],
+        moved=torch.cat([row[:, None], none], 1),
+        P=torch.cat([torch.where(joins, r, m)[:, None], none], 1),
+        rate=torch.cat([torch.where(joins, inverse, -1.0)[:, None], nothing], 1),
+        H=room.new_zeros(B, _GROWTH, _GROWTH),
+        reach=room.clone(),
+        driver=r.clone(),
+        sense=-torch.ones_like(room),
+        swap=no,
+        failed=no.clone(),
+        events=torch.zeros_like(r),
+    )
+    s.H[:, 0, 0] = inverse
+    # The target holds z = g without bounds, but for the floor; g = 0 where it was free.
+    batch = torch.arange(B, device=r.device)
+    low, high = s.distance[batch, :, r].unbind(1)
+    margin = torch.where(low.isinf(), -high, -low).masked_fill_(was_free, 0)
+    s.distance[batch, 0, r] = shared.floor - margin
+    s.distance[batch, 1, r] = torch.inf
+    if bool(singular.any()):
+        begin_swap(shared, s, singular.nonzero()[:, 0], r, no)
+    return s
+
+
+def _round(shared: Shared, s: Paths) -> None:
+    """Move every problem to its next event and handle it."""
+    v = _rates(shared, s)
+    nearest, j = torch.maximum(*(v[:, None] / s.distance).unbind(1)).max(1)
+    step = nearest.clamp_min_(_NEVER).reciprocal_()
+    event = step < s.reach * _SHORT
+    step = torch.where(event, step.mul_(_SHORT), s.reach)
+    s.distance.addcmul_(v[:, None], step[:, None, None], value=-1)
+    s.reach -= step
+    if shared.stop_at_error:
+        _stop_at_floor(s, event, j)
+    s.events += event
+    at_high = v.gather(1, j[:, None]) > 0
+    if s.swapping:
+        swapped = s.swap.nonzero()[:, 0]
+        end_swap(shared, s, swapped, j, at_high[:, 0], event, step)
+        event[swapped] = False
+    _change_role(shared, s, torch.where(event, j, shared.nobody), v, at_high)
+
+
+def _rates(shared: Shared, s: Paths) -> Tensor:
+    """How fast every coordinate moves, Note [change sets], (B, m + 2); rounding is set to 0."""
+    B, k = s.moved.shape
+    bags = torch.arange(0, B * k, k, device=s.moved.device)
+    weights, plain, total = s.rate.view(-1), False, 0  # mode 0 is the sum
+    v = torch.embedding_bag(
+        shared.rows, s.moved.view(-1), bags, plain, total, plain, weights, plain, shared.pad
+    )[0]
+    return torch.hardshrink(v.scatter_(1, s.P, s.rate), _FLAT)
+
+
+def _stop_at_floor(s: Paths, event: Tensor, j: Tensor) -> None:
+    """End problems whose target has met its floor; `event` loses them."""
+    met = event & (j == s.target)
+    s.room = torch.where(met & ~s.swap, s.reach, s.room)
+    s.reach.masked_fill_(met, 0)
+    s.swap &= ~met
+    event &= ~met
+
+
+def _change_role(shared: Shared, s: Paths, j: Tensor, v: Tensor, at_high: Tensor) -> None:
+    """Free j where it is bounded, bound it where it is free: the updates of Note [change sets]."""
+    s.make_room(1)
+    column = j[:, None]
+    member = column == s.P  # (B, k)
+    inside = member.any(1, keepdim=True)
+    new, start, gain, least, shift = shared.look_up(s.first + j, inside[:, 0], at_high[:, 0])
+    rhs = torch.where(inside, member, shared.rows[s.moved, column])
+    u = torch.bmm(s.H, rhs[:, :, None])[:, :, 0]
+    pivot = torch.addcmul(start, gain, (rhs * u).sum(1), value=-1)
+    singular = pivot.abs() < least
+    if bool(singular.any()):
+        begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high[:, 0])
+        return _change_role(shared, s, j.masked_fill(singular, shared.nobody), v, at_high)
+    u[:, s.used] = shift
+    scaled = u * (gain / pivot)[:, None]
+    s.H.addcmul_(scaled[:, :, None], u[:, None, :])
+    s.rate.addcmul_(scaled, v.gather(1, column))
+    s.moved.masked_fill_(member, shared.pad)
+    s.P.masked_fill_(member, shared.pad)
+    s.P[:, s.used] = entry = torch.where(inside[:, 0], shared.pad, j).clamp_max_(shared.pad)
+    s.moved[:, s.used] = s.first + entry
+    s.used += 1
+    s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), new[:, :, None])

@@ -1,0 +1,272 @@
+"""Sequential minimal optimisation of many SVMs at once that share kernel matrices.
+
+Note [working sets]
+State of each problem: alpha and F = u - y, u = K (alpha * y). With I_up the variables whose
+a = alpha * y can rise and I_low those whose a can fall, b_up = min F over I_up and
+b_low = max F over I_low, the problem is solved to epsilon when b_low - b_up <= epsilon. A round
+takes the q worst violators of each problem, solves among them, and brings F up to date by one
+product with the kernel columns that changed.
+
+Among the q a few second-order pairs come first: they finish easy problems and touch few columns.
+What they leave open goes to Note [inner interior point]. Pairs alone are hopeless for a low-rank
+kernel and a large C: on thyroid, linear, C = 100, a hundred rounds of 128 pairs left 7 of 31
+problems open after 6 s; with the interior point all are solved in 0.2 s. With working=2 a round is
+one step on the most violating pair, the SMO of Keerthi et al. 2001 that BOUND uses.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from torchloo.svm.inner import box_qp
+
+__all__ = ["SMOState", "StopRule", "seed_without", "smo"]
+
+_TINY = 1e-12
+_PAIRS = 32  # steps on pairs before the interior point
+
+
+@dataclass
+class SMOState:
+    """B problems being solved, and those solved."""
+
+    name: Tensor
+    """The caller's number of the problem, (B,)."""
+    table: Tensor
+    """Which kernel matrix it uses, (B,)."""
+    box: Tensor
+    """Upper bounds; 0 for what is left out, (B, n)."""
+    y: Tensor
+    """Labels, (B, n)."""
+    alpha: Tensor
+    """Coefficients, (B, n)."""
+    F: Tensor
+    """K (alpha * y) - y, also at rows left out, (B, n)."""
+    bias: Tensor
+    """Midpoint -(b_up + b_low) / 2, (B,)."""
+    violation: Tensor
+    """b_low - b_up, (B,)."""
+    steps: Tensor
+    """Pairs optimised, (B,)."""
+    columns: Tensor
+    """Kernel columns read, (B,)."""
+    stopped_by: Tensor
+    """0: epsilon-KKT (or out of rounds); other numbers are the stop rule's own, (B,)."""
+    read: Tensor
+    """Columns read since the rule was last asked, (B, n) bool."""
+    sign: Tensor
+    """Sign of the held-out value proved by the stop rule, 0 if none, (B,)."""
+
+    def take(self, rows: Tensor) -> "SMOState":
+        """The problems at `rows`."""
+        return SMOState(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+
+class StopRule(Protocol):
+    """Another reason to stop, tested once a round."""
+
+    def advance(self, state: SMOState) -> Tensor:
+        """Work on the own bound, set state.stopped_by and state.sign; mask of those to stop, (B,)."""
+
+    def take(self, rows: Tensor) -> None:
+        """Keep only the problems at `rows`."""
+
+
+def smo(
+    K: Tensor,
+    y: Tensor,
+    box: Tensor,
+    alpha: Tensor,
+    epsilon: float = 1e-3,
+    table: Tensor | None = None,
+    rule: StopRule | None = None,
+    working: int = 64,
+    most_rounds: int = 100_000,
+    rule_every: int = 1,
+) -> SMOState:
+    """Solve B SVM duals to epsilon from feasible starting points, Note [working sets].
+
+        max sum alpha - 1/2 sum alpha_i alpha_j y_i y_j k_ij,  y^T alpha = 0,  0 <= alpha <= box
+
+    Args:
+        K: kernel matrices, (T, n, n).
+        y, box, alpha: labels, upper bounds and start of each problem, (B, n).
+        epsilon: largest violation of the optimality conditions.
+        table: which kernel matrix each problem uses, (B,); default the first.
+        rule: an additional stopping rule (bound.py).
+        working: size of the working sets.
+        most_rounds: give up after so many rounds, or when rounding lets nothing move; `violation` tells.
+        rule_every: ask the rule every so many rounds.
+
+    Cost O(B n q) a round. Memory O(B (n + q^2)). Reference: Keerthi et al. 2001; Fan et al. 2005.
+    """
+    B, n = alpha.shape
+    zero = torch.zeros(B, dtype=torch.long, device=K.device)
+    table = zero if table is None else table
+    u = (
+        torch.stack([a @ K[t] for a, t in zip(alpha * y, table.tolist(), strict=True)])
+        if len(K) > 1
+        else ((alpha * y) @ K[0])
+    )
+    state = SMOState(
+        torch.arange(B, device=K.device), table, box, y, alpha.clone(), u - y,
+        alpha.new_zeros(B), alpha.new_zeros(B), zero.clone(), zero.clone(), zero.clone(),
+        torch.zeros_like(alpha, dtype=torch.bool), alpha.new_zeros(B),
+    )  # fmt: skip
+    flat = K.reshape(-1, n)
+    ended = []
+    stuck = torch.zeros(B, dtype=torch.bool, device=K.device)
+    for round_ in range(most_rounds):
+        done = stuck | (_update_violation(state) <= epsilon)
+        if rule is not None and round_ % rule_every == 0:
+            done |= rule.advance(state)
+            state.read = torch.zeros_like(state.read)
+        if round_ == most_rounds - 1:
+            done[:] = True
+        if bool(done.any()):
+            ended.append(state.take(done.nonzero()[:, 0]))
+            rest = (~done).nonzero()[:, 0]
+            state = state.take(rest)
+            if not len(rest):
+                break
+            if rule is not None:
+                rule.take(rest)
+        stuck = ~_improve(flat, state, _working_set(state, min(working, n)), epsilon)
+    joined = SMOState(*(torch.cat([getattr(part, f.name) for part in ended]) for f in fields(SMOState)))
+    return joined.take(joined.name.argsort())
+
+
+def _directions(alpha: Tensor, box: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks of I_up and I_low."""
+    can_grow, can_shrink = alpha < box, alpha > 0
+    return torch.where(y > 0, can_grow, can_shrink), torch.where(y > 0, can_shrink, can_grow)
+
+
+def _movable(s: SMOState) -> tuple[Tensor, Tensor]:
+    """F where a can rise, else inf; F where a can fall, else -inf; (B, n) both."""
+    up, low = _directions(s.alpha, s.box, s.y)
+    return s.F.masked_fill(~up, torch.inf), s.F.masked_fill(~low, -torch.inf)
+
+
+def _update_violation(s: SMOState) -> Tensor:
+    """Set bias and violation of each problem, and return the violation, (B,)."""
+    F_up, F_low = _movable(s)
+    b_up, b_low = F_up.amin(1), F_low.amax(1)
+    s.violation = (b_low - b_up).clamp_min(0).nan_to_num(0, 0, 0)
+    # One class only: b has a half-line, and f is the remaining label at the nearer end.
+    one_sided = torch.where(b_up.isinf(), -b_low, -b_up)
+    s.bias = torch.where(b_up.isinf() | b_low.isinf(), one_sided, -(b_up + b_low) / 2)
+    return s.violation
+
+
+def _working_set(s: SMOState, q: int) -> Tensor:
+    """The q worst violators, (B, q); both directions have a share, so that the equality lets them move."""
+    F_up, F_low = _movable(s)
+    share = max(q // 4, 1)
+    rising = F_up.topk(share, 1, largest=False, sorted=False).indices
+    falling = F_low.topk(share, 1, sorted=False).indices
+    score = torch.maximum(F_low.amax(1, keepdim=True) - F_up, F_low - F_up.amin(1, keepdim=True))
+    score = score.scatter(1, torch.cat([rising, falling], 1), torch.inf)
+    return score.masked_fill(s.box <= 0, -torch.inf).topk(q, 1).indices
+
+
+def _improve(flat: Tensor, s: SMOState, W: Tensor, epsilon: float) -> Tensor:
+    """One round: optimise over working sets W (B, q), update F by one product; whether alpha moved, (B,)."""
+    rows = W + (s.table * s.F.shape[1])[:, None]
+    K_WW = flat[rows[:, :, None], W[:, None, :]]  # (B, q, q)
+    y, box, before, F = (x.gather(1, W) for x in (s.y, s.box, s.alpha, s.F))
+    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon)
+    hard = unsolved.nonzero()[:, 0]
+    if len(hard):
+        parts = (x[hard] for x in (K_WW, y, box, before, F, alpha))
+        alpha = alpha.index_copy(0, hard, _solve_exactly(*parts))
+    change = (alpha - before) * y
+    s.alpha.scatter_(1, W, alpha)
+    s.F = s.F + embedding_bag(rows, flat, per_sample_weights=change, mode="sum")
+    s.steps += steps
+    moved = change != 0
+    s.read |= torch.zeros_like(s.read).scatter_(1, W, moved)
+    s.columns += moved.sum(1)
+    return moved.any(1)
+
+
+def _solve_exactly(K: Tensor, y: Tensor, box: Tensor, before: Tensor, F: Tensor, paired: Tensor) -> Tensor:
+    """Note [inner interior point] on working sets (B, q); where it gains no more, what the pairs reached."""
+    Q = K * y[:, :, None] * y[:, None, :]
+    c = y * F - (Q @ before[:, :, None])[:, :, 0]
+    candidates = torch.stack([paired, box_qp(Q, c, box, before, y)])  # (2, B, q)
+    cost = (candidates * (c + (Q @ candidates[..., None])[..., 0] / 2)).sum(2)
+    return torch.where((cost[1] < cost[0])[:, None], candidates[1], candidates[0])
+
+
+def _pairs(
+    K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, F: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Second-order SMO on (B, q): new alpha (B, q), the number of pairs, and what is not solved, (B,)."""
+    diagonal = K.diagonal(dim1=1, dim2=2)
+    steps = torch.zeros(len(y), dtype=torch.long, device=y.device)
+    batch = torch.arange(len(y), device=y.device)
+    for count in range(_PAIRS + 1):
+        up, low = _directions(alpha, box, y)
+        F_i, i = F.masked_fill(~up, torch.inf).min(1)
+        gain = F.masked_fill(~low, -torch.inf) - F_i[:, None]  # (B, q)
+        moving = gain.amax(1) > epsilon / 2  # not the slope of j, whose gain may lie in a tiny eta
+        if count == _PAIRS or (count % 4 == 0 and not bool(moving.any())):
+            break
+        K_i = K[batch, i]
+        eta = (diagonal[batch, i][:, None] + diagonal - 2 * K_i).clamp_min_(_TINY)
+        j = torch.where(gain > 0, gain.square() / eta, -1.0).argmax(1)
+        slope = gain.gather(1, j[:, None])[:, 0]
+        room = torch.minimum(_room(alpha, box, y, i, 1.0), _room(alpha, box, y, j, -1.0))
+        t = torch.minimum(slope / eta.gather(1, j[:, None])[:, 0], room).masked_fill(~moving, 0)
+        alpha = _moved(_moved(alpha, box, y, i, t), box, y, j, -t)
+        F = F + t[:, None] * (K_i - K[batch, j])
+        steps += moving
+    return alpha, steps, moving
+
+
+def _room(alpha: Tensor, box: Tensor, y: Tensor, i: Tensor, sense: float) -> Tensor:
+    """How far a_i = alpha_i y_i can move up (sense 1) or down (-1), (B,)."""
+    i = i[:, None]
+    grows = (y.gather(1, i) * sense) > 0
+    value = alpha.gather(1, i)
+    return torch.where(grows, box.gather(1, i) - value, value)[:, 0]
+
+
+def _moved(alpha: Tensor, box: Tensor, y: Tensor, i: Tensor, t: Tensor) -> Tensor:
+    """alpha with a_i moved by t and snapped to the bound that it hits."""
+    i = i[:, None]
+    limit = box.gather(1, i)
+    value = alpha.gather(1, i) + y.gather(1, i) * t[:, None]
+    value = torch.where(value > limit * (1 - _TINY), limit, value)
+    value = torch.where(value < limit * _TINY, 0.0, value)
+    return alpha.scatter(1, i, value)
+
+
+def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
+    """A feasible start without some rows, from the full solution; all (B, n), `box` 0 at those rows.
+
+    What the rows held goes to rows whose a = alpha * y can take it, nearest in kernel (`near`)
+    first: by growing same-class ones, then by shrinking the others. That always completes while
+    both classes remain; with one class the only feasible point, zero, comes out.
+    """
+    left = alpha.minimum(box)
+    surplus = ((alpha - left) * y).sum(1)  # (B,) to be put back
+    same = y * surplus[:, None].sign() > 0
+    grow = torch.where(same, box - left, 0.0)
+    left = left + _pour(surplus.abs(), grow, near)
+    rest = surplus.abs() - (left - alpha.minimum(box)).sum(1)
+    shrink = torch.where(same, 0.0, left)
+    return left - _pour(rest.clamp_min(0), shrink, near)
+
+
+def _pour(amount: Tensor, room: Tensor, near: Tensor) -> Tensor:
+    """Fill rooms (B, n) in the order of nearness until the amount (B,) is spent."""
+    order = near.masked_fill(room <= 0, -torch.inf).argsort(1, descending=True)
+    sorted_room = room.gather(1, order)
+    before = sorted_room.cumsum(1) - sorted_room
+    given = (amount[:, None] - before).clamp_min(0).minimum(sorted_room)
+    return torch.zeros_like(room).scatter(1, order, given)

@@ -1,0 +1,219 @@
+"""State of many paths at once.
+
+Note [state vector]
+A problem holds one coordinate for each variable: z_i = g_i = y_i f_i - 1 if i is bounded, z_i = alpha_i
+if it is free now but was bounded in the full solution, z_i = -alpha_i if it was free there. With this
+sign the change of an index that has kept its role is (A c)_i, that of one that has changed it c_i
+(Note [change sets]): D of Note [tableau] is never needed. What is stored is not z but its distances
+(low_i - z_i, high_i - z_i) = (<= 0, >= 0) from its bounds: the box of i if free, [0, inf) at the lower
+bound, (-inf, 0] at the upper. Every event of the path is the same thing, a distance that shrinks to
+nothing, and the next one has the largest rate_i / distance_i: one operation over (B, m).
+A distance that is 0 is stored as 1e-200, so that 0 / 0 never occurs.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchloo.svm.tableau import Tableau
+
+__all__ = ["TOUCH", "Base", "Paths", "Shared"]
+
+_SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
+_SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
+_BEYOND = 0.01  # how far past zero an early stop goes, so that its end point proves the error
+_GROWTH = 8  # change sets grow by so many places
+TOUCH = 1e-200  # stands for a distance of 0
+
+
+class Base(NamedTuple):
+    """T full solutions of one size as the start of paths."""
+
+    tableau: Tableau
+    """Note [tableau], T of them."""
+
+    distance: Tensor
+    """Distances from the bounds, Note [state vector], (T, 2, m + 2)."""
+
+    box: Tensor
+    """Lower and upper bound of every variable once it is free, (T, 2, m + 2)."""
+
+    size: Tensor
+    """Diagonal of K, at least its mean, (T, m + 2)."""
+
+    @staticmethod
+    def stack(bases: list["Base"]) -> "Base":
+        """Bases of one size as one."""
+        if len(bases) == 1:
+            return bases[0]
+        tableaux, *others = zip(*bases, strict=True)
+        tableau = Tableau(*(torch.cat(field) for field in zip(*tableaux, strict=True)))
+        return Base(tableau, *(torch.cat(field) for field in others))
+
+    @classmethod
+    def build(
+        cls,
+        tableau: Tableau,
+        free: Tensor,
+        upper: Tensor,
+        alpha: Tensor,
+        margin: Tensor,
+        box: Tensor,
+        k: Tensor,
+    ) -> "Base":
+        """One solution: masks of its sets, alpha, y f - 1 and the diagonal of K (m,), bounds (2, m)."""
+        inf = torch.full_like(alpha, torch.inf)
+        inside = torch.stack([alpha - box[1], alpha - box[0]])  # (2, m), of -alpha
+        outside = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
+        low, high = torch.where(free, inside, outside)
+        low, high = low.clamp_max(-TOUCH), high.clamp_min(TOUCH)
+        distance = torch.stack([pad(low, (0, 2), value=-torch.inf), pad(high, (0, 2), value=torch.inf)])
+        return cls(
+            tableau, distance[None], pad(box, (0, 2))[None], pad(k.clamp_min(1.0), (0, 2), value=1.0)[None]
+        )
+
+
+@dataclass
+class Paths:
+    """B problems on their way: the state of Note [state vector] and Note [change sets]."""
+
+    name: Tensor
+    """The caller's number of the problem, (B,)."""
+    first: Tensor
+    """First row of its tableau among the stacked ones, (B,)."""
+    target: Tensor
+    """The variable r whose coefficient is lowered, (B,)."""
+    room: Tensor
+    """How far r still has to go when the problem has ended or r waits, (B,)."""
+    distance: Tensor
+    """Distances from the bounds, (B, 2, m + 2)."""
+    moved: Tensor
+    """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; padded, (B, k)."""
+    P: Tensor
+    """The change set in the same places, m where there is none, (B, k). Place 0 is r's."""
+    rate: Tensor
+    """c of Note [change sets], (B, k)."""
+    H: Tensor
+    """Inverses of A_PP, zero at other places, (B, k, k)."""
+    reach: Tensor
+    """How far the driver may go: the room of r, or the width of the box of j; 0 at the end, (B,)."""
+    driver: Tensor
+    """The index being driven: r, or j of Note [singular pivots], (B,)."""
+    sense: Tensor
+    """+1 or -1: which way it is driven, (B,)."""
+    swap: Tensor
+    """Note [singular pivots] is at work, (B,) bool."""
+    failed: Tensor
+    """It ended because nothing blocked, or too late, (B,) bool."""
+    events: Tensor
+    """Number of events, (B,)."""
+    used: int = 1
+    """Places given out so far."""
+    swapping: bool = False
+    """Whether any problem is in a swap."""
+
+    def take(self, rows: Tensor) -> "Paths":
+        """The problems at `rows`."""
+        parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in _TENSORS}
+        return Paths(**parts, used=self.used, swapping=self.swapping)
+
+    def make_room(self, places: int) -> None:
+        """So many places in every change set that are not yet given out; pack first, then grow."""
+        if self.used + places <= self.P.shape[1]:
+            return
+        width = self.distance.shape[2]
+        kept = self.moved.remainder(width) < width - 2
+        kept[:, 0] = True
+        self.used = int(kept.sum(1).max())
+        order = kept.argsort(dim=1, descending=True, stable=True)[:, : self.used]  # (B, used)
+        self.moved, self.P, self.rate = (x.gather(1, order) for x in (self.moved, self.P, self.rate))
+        H = self.H.gather(1, order[:, :, None].expand(-1, -1, self.H.shape[2]))
+        self.H = H.gather(2, order[:, None, :].expand(-1, self.used, -1))
+        self.grow(places + _GROWTH - self.used % _GROWTH)
+
+    def grow(self, places: int) -> None:
+        """More places in every change set."""
+        m = self.distance.shape[2] - 2
+        self.moved, self.P = pad(self.moved, (0, places), value=m), pad(self.P, (0, places), value=m)
+        self.rate, self.H = pad(self.rate, (0, places)), pad(self.H, (0, places, 0, places))
+
+    @staticmethod
+    def cat(parts: list["Paths"]) -> "Paths":
+        """Batches one after the other, change sets padded to the largest."""
+        k = max(part.P.shape[1] for part in parts)
+        for part in parts:
+            part.grow(k - part.P.shape[1])
+        whole: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS
+        }
+        used, swapping = max(part.used for part in parts), any(part.swapping for part in parts)
+        return Paths(**whole, used=used, swapping=swapping)
+
+    @staticmethod
+    def join(parts: list["Paths"]) -> "Paths":
+        """Batches joined in the order of their names."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = Paths.cat(parts)
+        return whole.take(whole.name.argsort())
+
+
+_TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
+
+
+class Shared:
+    """What all problems of a batch read."""
+
+    def __init__(self, base: Base, stop_at_error: bool) -> None:
+        self.stop_at_error = stop_at_error
+        # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
+        self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
+        self.width = base.box.shape[-1]
+        self.pad, self.nobody = self.width - 2, self.width - 1
+        self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), m + 2)
+        self.sign = base.tableau.sign.reshape(-1)
+        self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (m + 2), 2)
+        self.turns = _turns(base, self.rows)
+        self.count = len(self.sign)
+
+    def look_up(self, row: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
+        """What a change of role does to rows of the tableaux, see _turns: new (B, 2), and four (B,)."""
+        key = row.add(inside, alpha=self.count).add_(at_high, alpha=2 * self.count)
+        turn = self.turns.index_select(0, key)
+        return turn[:, :2], *turn[:, 2:].unbind(1)
+
+
+def _turns(base: Base, rows: Tensor) -> Tensor:
+    """Everything about index j changing its role, by (at its upper bound, in P, row of j): (4 T (m + 2), 6).
+
+    Columns: its two distances afterwards; start and gain, with which its pivot is
+    start - gain * a^T H a (joining P: A_jj and 1, leaving: 0 and -1); the least regular pivot; and
+    what H a has to be changed by at the place of j (-1 when joining). The dummies do nothing.
+    """
+    T, _, width = base.box.shape
+    turns = rows.new_zeros(2, 2, T, width, 6)  # at high, in P
+    was_free = base.tableau.sign < 0  # (T, m + 2)
+    span = base.box[:, 1] - base.box[:, 0]
+    exit_least = (_SINGULAR_EXIT / base.size.amax(1, keepdim=True)).expand_as(span)
+    entry_least = _SINGULAR_ENTRY * base.size
+    inf = torch.full_like(span, torch.inf)
+    for at_high in (0, 1):
+        for inside in (0, 1):
+            turn = turns[at_high, inside]
+            free = was_free ^ bool(inside)
+            # -alpha at its upper bound is alpha at its lower one, and the other way round.
+            flipped = was_free & free
+            ends_low = ~flipped if not at_high else flipped
+            far = torch.where(free, inf, span)
+            grows = ends_low ^ (was_free & ~free)  # the coordinate moves up from where it is now
+            turn[..., 0] = torch.where(grows, -TOUCH, -far)
+            turn[..., 1] = torch.where(grows, far, TOUCH)
+            turn[..., 4] = torch.where(free, exit_least, entry_least)
+    turns[:, 0, ..., 2] = rows.view(T, width, width).diagonal(dim1=1, dim2=2)
+    turns[:, 0, ..., 3], turns[:, 1, ..., 3] = 1, -1
+    turns[:, 0, ..., 5] = -1
+    turns[..., -2:, :] = rows.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])
+    return turns.reshape(-1, 6)

@@ -1,0 +1,124 @@
+"""Changes of role that would make the free set singular.
+
+Note [singular pivots]
+An index j that must change its role but would make the free set singular (its point depends on the
+free ones, or it is the last free one) is driven itself while the coefficient of r waits: its alpha
+if it is to become free, its g, which moves b, if it is to cease. The first variable i that blocks
+changes its role together with j; if j reaches its other bound before that, it goes there. This
+covers rank deficiency and the empty free set alike.
+"""
+
+import torch
+from torch import Tensor
+
+from torchloo.svm.state import TOUCH, Paths, Shared
+
+__all__ = ["begin_swap", "end_swap"]
+
+_ENDLESS = 1e290  # a step that nothing blocks
+
+
+def begin_swap(shared: Shared, s: Paths, rows: Tensor, j: Tensor, at_high: Tensor) -> None:
+    """Drive j itself from the next round on: up from a lower bound, down from an upper one."""
+    j = j[rows]
+    was_free, free = _roles(shared, s, rows, j)
+    # The coordinate of a variable that was and is free is -alpha.
+    at_low = at_high[rows] ^ ~(was_free & free)
+    box = shared.box[s.first[rows] + j]  # (R, 2)
+    s.room[rows] = s.reach[rows]
+    s.swap[rows] = True
+    s.swapping = True
+    s.driver[rows] = j
+    s.sense[rows] = torch.where(at_low, 1.0, -1.0).to(s.sense)
+    s.reach[rows] = torch.where(free, torch.inf, box[:, 1] - box[:, 0])
+    s.distance[rows, 0, j] = -torch.inf
+    s.distance[rows, 1, j] = torch.inf
+    _drive(shared, s, rows)
+
+
+def end_swap(
+    shared: Shared, s: Paths, rows: Tensor, i: Tensor, at_high: Tensor, event: Tensor, step: Tensor
+) -> None:
+    """j has reached its other bound, or i blocks and both change their roles."""
+    s.swapping = False
+    endless = step[rows] >= _ENDLESS
+    if bool(endless.any()):
+        s.failed[rows] |= endless
+        s.reach[rows[endless]] = 0
+        s.swap[rows[endless]] = False
+        rows = rows[~endless]
+    s.make_room(3)  # for i, j and _drive: packing between them would lose what has no rate yet
+    blocked, j = event[rows], s.driver[rows]
+    s.distance[rows, :, j] = _after_drive(shared, s, rows, blocked, step[rows])
+    s.swap[rows], s.driver[rows], s.sense[rows] = False, s.target[rows], -1.0
+    s.reach[rows], s.room[rows] = s.room[rows], 0.0
+    both, i, j = rows[blocked], i[rows[blocked]], j[blocked]
+    if len(both):
+        inside = (s.P[both] == i[:, None]).any(1)
+        new = shared.look_up(s.first[both] + i, inside, at_high[both])[0]
+        s.distance[both, :, i] = new
+        _toggle_both(shared, s, both, i, j)
+    _drive(shared, s, rows)
+
+
+def _roles(shared: Shared, s: Paths, rows: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether j was free in the full solution, and whether it is now, (R,) each."""
+    was_free = shared.sign[s.first[rows] + j] < 0
+    return was_free, was_free ^ (s.P[rows] == j[:, None]).any(1)
+
+
+def _after_drive(shared: Shared, s: Paths, rows: Tensor, blocked: Tensor, gone: Tensor) -> Tensor:
+    """Distances of the driven j, which went so far and changes its role if blocked, (R, 2)."""
+    j, up = s.driver[rows], s.sense[rows] > 0
+    was_free, free = _roles(shared, s, rows, j)
+    low, high = shared.box[s.first[rows] + j].unbind(1)
+    alpha = torch.where(up, low + gone, high - gone)
+    entered = torch.stack([low - alpha, high - alpha], 1)
+    entered = torch.where(was_free[:, None], -entered.flip(1), entered)
+    # A j that is bounded has g = 0 where it went from bound to bound, `gone` where it moved b.
+    away = torch.where(blocked, gone, 0.0).clamp_min(TOUCH)
+    inf = torch.full_like(away, torch.inf)
+    bounded = torch.where(
+        (up ^ ~blocked)[:, None], torch.stack([-away, inf], 1), torch.stack([-inf, away], 1)
+    )
+    distance = torch.where((blocked & ~free)[:, None], entered, bounded)
+    target = torch.stack([shared.floor - s.sense[rows] * gone, inf], 1)
+    distance = torch.where((j == s.target[rows])[:, None], target, distance)
+    low, high = distance.unbind(1)
+    return torch.stack([low.clamp_max(-TOUCH), high.clamp_min(TOUCH)], 1)
+
+
+def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -> None:
+    """Change the roles of i and j at once, with H from scratch: either alone would be singular."""
+    for index in (i, j):
+        P = s.P[rows]
+        member = index[:, None] == P
+        place = torch.where(index == s.target[rows], 0, s.used)  # place 0 is the target's
+        joins = torch.where(member.any(1), shared.pad, index)
+        s.P[rows] = P.masked_fill(member, shared.pad).scatter(1, place[:, None], joins[:, None])
+        s.used += 1
+    P, first = s.P[rows], s.first[rows][:, None, None]
+    identity = torch.diag_embed(P.eq(shared.pad).to(s.H))  # at padded places
+    H, info = torch.linalg.inv_ex(shared.rows[first + P[:, :, None], P[:, None, :]] + identity)
+    singular = info != 0
+    s.H[rows] = (H - identity).masked_fill(singular[:, None, None], 0)
+    s.failed[rows] |= singular
+    s.reach[rows] = s.reach[rows].masked_fill(singular, 0)
+
+
+def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
+    """The rates of Note [change sets] for the drivers of `rows`, from H."""
+    s.make_room(1)
+    q, sense, first, P = s.driver[rows][:, None], s.sense[rows][:, None], s.first[rows][:, None], s.P[rows]
+    moved = first + P
+    moved[:, :1] = first + s.target[rows][:, None]
+    member = q == P
+    inside = member.any(1, keepdim=True)
+    rhs = torch.where(inside, member * shared.sign[first + q], -shared.rows[first + P, q])
+    rate = torch.bmm(s.H[rows], (rhs * sense)[:, :, None])[:, :, 0]
+    # A driver that is not in P has a place of its own.
+    place = torch.where(q == s.target[rows][:, None], 0, s.used)
+    own = torch.where(inside, rate.gather(1, place), sense)
+    s.rate[rows] = rate.scatter(1, place, own)
+    s.moved[rows] = moved.scatter(1, place, torch.where(inside, moved.gather(1, place), first + q))
+    s.used += 1
