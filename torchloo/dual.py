@@ -31,7 +31,7 @@ from torchloo.clusters import Partition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
-__all__ = ["Dual", "congruence", "dual"]
+__all__ = ["Dual", "add_product", "congruence", "dual"]
 
 # Width of the panels in which triangular and symmetric products skip the half that is not needed.
 _PANEL = 192
@@ -47,12 +47,27 @@ def _shifted(K: Tensor, ridge: Tensor) -> Tensor:
     return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
 
 
+def _factor(K: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
+    """L with M = L L^T, and where the factorisation failed, (...); on a CPU in the memory of M."""
+    M = _shifted(K, ridge).mT  # column by column, as LAPACK wants it
+    if K.device.type != "cpu" or not values_visible(K, ridge):
+        return torch.linalg.cholesky_ex(M)
+    info = torch.empty(M.shape[:-2], dtype=torch.int32)
+    return torch.linalg.cholesky_ex(M, out=(M, info))
+
+
+def _solve(L: Tensor, V: Tensor) -> Tensor:
+    """M^{-1} V; unlike cholesky_solve, without a copy of L."""
+    half = torch.linalg.solve_triangular(L, V, upper=False)
+    return torch.linalg.solve_triangular(L.mT, half, upper=True)
+
+
 def _solution(L: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     """a = P Y, (..., n, c), and e of Note [dual form], (..., n, 1), which is zero without a bias."""
     ones = torch.ones_like(Y[..., :1])
     if not bias:
-        return torch.cholesky_solve(Y, L), torch.zeros_like(ones)
-    solved = torch.cholesky_solve(torch.cat([Y, ones], -1), L)
+        return _solve(L, Y), torch.zeros_like(ones)
+    solved = _solve(L, torch.cat([Y, ones], -1))
     eta = solved[..., -1:]
     e = eta / eta.sum(-2, keepdim=True).sqrt()
     return solved[..., :-1] - e @ (e.mT @ Y), e
@@ -105,7 +120,7 @@ def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     return _mirror(product)
 
 
-def _add_product(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def add_product(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """M + left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
     n, k = left.shape[-2:]
     M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT)
@@ -120,7 +135,7 @@ class _Coefficients(Function):
     @staticmethod
     def forward(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, ...]:
         with full_precision(K):
-            L, info = torch.linalg.cholesky_ex(_shifted(K, ridge))
+            L, info = _factor(K, ridge)
             a, e = _solution(L, Y, bias)
             return a, (_offset(e, bias).mT @ Y)[..., 0, :], L, e, info
 
@@ -139,7 +154,7 @@ class _Coefficients(Function):
                 L = torch.linalg.cholesky(_shifted(K, ridge))
                 Pabar, e = _solution(L, abar, ctx.bias)
             else:
-                Pabar = torch.cholesky_solve(abar, L) - e @ (e.mT @ abar)
+                Pabar = _solve(L, abar) - e @ (e.mT @ abar)
             U = Pabar + _offset(e, ctx.bias) @ bbar.unsqueeze(-2)  # (..., n, c)
             Kbar = None
             if ctx.needs_input_grad[0]:
@@ -193,11 +208,11 @@ class _Blocks(Function):
                 U = P @ abar
                 Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
             else:
-                P = _add_product(_gram(S), -e, e)
+                P = add_product(_gram(S), -e, e)
                 U = P @ abar
                 Mbar = congruence(P, negative, partition)
                 del P
-                _add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
+                add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
         ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
         Kbar = Mbar if ctx.needs_input_grad[0] else None
         return Kbar, ridgebar, U, *[None] * (4 + len(index))

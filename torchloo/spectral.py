@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
-from torchloo.dual import Dual, congruence, dual
+from torchloo.dual import Dual, add_product, congruence, dual
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
@@ -60,11 +60,11 @@ def _eigen(K: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tenso
         u = root / torch.linalg.vector_norm(root, dim=-2, keepdim=True)
         Au = A @ u
         top = u.mT @ Au + 2 * size + (size == 0)
-        A += torch.cat([u, Au], -1) @ torch.cat([top * u - Au, -u], -1).mT
+        add_product(A, torch.cat([u, Au], -1), torch.cat([top * u - Au, -u], -1))
     w, V = torch.linalg.eigh(A)
     # Eigenvalues of a positive semi-definite K that rounding made negative are zero.
     tiny = w.shape[-1] * torch.finfo(w.dtype).eps * w.abs().amax(-1, keepdim=True)
-    return torch.where((w < 0) & (w > -tiny), torch.zeros_like(w), w), root * V, size[..., 0, 0]
+    return torch.where((w < 0) & (w > -tiny), torch.zeros_like(w), w), V.mul_(root), size[..., 0, 0]
 
 
 def _inverses(w: Tensor, regs: Tensor, bias: bool) -> Tensor:
