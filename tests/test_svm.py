@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from svm_problems import problems, rbf, toy
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,18 +16,6 @@ from torchloo.svm.certify import Held, gap_ball_sign
 from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
-
-
-def rbf(X: Tensor, lengthscale: float | Tensor = 1.0) -> Tensor:
-    return torch.exp(-(X[:, None] - X[None]).square().sum(-1) / (2 * lengthscale**2))
-
-
-def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    X = torch.randn(n, d, generator=g, dtype=torch.float64)
-    y = torch.where(X[:, 0] + noise * torch.randn(n, generator=g) > 0, 1.0, -1.0).double()
-    y[0], y[1], y[2], y[3] = 1, 1, -1, -1
-    return X, y
 
 
 def refit(K: Tensor, y: Tensor, C: float, rows: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -43,26 +31,6 @@ def refit(K: Tensor, y: Tensor, C: float, rows: Tensor, weight: Tensor | None = 
 
 def refit_all(K: Tensor, y: Tensor, C: float, weight: Tensor | None = None) -> Tensor:
     return torch.cat([refit(K, y, C, torch.tensor([r]), weight) for r in range(len(y))])
-
-
-@st.composite
-def problems(draw) -> tuple[Tensor, Tensor, float]:
-    """Random, separable, one positive only, duplicated, constant features; C from 1e-4 to 1e6."""
-    X, y = toy(draw(st.integers(0, 10**6)), draw(st.integers(5, 25)), draw(st.integers(1, 3)))
-    shape = draw(st.sampled_from(["plain", "lattice", "separable", "one positive", "copies", "constant"]))
-    if shape == "lattice":
-        X = X.round()
-    elif shape == "separable":
-        X[:, 0] += 5 * y
-    elif shape == "one positive":
-        y = -torch.ones_like(y)
-        y[0] = 1
-    elif shape == "copies":
-        X, y = torch.cat([X, X[:4], X[:2]]), torch.cat([y, y[:4], -y[:2]])
-    elif shape == "constant":
-        X[:] = 1
-    K = X @ X.T if draw(st.booleans()) else rbf(X)
-    return K, y, 10 ** draw(st.floats(-4, 6))
 
 
 @settings(max_examples=60, deadline=None)

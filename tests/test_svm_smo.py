@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_svm import loo_by_enumeration, svm_by_enumeration
-from test_svm import problems, rbf, toy
-from torch import Tensor
+from svm_problems import problems, rbf, toy
 from torch.testing import assert_close
 
 from torchloo.svm import svm, svm_loo
@@ -17,29 +16,8 @@ from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
 from torchloo.svm.smo import seed_without, smo
 
 
-@st.composite
-def tiny_problems(draw) -> tuple[Tensor, Tensor, float]:
-    """Five to seven rows: random, lattice, separable, one positive, copies, constant; C from 1e-4 to 1e6."""
-    X, y = toy(draw(st.integers(0, 10**6)), draw(st.integers(5, 7)), draw(st.integers(1, 3)))
-    shape = draw(st.sampled_from(["plain", "lattice", "separable", "one positive", "copies", "constant"]))
-    if shape == "lattice":
-        X = X.round()
-    elif shape == "separable":
-        X[:, 0] += 5 * y
-    elif shape == "one positive":
-        y = -torch.ones_like(y)
-        y[0] = 1
-    elif shape == "copies":
-        X[4], y[4] = X[0], y[0]
-        X[3] = X[1]
-    elif shape == "constant":
-        X[:] = 1
-    K = X @ X.T if draw(st.booleans()) else rbf(X)
-    return K, y, 10 ** draw(st.floats(-4, 6))
-
-
 @settings(max_examples=30, deadline=None)
-@given(tiny_problems())
+@given(problems(most=7))
 def test_svm_equals_enumeration(problem):
     K, y, C = problem
     alpha, bias = svm_by_enumeration(K.numpy(), y.numpy(), C)
@@ -49,7 +27,7 @@ def test_svm_equals_enumeration(problem):
 
 
 @settings(max_examples=25, deadline=None)
-@given(tiny_problems())
+@given(problems(most=7))
 def test_loo_and_every_check_agree_with_enumeration(problem):
     K, y, C = problem
     expected = torch.from_numpy(loo_by_enumeration(K.numpy(), y.numpy(), C))

@@ -1,5 +1,6 @@
 """The kernel Fisher discriminant: the least-squares machine of the kernel matrix K K^T."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -77,17 +78,10 @@ class KFD(LeastSquares):
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
         return _solve(guard, self.kernel(X), Y, self.reg, weight)
 
-    def _path(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        regs: Tensor,
-        clusters: object | None,
-        weight: Tensor | None,
-        flat: bool,
-    ) -> HeldOut:
+    def _route(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
         K = self.kernel(X)
         targets = _code(guard, K, Y, weight)
         with full_precision(K):
-            return path_dual(guard, K @ K.mT, targets, regs, weight, True, clusters, flat)
+            return path_dual, K @ K.mT, targets

@@ -1,6 +1,7 @@
 """The shell of every machine: parameters, buffers, and one call of a pure function each."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -176,7 +177,8 @@ class LeastSquares(KernelMachine):
         one by one. Differentiable, but on the decomposition only once; see `path_dual`.
         """
         guard, Y, flat = self._checked(X, y)
-        return self._path(guard, X, Y, regs, clusters, weight, flat)
+        path, matrix, targets = self._route(guard, X, Y, weight)
+        return path(guard, matrix, targets, regs, weight, self._has_bias, clusters, flat)
 
     @torch.no_grad()
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
@@ -199,17 +201,10 @@ class LeastSquares(KernelMachine):
             return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
         return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
 
-    def _path(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        regs: Tensor,
-        clusters: object | None,
-        weight: Tensor | None,
-        flat: bool,
-    ) -> HeldOut:
+    def _route(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
+        """How a path is computed, from which matrix, and for which targets."""
         if self.kernel.is_linear:
-            Z = self.kernel.feature_map(X)
-            return path_features(guard, Z, Y, regs, weight, self._has_bias, clusters, flat)
-        return path_dual(guard, self.kernel(X), Y, regs, weight, self._has_bias, clusters, flat)
+            return path_features, self.kernel.feature_map(X), Y
+        return path_dual, self.kernel(X), Y

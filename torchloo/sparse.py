@@ -1,5 +1,6 @@
 """The sparse least-squares support vector machine: an expansion over few basis vectors."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
@@ -190,16 +191,9 @@ class SparseLSSVM(LeastSquares):
         basis = self._basis_of(X)
         return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
 
-    def _path(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        regs: Tensor,
-        clusters: object | None,
-        weight: Tensor | None,
-        flat: bool,
-    ) -> HeldOut:
+    def _route(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
         basis = self._basis_of(X)
         Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
-        return path_features(guard, Z, Y, regs, weight, True, clusters, flat)
+        return path_features, Z, Y
