@@ -7,7 +7,7 @@ unpenalised bias borders M with a column of ones; eliminating it leaves
     P = M^{-1} - e e^T,    e = M^{-1} 1 / sqrt(1^T M^{-1} 1),    b = q^T Y,    q = e / 1^T e.
 
 In both, a = P Y are the coefficients, Y - Yhat = ridge * a, and Note [held-out residual] in
-smoothers.py needs nothing but a and diagonal blocks of P. No 1 - h appears, so nothing cancels.
+smoothers.py needs nothing but a and diagonal blocks of P. No 1 - h appears, so nothing cancels as h -> 1.
 
 Note [dual backward]
 dP = -P dM P, with or without a bias, since P is a block of the inverse of the (bordered) M. So
@@ -268,7 +268,7 @@ def dual(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> Dual:
         bias: whether there is an unpenalised bias.
 
     Differentiable in K, ridge and Y, to every order. Cost n^3/3 for the factor and as much again
-    for the diagonal of P; memory 2 n^2 numbers.
+    for the diagonal of P; memory 2.2 n^2 numbers, 4.3 n^2 with the backward.
     """
     a, b, L, e, info = _Coefficients.apply(K, ridge, Y, bias)
     return Dual(K, ridge, Y, a, b, L, e, info, bias)

@@ -117,7 +117,8 @@ def sparse_lssvm(
     Returns:
         Fit with coef (..., m, c) and bias (..., c). The basis stays when a row is left out.
 
-    Differentiable in all five. Cost n m^2; memory 3 n m + 2 m^2 numbers, in float64.
+    Differentiable in all five. Cost n m^2. Memory beside Kxz: 6 n m numbers,
+    8 n m with the backward, in float64.
 
     Reference: Cawley and Talbot (2004), "Fast exact leave-one-out cross-validation of sparse
     least-squares support vector machines", section 2.
