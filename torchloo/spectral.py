@@ -275,8 +275,8 @@ def path_dual(
     Differentiable once in K, Y, regs and weight (a few regularisations are factorised one by one,
     and then to every order), but neither in forward mode nor under vmap. Cost one eigendecomposition
     in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 10 n^2 with the
-    backward, more with few large clusters, and R n c for what comes back. Regularisations too small for the accuracy of
-    eigenvalues, beside the scale of K and of the weights, are factorised.
+    backward, more with few large clusters, and R n c for what comes back. Regularisations too small
+    for the accuracy of eigenvalues, beside the scale of K and of the weights, are factorised.
     """
     problem = check_dual(guard, K, Y, 1.0, weight)
     regs = _check_regs(problem, regs)
