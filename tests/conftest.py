@@ -1,6 +1,14 @@
 """Settings of every test."""
 
+import os
+
 import torch
+from hypothesis import settings
 
 # The problems are small: more threads only wait for one another.
 torch.set_num_threads(1)
+
+# A build draws the same examples every time; at a desk they are new in every run.
+settings.register_profile("build", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("build")

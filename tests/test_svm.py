@@ -260,6 +260,46 @@ def test_criteria_of_values_refuse_labels():
         tl.criteria.log_density(SVC(tl.kernels.RBF(1.0)).loo(X, y))
 
 
+@pytest.mark.parametrize("values", [True, False])
+def test_a_box_far_larger_than_any_coefficient(values):
+    """Separable, C = 1e6: coefficients of 1e-2 are not nothing."""
+    for seed in range(40):
+        X, y = toy(seed, 5, 3)
+        X[:, 0] += 5 * y
+        K = X @ X.T
+        held = svm_loo(K, y, 1e6, values=values)
+        for r in range(5):
+            kept = [i for i in range(5) if i != r]
+            if len(y[kept].unique()) == 2:
+                expected = svm(K[kept][:, kept], y[kept], 1e6).predict(K[r : r + 1, kept])[0]
+                received = held.outputs[r]
+                assert_close(received, expected if values else expected.sign(), rtol=1e-6, atol=1e-6)
+
+
+def test_tensors_without_values_are_refused():
+    X, y = torch.empty(6, 2, device="meta"), torch.empty(6, device="meta")
+    with pytest.raises(RuntimeError, match="needs to see the values"):
+        SVC(tl.kernels.RBF(1.0)).to("meta").loo(X, y)
+
+
+def test_float32_stays_float32():
+    X, y = toy(25)
+    machine = SVC(tl.kernels.RBF(1.0))
+    single, double = machine.loo(X.float(), y.float()), machine.loo(X, y)
+    assert single.outputs.dtype == torch.float32
+    assert_close(single.outputs.double(), double.outputs, rtol=1e-3, atol=1e-3)
+    assert machine.fit(X.float(), y.float())(X.float()).dtype == torch.float32
+
+
+def test_batched_kernel_parameters_equal_their_loop():
+    X, y = toy(26)
+    lengthscales = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    together = SVC(tl.kernels.RBF(lengthscales[:, None]), C=2.0).loo(X, y).outputs
+    for k, lengthscale in enumerate(lengthscales):
+        one = SVC(tl.kernels.RBF(lengthscale), C=2.0).loo(X, y).outputs
+        assert_close(together[k], one, rtol=1e-8, atol=1e-8)
+
+
 def test_labels_in_columns_are_refused():
     X, y = toy(22)
     with pytest.raises(ValueError, match="one label for each row"):

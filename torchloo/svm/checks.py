@@ -5,7 +5,14 @@ from torch import Tensor
 
 from torchloo.svm import held_out as code
 
-__all__ = ["check_correct_unused", "check_error", "check_joachims", "check_norm", "sufficiency_checks"]
+__all__ = [
+    "check_correct_unused",
+    "check_error",
+    "check_joachims",
+    "check_norm",
+    "strictly_inside",
+    "sufficiency_checks",
+]
 
 
 def sufficiency_checks(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor) -> Tensor:
@@ -15,7 +22,7 @@ def sufficiency_checks(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box
     (small C, balanced classes) its bias is an interval and the check can be wrong about the
     midpoint; so it counts only together with E2, which bounds the whole interval.
     """
-    free = (alpha > 1e-7 * box) & (alpha < (1 - 1e-7) * box)
+    free = strictly_inside(alpha, box)
     norm = check_norm(K, y, alpha, outputs, box)
     by = torch.full(y.shape, -1, device=y.device)
     by[norm] = code.NORM
@@ -23,6 +30,12 @@ def sufficiency_checks(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box
     by[check_error(y, outputs)] = code.ERRS
     by[check_correct_unused(alpha)] = code.UNUSED
     return by
+
+
+def strictly_inside(alpha: Tensor, box: Tensor) -> Tensor:
+    """Which alpha are free, to 7 digits of the largest one: boxes may be far larger than any alpha."""
+    margin = 1e-7 * torch.minimum(box, alpha.amax())
+    return (alpha > margin) & (alpha < box - margin)
 
 
 def check_correct_unused(alpha: Tensor) -> Tensor:

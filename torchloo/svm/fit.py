@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.exact import Exact, duality_gap, solve_exactly
 from torchloo.svm.merge import Problem, merge_duplicates
@@ -107,6 +107,11 @@ def checked(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Arguments of one batch shape, or an error that names what is wrong."""
     require_floating(function, K=K, y=y)
+    if not values_visible(K, y):
+        raise RuntimeError(
+            f"{function}: needs to see the values of K and y, which meta and fake tensors, torch.func "
+            "transforms and torch.compile do not show"
+        )
     if K.ndim < 2 or K.shape[-1] != K.shape[-2] or not K.shape[-1]:
         raise ValueError(
             f"{function}: K must be square and not empty, (..., n, n), got shape {tuple(K.shape)}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
-from torchloo.svm.checks import sufficiency_checks
+from torchloo.svm.checks import strictly_inside, sufficiency_checks
 from torchloo.svm.exact import Exact, duality_gap, solve_exactly
 from torchloo.svm.gradient import Machines, unchanged_machines
 from torchloo.svm.merge import Problem
@@ -40,7 +40,7 @@ class _Rows:
         self.kept = (problem.box[v] - problem.row_box).clamp_min(0)
         self.kept = torch.where(self.kept < 1e-9 * problem.box[v], 0.0, self.kept)
         self.room = full.alpha[v] - self.kept
-        self.open = self.room > 1e-9 * problem.box[v]
+        self.open = self.room > 1e-9 * torch.minimum(problem.box[v], full.alpha.amax())
         self.outputs = (problem.y * (1 + full.margin))[v]
         gap = duality_gap(full.alpha, full.margin, problem.box)
         spread = problem.K.diagonal().amax().sqrt() + problem.K.diagonal()[v].sqrt()
@@ -76,7 +76,7 @@ class _Work:
         self.problem, self.full = problem, full
         self.rows = rows = _Rows(problem, full)
         self.machines = unchanged_machines(problem, full, rows.y, rows.kept) if trace else None
-        inner = (full.alpha > 1e-7 * problem.box) & (full.alpha < (1 - 1e-7) * problem.box)
+        inner = strictly_inside(full.alpha, problem.box)
         # A row may take the only free variable to its bound merely by making its box smaller.
         filled = inner[problem.variable] & (rows.room >= -1e-7 * problem.box[problem.variable])
         loose = ~rows.open & (inner.sum() - filled.int() == 0)
