@@ -260,7 +260,8 @@ def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
     left = left + _pour(surplus.abs(), grow, near)
     rest = surplus.abs() - (left - alpha.minimum(box)).sum(1)
     shrink = torch.where(same, 0.0, left)
-    return left - _pour(rest.clamp_min(0), shrink, near)
+    left = left - _pour(rest.clamp_min(0), shrink, near)
+    return left.clamp_min(0).minimum(box)  # room + alpha may round past the bound
 
 
 def _pour(amount: Tensor, room: Tensor, near: Tensor) -> Tensor:
