@@ -507,3 +507,11 @@ def test_compiled_functions_give_the_same_values_and_gradients():
     received, expected = compiled(K, Y, reg, weight), loo_press(K, Y, reg, weight)
     assert_close(received, expected)
     assert_close(torch.autograd.grad(received, K), torch.autograd.grad(expected, K))
+
+
+def test_clusters_of_one_row_in_any_order_have_the_gradients_of_leave_one_out():
+    K, Y = spd(6, 10.0).requires_grad_(), randn(6, 1)
+    fit = F.lssvm(K, Y, 0.2)
+    target = randn(6, 1, seed=8)
+    losses = [(fit.held_out(clusters).outputs * target).sum() for clusters in (None, [5, 1, 4, 0, 3, 2])]
+    assert_close(*(torch.autograd.grad(loss, K, retain_graph=True)[0] for loss in losses))
