@@ -9,6 +9,8 @@ from torchloo.lssvm import LSSVM
 from torchloo.rls import RLS
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
+from torchloo.stream import Stream
+from torchloo.streaming import StreamFit
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
 
 __version__ = "0.1.0"
@@ -23,6 +25,8 @@ __all__ = [
     "SVMFit",
     "SVMHeldOut",
     "SparseLSSVM",
+    "Stream",
+    "StreamFit",
     "balanced_weight",
     "criteria",
     "datasets",

@@ -1,0 +1,156 @@
+"""Solved machines of one stream: features rotated so that every normal matrix is diagonal.
+
+Note [rotated features]
+With the moments of Note [moments] and A such that A^T (S + reg I) A is diagonal, diag(1/f), a row of
+centred features z becomes u = A^T z, the coefficients q = A^{-1} p = f * A^T T, and
+
+    z^T p = u^T q,    z^T (S + reg I)^{-1} z = sum_k f_k u_k^2.
+
+For one regularisation A is the inverse transposed Cholesky factor and f = 1; for many of them, A holds
+the eigenvectors of S and f_k = 1 / (w_k + reg). All leverages and outputs of a block are then two thin
+products with u, and u is the only large one.
+
+Note [folding]
+The features of a sparse machine are z = L^{-1} k for a kernel column k, so u = (A^T L^{-1}) k - A^T mean:
+one product in place of two. It rounds to eps |A^T L^{-1}| |k|, which is large where the basis is nearly
+dependent; a block where that is more than `_FOLD` goes the long way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchloo.blocks import NOT_DEFINITE
+from torchloo.guards import Guard
+from torchloo.moments import LowerInverse, Moments, times_lower
+from torchloo.stream import Block
+
+__all__ = ["Expansion", "Machines", "one_machine", "path_machines"]
+
+_FOLD = 1e-13
+
+
+class Expansion:
+    """How features come from inputs: Z = L^{-1} k(x), or k(x) itself.
+
+    Args:
+        columns: float64 columns k (p, b) of inputs (b, d).
+        factor: L (p, p), lower triangular, or None.
+        support: what k is evaluated at, (p, d), or None.
+        kept: boolean (p,), which entries of k are in use, or None for all.
+    """
+
+    def __init__(
+        self,
+        columns: Callable[[Tensor], Tensor],
+        factor: Tensor | None = None,
+        support: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> None:
+        self.columns, self.factor, self.support, self.kept = columns, factor, support, kept
+        self._inverse = None if factor is None else LowerInverse(factor)
+
+    @property
+    def size(self) -> int:
+        """Rows in a block, unless the stream says otherwise: 16 MB of features, or a few thousand rows."""
+        return 4096 if self.factor is None else max(256, (1 << 21) // len(self.factor))
+
+    def features(self, columns: Tensor) -> Tensor:
+        """Z (p, b) of columns (p, b)."""
+        return columns if self._inverse is None else self._inverse(columns)
+
+
+@dataclass
+class Machines:
+    """R machines that differ in their regularisation; see Note [rotated features]."""
+
+    expansion: Expansion
+    mean: Tensor
+    """Centre of the features, (p, 1)."""
+    rotation: Tensor
+    """A^T, (p, p)."""
+    triangular: bool
+    """Whether A^T is lower triangular."""
+    f: Tensor
+    """(R, c', p) with c' = 1, or c where every output has a regularisation of its own."""
+    regs: Tensor
+    """(R, c')."""
+    q: Tensor
+    """Coefficients, (R, p, c)."""
+    offset: Tensor
+    """What is added to every output, (R, c)."""
+    refined: bool = False
+    """Whether a step of refinement has been made."""
+
+    def __post_init__(self) -> None:
+        factor = self.expansion.factor
+        if factor is not None:
+            self._folded = torch.linalg.solve_triangular(factor, self.rotation, upper=False, left=False)
+            self._shift = self.rotation @ self.mean
+            self._rounding = torch.finfo(factor.dtype).eps * torch.linalg.vector_norm(self._folded)
+
+    def rotated(self, X: Tensor) -> Tensor:
+        """u (p, b) of inputs (b, d)."""
+        columns = self.expansion.columns(X)
+        if self.expansion.factor is not None:
+            size = torch.linalg.vector_norm(columns, dim=0).max()
+            if self._rounding * size <= _FOLD:  # Note [folding]
+                return self._times(self._folded, columns).sub_(self._shift)
+        return self._times(self.rotation, self.expansion.features(columns) - self.mean)
+
+    def _times(self, matrix: Tensor, V: Tensor) -> Tensor:
+        return times_lower(matrix, V) if self.triangular else matrix @ V
+
+    def outputs(self, u: Tensor, q: Tensor) -> Tensor:
+        """u^T q, (b, R, c), for coefficients q (R, p, c)."""
+        R, p, c = q.shape
+        return (u.mT @ q.transpose(0, 1).reshape(p, R * c)).unflatten(-1, (R, c))
+
+    def residuals(self, u: Tensor, part: Block) -> tuple[Tensor, Tensor]:
+        """Training residuals (b, R, c) of a block, and its weights (b, 1, 1), in float64."""
+        e = part.Y.double().unsqueeze(1) - self.offset - self.outputs(u, self.q)
+        return e, part.weight.double()[:, None, None]
+
+    def norms(self, u: Tensor) -> Tensor:
+        """sum_k f_k u_k^2, (b, R, c')."""
+        R, c, p = self.f.shape
+        return (u.square().mT @ self.f.reshape(R * c, p).mT).unflatten(-1, (R, c))
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """What a step of refinement adds to q (R, p, c), from sum zeta u e^T of the residuals e."""
+        ridge = self.regs.unsqueeze(1)  # (R, 1, c')
+        penalty = self.rotation @ (self.rotation.mT @ self.q) if self.triangular else self.q
+        return self.f.mT * (gradient - ridge * penalty)
+
+    def move(self, step: Tensor, shift: Tensor) -> None:
+        """Add to the coefficients, (R, p, c), and to the offset, (R, c)."""
+        self.q, self.offset, self.refined = self.q + step, self.offset + shift, True
+
+    def coefficients(self) -> Tensor:
+        """p = A q, (R, p, c)."""
+        return self.rotation.mT @ self.q
+
+
+def one_machine(guard: Guard, expansion: Expansion, moments: Moments, reg: Tensor) -> Machines:
+    """The machine of one regularisation, a 0-dimensional tensor."""
+    S = moments.symmetric()
+    unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
+    L, info = torch.linalg.cholesky_ex(S + reg * unit)
+    guard.require(info == 0, NOT_DEFINITE)
+    guard.check()
+    rotation = torch.linalg.solve_triangular(L, unit, upper=False)
+    q = torch.linalg.solve_triangular(L, moments.T, upper=False).unsqueeze(0)
+    f = torch.ones_like(S[None, :1])
+    return Machines(expansion, moments.mean_z, rotation, True, f, reg.reshape(1, 1), q, moments.mean_y)
+
+
+def path_machines(expansion: Expansion, moments: Moments, regs: Tensor) -> Machines:
+    """The machines of regularisations (R, 1), or (R, c) with one for each output."""
+    w, Q = torch.linalg.eigh(moments.symmetric())
+    w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
+    f = 1 / (w + regs.unsqueeze(-1))  # (R, c', p)
+    q = f.mT * (Q.mT @ moments.T)
+    offset = moments.mean_y.expand(len(regs), -1)
+    return Machines(expansion, moments.mean_z, Q.mT.contiguous(), False, f, regs, q, offset)
