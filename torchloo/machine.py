@@ -166,9 +166,7 @@ class LeastSquares(KernelMachine):
         guard, Y, flat = self._checked(X, y)
         return replace(self._solve(guard, X, Y, weight), flat=flat).checked()
 
-    def loo(
-        self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None
-    ) -> HeldOut:
+    def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
 
         From a `Stream` without a graph; see `StreamFit.held_out`.

@@ -12,8 +12,9 @@ products with u, and u is the only large one.
 
 Note [folding]
 The features of a sparse machine are z = L^{-1} k for a kernel column k, so u = (A^T L^{-1}) k - A^T mean:
-one product in place of two. It rounds to eps |A^T L^{-1}| |k|, which is large where the basis is nearly
-dependent; a block where that is more than `_FOLD` goes the long way.
+one product in place of two. With F = A^T L^{-1}, rounding changes u_j by eps |F_j| |k|: much, where the
+basis is nearly dependent. A block goes the long way if that could change a leverage, or an output
+measured by the spread of the targets, by more than `_FOLD`.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from torchloo.stream import Block
 
 __all__ = ["Expansion", "Machines", "one_machine", "path_machines"]
 
-_FOLD = 1e-13
+_FOLD = 1e-12
 
 
 class Expansion:
@@ -81,6 +82,8 @@ class Machines:
     """Coefficients, (R, p, c)."""
     offset: Tensor
     """What is added to every output, (R, c)."""
+    spread: Tensor
+    """Root mean square of the targets about the offset, (c,)."""
     refined: bool = False
     """Whether a step of refinement has been made."""
 
@@ -89,7 +92,10 @@ class Machines:
         if factor is not None:
             self._folded = torch.linalg.solve_triangular(factor, self.rotation, upper=False, left=False)
             self._shift = self.rotation @ self.mean
-            self._rounding = torch.finfo(factor.dtype).eps * torch.linalg.vector_norm(self._folded)
+            rows = torch.linalg.vector_norm(self._folded, dim=1)  # (p,), |F_j|
+            leverage = (rows * self.f.amax((0, 1)).sqrt()).max()
+            outputs = ((rows.unsqueeze(-1) * self.q).square().sum(1).sqrt() / self.spread).max()
+            self._rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs)
 
     def rotated(self, X: Tensor) -> Tensor:
         """u (p, b) of inputs (b, d)."""
@@ -143,7 +149,9 @@ def one_machine(guard: Guard, expansion: Expansion, moments: Moments, reg: Tenso
     rotation = torch.linalg.solve_triangular(L, unit, upper=False)
     q = torch.linalg.solve_triangular(L, moments.T, upper=False).unsqueeze(0)
     f = torch.ones_like(S[None, :1])
-    return Machines(expansion, moments.mean_z, rotation, True, f, reg.reshape(1, 1), q, moments.mean_y)
+    return Machines(
+        expansion, moments.mean_z, rotation, True, f, reg.reshape(1, 1), q, moments.mean_y, moments.spread
+    )
 
 
 def path_machines(expansion: Expansion, moments: Moments, regs: Tensor) -> Machines:
@@ -153,4 +161,4 @@ def path_machines(expansion: Expansion, moments: Moments, regs: Tensor) -> Machi
     f = 1 / (w + regs.unsqueeze(-1))  # (R, c', p)
     q = f.mT * (Q.mT @ moments.T)
     offset = moments.mean_y.expand(len(regs), -1)
-    return Machines(expansion, moments.mean_z, Q.mT.contiguous(), False, f, regs, q, offset)
+    return Machines(expansion, moments.mean_z, Q.mT.contiguous(), False, f, regs, q, offset, moments.spread)

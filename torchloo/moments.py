@@ -10,6 +10,8 @@ large numbers are subtracted, wherever the origin is. Without a bias the means s
 Features stand in columns (p, b), so that panels of features are contiguous.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,14 @@ __all__ = ["LowerInverse", "Moments", "add_symmetric", "times_lower"]
 # that is not needed (scripts/bench/scale.py measures what is saved).
 _PANEL = 200
 
+# Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
+_CONDITION = 1e5
+
 
 def _panels(p: int) -> list[tuple[int, int]]:
     count = max(1, round(p / _PANEL))
     edges = [round(k * p / count) for k in range(count + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def add_symmetric(S: Tensor, V: Tensor) -> None:
@@ -46,15 +51,21 @@ def times_lower(T: Tensor, V: Tensor) -> Tensor:
 
 
 class LowerInverse:
-    """L^{-1} V for a lower triangular L (p, p), panel by panel; panels on the diagonal are inverted once."""
+    """L^{-1} V for a lower triangular L (p, p), panel by panel.
+
+    Panels on the diagonal that are well conditioned are inverted once: a product is faster than a
+    solution, and then as accurate.
+    """
 
     def __init__(self, L: Tensor) -> None:
         self.L = L.contiguous()
-        self._inverses = []
+        self._inverses: list[Tensor | None] = []
         for start, stop in _panels(len(L)):
             panel = self.L[start:stop, start:stop]
             unit = torch.eye(stop - start, dtype=L.dtype, device=L.device)
-            self._inverses.append(torch.linalg.solve_triangular(panel, unit, upper=False))
+            inverse = torch.linalg.solve_triangular(panel, unit, upper=False)
+            condition = torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse)
+            self._inverses.append(inverse if bool(condition < _CONDITION) else None)
 
     def __call__(self, V: Tensor) -> Tensor:
         """L^{-1} V for V (p, b)."""
@@ -63,7 +74,11 @@ class LowerInverse:
             rest = V[start:stop]
             if start:
                 rest = torch.addmm(rest, self.L[start:stop, :start], out[:start], alpha=-1)
-            torch.mm(inverse, rest, out=out[start:stop])
+            if inverse is None:
+                panel = self.L[start:stop, start:stop]
+                out[start:stop] = torch.linalg.solve_triangular(panel, rest, upper=False)
+            else:
+                torch.mm(inverse, rest, out=out[start:stop])
         return out
 
 
@@ -88,33 +103,30 @@ class Moments:
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
         """Join rows with features Z (p, b), targets Y (b, c) and weights zeta (b,)."""
         weight = zeta.sum()
+        total, root = self.weight + weight, zeta.sqrt()
         if self.centre:
             mean_z, mean_y = (Z @ zeta.unsqueeze(-1)) / weight, (zeta @ Y).unsqueeze(0) / weight
-            d = torch.cat([(mean_z - self.mean_z)[:, 0], (mean_y - self.mean_y)[0]])
-            self._shift(d, self.weight * weight / (self.weight + weight))
-            share = weight / (self.weight + weight)
-            self.mean_z = self.mean_z + share * (mean_z - self.mean_z)
-            self.mean_y = self.mean_y + share * (mean_y - self.mean_y)
-            Z, Y = Z - mean_z, Y - mean_y
-        self.weight = self.weight + weight
-        root = zeta.sqrt()
-        V, Y = Z * root, Y * root.unsqueeze(-1)
+            apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
+            self._shift(apart_z, apart_y, self.weight * weight / total)
+            self.mean_z = self.mean_z + weight / total * apart_z
+            self.mean_y = self.mean_y + weight / total * apart_y
+            V, Y = (Z - mean_z).mul_(root), Y - mean_y
+        else:
+            V = Z * root
+        self.weight, Y = total, Y * root.unsqueeze(-1)
         add_symmetric(self.S, V)
         self.T.addmm_(V, Y)
         self.squares += Y.square().sum(0)
 
-    def _shift(self, d: Tensor, weight: Tensor) -> None:
-        """Add weight d d^T for a difference d (p + c,) of means."""
-        p = len(self.S)
-        z, y = d[:p], d[p:]
-        self.S.addr_(z, weight * z)
-        self.T.addr_(z, weight * y)
-        self.squares += weight * y.square()
+    def _shift(self, z: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Add weight d d^T for a difference of means d, z (p, 1) and y (1, c)."""
+        self.S.addmm_(z, weight * z.mT)
+        self.T.addmm_(z, weight * y)
+        self.squares += weight * y[0].square()
 
     def about(self, mean_z: Tensor, mean_y: Tensor) -> None:
         """Take all sums about other means (p, 1) and (1, c)."""
-        d = torch.cat([(self.mean_z - mean_z)[:, 0], (self.mean_y - mean_y)[0]])
-        self._shift(d, self.weight)
+        self._shift(self.mean_z - mean_z, self.mean_y - mean_y, self.weight)
         self.mean_z, self.mean_y = mean_z, mean_y
 
     def join(self, others: Alone) -> None:
@@ -124,6 +136,11 @@ class Moments:
         if self.centre:
             self.about(mean_z / weight, mean_y / weight)
         self.weight, self.S, self.T, self.squares = others.sums(self.weight, self.S, self.T, self.squares)
+
+    @property
+    def spread(self) -> Tensor:
+        """Root mean square of the targets about their mean, (c,)."""
+        return (self.squares / self.weight).sqrt()
 
     def symmetric(self) -> Tensor:
         """S with both triangles, (p, p)."""

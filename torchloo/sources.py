@@ -1,5 +1,6 @@
 """Where the rows of a stream come from: arrays that can be indexed, or batches that come in order."""
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-__all__ = ["Arrays", "Batches", "Raw", "Rows", "open_array"]
+__all__ = ["Arrays", "Batches", "Raw", "Rows", "open_array", "temporary_array"]
 
 Rows = Tensor | np.ndarray
 """Rows in a tensor or in an array, memory-mapped or not."""
@@ -23,6 +24,12 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.b
 def open_array(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
     """A new memory-mapped .npy file."""
     return np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
+
+
+def temporary_array(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    """A memory-mapped array in a file without a name, which is gone when the array is."""
+    with tempfile.TemporaryFile() as file:
+        return np.memmap(file, mode="w+", dtype=_NUMPY[dtype], shape=shape)
 
 
 def _pick(array: Rows, index: slice | Tensor) -> Tensor:
@@ -75,7 +82,8 @@ class Batches:
     def __init__(self, batches: Any, y: object, weight: object) -> None:
         if not isinstance(batches, Iterable):
             raise TypeError(
-                f"Stream: X must be a tensor, an array or an iterable of batches, got {type(batches).__name__}"
+                "Stream: X must be a tensor, an array or an iterable of batches, "
+                f"got {type(batches).__name__}"
             )
         if isinstance(batches, Iterator):
             raise TypeError(
@@ -112,7 +120,9 @@ class Batches:
         n = start + count
         if n == 0 or self.n not in (None, n):
             before = "" if self.n is None else f" after {self.n} in the first"
-            raise ValueError(f"{function}: every pass over the stream must give the same rows, got {n}{before}")
+            raise ValueError(
+                f"{function}: every pass over the stream must give the same rows, got {n}{before}"
+            )
         self.n = n
 
     def _each(self, function: str) -> Iterator[Raw]:
@@ -128,12 +138,12 @@ class Batches:
                     f"{function}: the stream failed after {row} rows, with {type(error).__name__}: {error}"
                 ) from error
             raw = _as_raw(function, batch, row)
-            kind = (raw[0].shape[1], *raw[1].shape[1:], raw[2] is None)
+            kind = [None if t is None else (t.shape[1:], t.dtype) for t in raw]
             first = first or kind
             if kind != first:
                 raise ValueError(
-                    f"{function}: batches must agree in columns, outputs and weights, got X {tuple(raw[0].shape)} "
-                    f"and y {tuple(raw[1].shape)} at row {row}, unlike the first batch"
+                    f"{function}: batches must agree in columns, outputs, weights and dtypes, but that from row "
+                    f"{row}, X {tuple(raw[0].shape)} and y {tuple(raw[1].shape)}, is unlike the first"
                 )
             self._flat = raw[1].ndim == 1
             yield raw
@@ -157,12 +167,12 @@ def _as_raw(function: str, batch: Any, row: int) -> Raw:
         raise TypeError(
             f"{function}: batches must be (X, y) or (X, y, weight), got {type(batch).__name__} at row {row}"
         )
-    tensors = [torch.from_numpy(np.array(t)) if isinstance(t, np.ndarray) else t for t in batch]
+    tensors: list[Any] = [torch.from_numpy(np.array(t)) if isinstance(t, np.ndarray) else t for t in batch]
     for name, tensor in zip(("X", "y", "weight"), tensors, strict=False):
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise TypeError(f"{function}: {name} must be a tensor or an array, got {kind} at row {row}")
-    X, y, weight = (t.detach() for t in tensors) if len(tensors) == 3 else (*(t.detach() for t in tensors), None)
+    X, y, weight = (*(t.detach() for t in tensors), None)[:3]
     _check_shapes(function, X, y, weight, f" at row {row}")
     return X, y, weight
 

@@ -186,7 +186,9 @@ class SparseLSSVM(LeastSquares):
     def _keep(self, solved: StreamFit) -> None:
         """Store the basis and its coefficients, solved from a stream."""
         expansion, p = solved.expansion, solved.checked_for(self).coef
-        assert expansion.factor is not None and expansion.kept is not None and expansion.support is not None
+        assert expansion.factor is not None
+        assert expansion.kept is not None
+        assert expansion.support is not None
         beta = torch.linalg.solve_triangular(expansion.factor.mT, p, upper=True)
         bias = solved.offset - (solved.moments.mean_z.mT @ p)[0]
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
@@ -195,7 +197,10 @@ class SparseLSSVM(LeastSquares):
 
     def _expansion(self, stream: Stream) -> Expansion:
         """Features of Note [sparse features], for a basis that does not need all rows to be found."""
-        basis = stream.head(self._function, self.rows) if self.basis is None else self.basis
+        basis = self.basis
+        if basis is None:
+            assert self.rows is not None
+            basis = stream.head(self._function, self.rows)
         guard = Guard(self._function)
         Kzz = self.kernel(basis)
         if Kzz.ndim > 2:

@@ -1,16 +1,15 @@
 """Rows that need not fit in memory: tensors, memory-mapped arrays or a DataLoader, block by block."""
 
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.guards import Guard, require_floating
-from torchloo.sources import Arrays, Batches, Raw, Rows, open_array
+from torchloo.sources import Arrays, Batches, Raw, Rows, temporary_array
 
 __all__ = ["Block", "Stream"]
 
@@ -69,7 +68,6 @@ class Stream:
             raise ValueError(f"Stream: block must be a positive number of rows, got {block!r}")
         self.block, self.device, self.progress = block, device, progress
         self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def n(self) -> int | None:
@@ -115,25 +113,25 @@ class Stream:
         return self._checked(function, self._source.pick(index.cpu()), index)
 
     def spool(self, function: str, size: int) -> None:
-        """Write batches, if that is what there is, to a temporary file, whose rows `take` can reach."""
+        """Write batches, if that is what there is, to temporary files, whose rows `take` can reach."""
         if isinstance(self._source, Arrays):
             return
-        folder = tempfile.TemporaryDirectory(prefix="torchloo-")
-        flat, arrays = self.flat, []
+        flat = self.flat
+        arrays: list[np.ndarray] = []
         for part in self.blocks(function, size, "spooling"):
             values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
             if not arrays:
                 assert self.n is not None
-                shapes = [((self.n, *v.shape[1:]), v.dtype) for v in values]
-                arrays = [open_array(Path(folder.name) / f"{k}.npy", *s) for k, s in enumerate(shapes)]
+                arrays = [temporary_array((self.n, *v.shape[1:]), v.dtype) for v in values]
             for array, v in zip(arrays, values, strict=True):
                 array[part.rows] = v.numpy(force=True)
-        self._folder, self._source = folder, Arrays(*arrays)
+        self._source = Arrays(*arrays)
 
     def _checked(self, function: str, raw: Raw, place: int | Tensor) -> Block:
         """A block of rows with a first number, or with a number for each."""
-        X, y, weight = (None if t is None else t.to(self.device or t.device) for t in raw)
-        assert X is not None and y is not None
+        X, y, weight = raw
+        if self.device is not None:
+            X, y, weight = (None if t is None else t.to(self.device) for t in raw)  # type: ignore[assignment]
         require_floating(function, X=X, y=y, **({} if weight is None else {"weight": weight}))
         zeta = torch.ones_like(X[:, 0]) if weight is None else weight
         Y = y.unsqueeze(-1) if y.ndim == 1 else y
@@ -149,6 +147,8 @@ class Stream:
                 raise
             numbers = place[bad].tolist() if isinstance(place, Tensor) else (bad + place).tolist()
             shown = ", ".join(str(k) for k in numbers[:5]) + (", ..." if len(numbers) > 5 else "")
-            within = "" if isinstance(place, Tensor) else f" in the block of rows {place} to {place + len(X) - 1}"
+            within = (
+                "" if isinstance(place, Tensor) else f" in the block of rows {place} to {place + len(X) - 1}"
+            )
             raise ValueError(f"{error} at row {shown}{within}") from None
         return Block(place if isinstance(place, int) else 0, X, Y, zeta)

@@ -36,6 +36,11 @@ class _Set(NamedTuple):
     """Targets, (s, c)."""
 
 
+def _joined(parts: list[_Set]) -> _Set:
+    D, zeta, Y = zip(*parts, strict=True)
+    return _Set(torch.cat(D, 1), torch.cat(zeta), torch.cat(Y))
+
+
 def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> None:
     """Write the rows of lost sets, in two passes for as many sets as a block has rows."""
     everywhere = sorted({key for keys in solved.others.gather(list(lost)) for key in keys})
@@ -100,7 +105,7 @@ class _Round:
             V = rows.D * (rows.zeta * (number < 0)).sqrt()
             add_symmetric(self.C, V)
             self.right += V @ (rows.zeta.sqrt().unsqueeze(-1) * rows.Y)
-        own = [_Set(torch.cat([s.D for s in k], 1), *(torch.cat(t) for t in list(zip(*k, strict=True))[1:])) for k in found]  # fmt: skip
+        own = [_joined(parts) for parts in found]
         self.C, self.right = self.solved.others.sums(self.C, self.right)
         self.C = self.C.tril() + self.C.tril(-1).mT
         everyone = self.solved.others.gather([_Set(*(t.cpu() for t in s)) for s in own])

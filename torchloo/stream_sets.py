@@ -106,14 +106,12 @@ class _Visit:
 
     def large(self, rows: Tensor) -> None:
         """One set (s,) of more rows than features."""
-        A, t = None, None
+        p, (R, c) = self.f.shape[-1], self.machines.offset.shape
+        A, t = self.f.new_zeros(p, p), self.f.new_zeros(p, R, c)
         for some in rows.split(self.size):
             _, U, e, zeta = self._read(some)
-            if A is None or t is None:
-                A, t = U.new_zeros(len(U), len(U)), U.new_zeros(len(U), *e.shape[1:])
             add_symmetric(A, U * zeta[:, 0].sqrt())
             t += (U @ (zeta.unsqueeze(-1) * e).flatten(1)).unflatten(-1, e.shape[1:])  # (p', R, c)
-        assert A is not None and t is not None
         A = A.tril() + A.tril(-1).mT
         unit = torch.eye(len(A), dtype=A.dtype, device=A.device)
         factors, solutions = [], []

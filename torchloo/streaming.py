@@ -144,8 +144,9 @@ class StreamFit:
         assert n is not None
         R, c = machines.offset.shape
         with Sink((R, n, c), machines.regs.shape[1], self.dtype, self.moments.S.device, out) as sink:
+            labels = None
             if clusters is None:
-                labels = self._leave_one_out(machines, sink)
+                self._leave_one_out(machines, sink)
             else:
                 labels = leave_out_sets(self, self._refined(machines), clusters, sink)
         return sink.held_out(labels, self.stream.flat, path)
@@ -207,9 +208,8 @@ class StreamFit:
         By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
         """
         length = (step.square() / machines.f.mT).sum(1).sqrt()  # (R, c)
-        spread = (self.moments.squares / self.moments.weight).sqrt()
         moved = worst * (length + shift.abs() * self.moments.weight.sqrt())
-        return any(self.others.gather(bool((moved > _SETTLED * spread).any())))
+        return any(self.others.gather(bool((moved > _SETTLED * machines.spread).any())))
 
 
 class _Gradient:
