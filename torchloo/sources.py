@@ -142,8 +142,9 @@ class Batches:
             first = first or kind
             if kind != first:
                 raise ValueError(
-                    f"{function}: batches must agree in columns, outputs, weights and dtypes, but that from row "
-                    f"{row}, X {tuple(raw[0].shape)} and y {tuple(raw[1].shape)}, is unlike the first"
+                    f"{function}: batches must agree in columns, outputs, weights and dtypes, "
+                    f"but that from row {row}, X {tuple(raw[0].shape)} and y {tuple(raw[1].shape)}, "
+                    "is unlike the first"
                 )
             self._flat = raw[1].ndim == 1
             yield raw
