@@ -268,7 +268,7 @@ class LeastSquares(KernelMachine):
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "
                 f"SparseLSSVM(kernel, reg, basis=...); got the kernel {self.kernel}"
             )
-        return Expansion(lambda X: self.kernel.feature_map(X).double().mT)
+        return Expansion(lambda X: self.kernel.feature_map(X).to(torch.float64, copy=True).mT)
 
     def extra_repr(self) -> str:
         """Current regularisation."""

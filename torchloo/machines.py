@@ -37,7 +37,7 @@ class Expansion:
     """How features come from inputs: Z = L^{-1} k(x), or k(x) itself.
 
     Args:
-        columns: float64 columns k (p, b) of inputs (b, d).
+        columns: float64 columns k (p, b) of inputs (b, d), which the caller may overwrite.
         factor: L (p, p), lower triangular, or None.
         support: what k is evaluated at, (p, d), or None.
         kept: boolean (p,), which entries of k are in use, or None for all.
@@ -56,10 +56,10 @@ class Expansion:
     @property
     def size(self) -> int:
         """Rows in a block, unless the stream says otherwise: 16 MB of features, or a few thousand rows."""
-        return 4096 if self.factor is None else max(256, (1 << 21) // len(self.factor))
+        return 2048 if self.factor is None else 256 * max(1, (1 << 13) // len(self.factor))
 
     def features(self, columns: Tensor) -> Tensor:
-        """Z (p, b) of columns (p, b)."""
+        """Z (p, b) of columns (p, b), which the caller may overwrite."""
         return columns if self._inverse is None else self._inverse(columns)
 
 
@@ -79,7 +79,7 @@ class Machines:
     regs: Tensor
     """(R, c')."""
     q: Tensor
-    """Coefficients, (R, p, c)."""
+    """Coefficients, (R, c, p)."""
     offset: Tensor
     """What is added to every output, (R, c)."""
     spread: Tensor
@@ -94,7 +94,7 @@ class Machines:
             self._shift = self.rotation @ self.mean
             rows = torch.linalg.vector_norm(self._folded, dim=1)  # (p,), |F_j|
             leverage = (rows * self.f.amax((0, 1)).sqrt()).max()
-            outputs = ((rows.unsqueeze(-1) * self.q).square().sum(1).sqrt() / self.spread).max()
+            outputs = ((rows * self.q).square().sum(-1).sqrt() / self.spread).max()
             self._rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs)
 
     def rotated(self, X: Tensor) -> Tensor:
@@ -104,39 +104,35 @@ class Machines:
             size = torch.linalg.vector_norm(columns, dim=0).max()
             if self._rounding * size <= _FOLD:  # Note [folding]
                 return self._times(self._folded, columns).sub_(self._shift)
-        return self._times(self.rotation, self.expansion.features(columns) - self.mean)
+        return self._times(self.rotation, self.expansion.features(columns).sub_(self.mean))
 
     def _times(self, matrix: Tensor, V: Tensor) -> Tensor:
         return times_lower(matrix, V) if self.triangular else matrix @ V
 
     def outputs(self, u: Tensor, q: Tensor) -> Tensor:
-        """u^T q, (b, R, c), for coefficients q (R, p, c)."""
-        R, p, c = q.shape
-        return (u.mT @ q.transpose(0, 1).reshape(p, R * c)).unflatten(-1, (R, c))
+        """q u, (R, c, b), for coefficients q (R, c, p)."""
+        return (q.flatten(0, 1) @ u).unflatten(0, q.shape[:2])
 
-    def residuals(self, u: Tensor, part: Block) -> tuple[Tensor, Tensor]:
-        """Training residuals (b, R, c) of a block, and its weights (b, 1, 1), in float64."""
-        e = part.Y.double().unsqueeze(1) - self.offset - self.outputs(u, self.q)
-        return e, part.weight.double()[:, None, None]
+    def residuals(self, u: Tensor, part: Block) -> Tensor:
+        """Training residuals of a block, (R, c, b)."""
+        return part.Y.double().mT - self.offset.unsqueeze(-1) - self.outputs(u, self.q)
 
     def norms(self, u: Tensor) -> Tensor:
-        """sum_k f_k u_k^2, (b, R, c')."""
-        R, c, p = self.f.shape
-        return (u.square().mT @ self.f.reshape(R * c, p).mT).unflatten(-1, (R, c))
+        """sum_k f_k u_k^2, (R, c', b)."""
+        return (self.f.flatten(0, 1) @ u.square()).unflatten(0, self.f.shape[:2])
 
     def step(self, gradient: Tensor) -> Tensor:
-        """What a step of refinement adds to q (R, p, c), from sum zeta u e^T of the residuals e."""
-        ridge = self.regs.unsqueeze(1)  # (R, 1, c')
-        penalty = self.rotation @ (self.rotation.mT @ self.q) if self.triangular else self.q
-        return self.f.mT * (gradient - ridge * penalty)
+        """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (R, c, p)."""
+        penalty = self.q @ self.rotation @ self.rotation.mT if self.triangular else self.q
+        return self.f * (gradient - self.regs.unsqueeze(-1) * penalty)
 
     def move(self, step: Tensor, shift: Tensor) -> None:
-        """Add to the coefficients, (R, p, c), and to the offset, (R, c)."""
+        """Add to the coefficients, (R, c, p), and to the offset, (R, c)."""
         self.q, self.offset, self.refined = self.q + step, self.offset + shift, True
 
     def coefficients(self) -> Tensor:
         """p = A q, (R, p, c)."""
-        return self.rotation.mT @ self.q
+        return self.rotation.mT @ self.q.mT
 
 
 def one_machine(guard: Guard, expansion: Expansion, moments: Moments, reg: Tensor) -> Machines:
@@ -147,7 +143,7 @@ def one_machine(guard: Guard, expansion: Expansion, moments: Moments, reg: Tenso
     guard.require(info == 0, NOT_DEFINITE)
     guard.check()
     rotation = torch.linalg.solve_triangular(L, unit, upper=False)
-    q = torch.linalg.solve_triangular(L, moments.T, upper=False).unsqueeze(0)
+    q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
     f = torch.ones_like(S[None, :1])
     return Machines(
         expansion, moments.mean_z, rotation, True, f, reg.reshape(1, 1), q, moments.mean_y, moments.spread
@@ -159,6 +155,6 @@ def path_machines(expansion: Expansion, moments: Moments, regs: Tensor) -> Machi
     w, Q = torch.linalg.eigh(moments.symmetric())
     w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
     f = 1 / (w + regs.unsqueeze(-1))  # (R, c', p)
-    q = f.mT * (Q.mT @ moments.T)
+    q = f * (moments.T.mT @ Q)
     offset = moments.mean_y.expand(len(regs), -1)
     return Machines(expansion, moments.mean_z, Q.mT.contiguous(), False, f, regs, q, offset, moments.spread)

@@ -101,7 +101,7 @@ class Moments:
         self.squares = like.new_zeros(c)
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
-        """Join rows with features Z (p, b), targets Y (b, c) and weights zeta (b,)."""
+        """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""
         weight = zeta.sum()
         total, root = self.weight + weight, zeta.sqrt()
         if self.centre:
@@ -110,12 +110,10 @@ class Moments:
             self._shift(apart_z, apart_y, self.weight * weight / total)
             self.mean_z = self.mean_z + weight / total * apart_z
             self.mean_y = self.mean_y + weight / total * apart_y
-            V, Y = (Z - mean_z).mul_(root), Y - mean_y
-        else:
-            V = Z * root
-        self.weight, Y = total, Y * root.unsqueeze(-1)
-        add_symmetric(self.S, V)
-        self.T.addmm_(V, Y)
+            Z, Y = Z.sub_(mean_z), Y - mean_y
+        self.weight, Z, Y = total, Z.mul_(root), Y * root.unsqueeze(-1)
+        add_symmetric(self.S, Z)
+        self.T.addmm_(Z, Y)
         self.squares += Y.square().sum(0)
 
     def _shift(self, z: Tensor, y: Tensor, weight: Tensor) -> None:

@@ -54,13 +54,13 @@ class Sink:
         return torch.from_numpy(open_array(Path(self._partial.name) / f"{name}.npy", shape, dtype))
 
     def write(self, part: Block, residuals: Tensor, variance: Tensor, rows: slice | Tensor) -> None:
-        """Held-out residuals (b, R, c) and variances (b, R, c') of a block of rows with their numbers."""
+        """Held-out residuals (R, c, b) and variances (R, c', b) of a block of rows with their numbers."""
         to = self.outputs.device
-        r = residuals.transpose(0, 1).to(to, self.outputs.dtype)
+        r = residuals.mT.to(to, self.outputs.dtype)
         Y = part.Y.to(to)
         self.residuals[:, rows] = r
         self.outputs[:, rows] = Y - r
-        self.variance[:, rows] = variance.transpose(0, 1).to(to, self.variance.dtype)
+        self.variance[:, rows] = variance.mT.to(to, self.variance.dtype)
         self.targets[rows] = Y
         self.weight[rows] = part.weight.to(to)
 

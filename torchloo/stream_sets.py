@@ -68,13 +68,13 @@ class _Visit:
         self.each = [(r, j, every if own == 1 else slice(j, j + 1)) for r in range(R) for j in range(own)]
 
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
-        """Rows (b,): the block, U (p', b), residuals (b, R, c) and weights (b, 1)."""
+        """Rows (b,): the block, U (p', b), residuals (R, c, b) and weights (b,)."""
         part = self.solved.stream.take(self.solved.function, rows)
         U = self.machines.rotated(part.X)
-        e, zeta = self.machines.residuals(U, part)
+        e = self.machines.residuals(U, part)
         if self.solved.moments.centre:
             U = torch.cat([U, torch.ones_like(U[:1])])
-        return part, U, e, zeta[..., 0]
+        return part, U, e, part.weight.double()
 
     def _factor(self, matrix: Tensor, r: int, j: int, sets: Tensor, mark: bool) -> Tensor:
         """Cholesky factors of M or N (g, k, k); sets (g, s) that are lost are noted, and get the identity."""
@@ -93,38 +93,39 @@ class _Visit:
         g, s = sets.shape
         part, U, e, zeta = self._read(sets.flatten())
         root = zeta.sqrt()
-        V = (U * root[:, 0]).mT.reshape(g, s, -1)
+        V = (U * root).mT.reshape(g, s, -1)
         unit = torch.eye(s, dtype=V.dtype, device=V.device)
-        residuals, variance = torch.empty_like(e), torch.empty_like(e[..., : self.machines.regs.shape[1]])
+        residuals, variance = torch.empty_like(e), torch.empty_like(e[:, : self.machines.regs.shape[1]])
         for r, j, outputs in self.each:
             L = self._factor(unit - (V * self.f[r, j]) @ V.mT, r, j, sets, mark=True)
-            right = (root * e[:, r, outputs]).unflatten(0, (g, s))
-            residuals[:, r, outputs] = torch.cholesky_solve(right, L).flatten(0, 1) / root
-            inverse = torch.cholesky_inverse(L).diagonal(dim1=-2, dim2=-1).reshape(-1)
-            variance[:, r, j] = self.machines.regs[r, j] * inverse / zeta[:, 0]
+            right = (root * e[r, outputs]).unflatten(-1, (g, s)).permute(1, 2, 0)  # (g, s, c)
+            solved = torch.cholesky_solve(right, L).permute(2, 0, 1).flatten(1)
+            residuals[r, outputs] = solved / root
+            inverse = torch.cholesky_inverse(L).diagonal(dim1=-2, dim2=-1).flatten()
+            variance[r, j] = self.machines.regs[r, j] * inverse / zeta
         self.sink.write(part, residuals, variance, sets.flatten())
 
     def large(self, rows: Tensor) -> None:
         """One set (s,) of more rows than features."""
         p, (R, c) = self.f.shape[-1], self.machines.offset.shape
-        A, t = self.f.new_zeros(p, p), self.f.new_zeros(p, R, c)
+        A, t = self.f.new_zeros(p, p), self.f.new_zeros(R, c, p)
         for some in rows.split(self.size):
             _, U, e, zeta = self._read(some)
-            add_symmetric(A, U * zeta[:, 0].sqrt())
-            t += (U @ (zeta.unsqueeze(-1) * e).flatten(1)).unflatten(-1, e.shape[1:])  # (p', R, c)
+            add_symmetric(A, U * zeta.sqrt())
+            t += (zeta * e) @ U.mT
         A = A.tril() + A.tril(-1).mT
-        unit = torch.eye(len(A), dtype=A.dtype, device=A.device)
+        unit = torch.eye(p, dtype=A.dtype, device=A.device)
         factors, solutions = [], []
         for r, j, outputs in self.each:
-            root = self.f[r, j].sqrt().unsqueeze(-1)  # (p', 1)
-            L = self._factor((unit - root * A * root.mT).unsqueeze(0), r, j, rows.unsqueeze(0), mark=False)[0]
-            factors.append(torch.linalg.solve_triangular(L, torch.diag(root[:, 0]), upper=False))
-            solutions.append(root * torch.cholesky_solve(root * t[:, r, outputs], L))
+            root = self.f[r, j].sqrt()  # (p',)
+            N = unit - root.unsqueeze(-1) * A * root
+            L = self._factor(N.unsqueeze(0), r, j, rows.unsqueeze(0), mark=False)[0]
+            factors.append(torch.linalg.solve_triangular(L, torch.diag(root), upper=False))
+            solutions.append(torch.cholesky_solve((root * t[r, outputs]).mT, L).mT * root)
         for some in rows.split(self.size):
             part, U, e, zeta = self._read(some)
-            variance = torch.empty_like(e[..., : self.machines.regs.shape[1]])
+            variance = torch.empty_like(e[:, : self.machines.regs.shape[1]])
             for (r, j, outputs), factor, solution in zip(self.each, factors, solutions, strict=True):
-                e[:, r, outputs] += U.mT @ solution
-                norm = (factor @ U).square().sum(0)
-                variance[:, r, j] = self.machines.regs[r, j] * (1 / zeta[:, 0] + norm)
+                e[r, outputs] += solution @ U
+                variance[r, j] = self.machines.regs[r, j] * (1 / zeta + (factor @ U).square().sum(0))
             self.sink.write(part, e, variance, some)

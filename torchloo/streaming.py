@@ -160,16 +160,16 @@ class StreamFit:
         worst = torch.zeros_like(machines.regs)  # (R, c'), of what a step is multiplied by
         for part in self.blocks("leave-one-out"):
             u = machines.rotated(part.X)
-            e, zeta = machines.residuals(u, part)
-            norm = machines.norms(u).add_(self.per_weight)  # (b, R, c')
+            e, zeta = machines.residuals(u, part), part.weight.double()
+            norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
             one = 1 - zeta * norm
             cancelled = ~(one > REFIT_BELOW)
             one.masked_fill_(cancelled, 1.0)
-            sink.write(part, e / one, machines.regs / (zeta * one), part.rows)
-            for i, r, j in cancelled.nonzero().tolist():
+            sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
+            for r, j, i in cancelled.nonzero().tolist():
                 lost.setdefault((r, j), []).append((torch.tensor([part.start + i]), True))
-            worst = torch.maximum(worst, (norm.sqrt_() / one).amax(0))
-            gradient.add(u, zeta * e)
+            worst = torch.maximum(worst, (norm.sqrt_() / one).amax(-1))
+            gradient.add(u, e.mul_(zeta))
         step = self._step(machines, gradient)
         if not machines.refined and self._matters(machines, *step, worst):
             self._correct(machines, sink, *step)
@@ -178,12 +178,11 @@ class StreamFit:
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
+        regs = machines.regs.unsqueeze(-1)
         for part in self.blocks("correction"):
-            change = machines.outputs(machines.rotated(part.X), step) + shift  # (b, R, c)
-            zeta = part.weight.double()[:, None, None]
-            inverse = sink.variance[:, part.rows].to(change).transpose(0, 1) * zeta / machines.regs
-            residuals = sink.residuals[:, part.rows].to(change).transpose(0, 1) - change * inverse
-            sink.write(part, residuals, inverse * machines.regs / zeta, part.rows)
+            change = machines.outputs(machines.rotated(part.X), step) + shift.unsqueeze(-1)  # (R, c, b)
+            r, variance = (t[:, part.rows].to(change).mT for t in (sink.residuals, sink.variance))
+            sink.write(part, r - change * variance * part.weight.double() / regs, variance, part.rows)
 
     def _refined(self, machines: Machines) -> Machines:
         """The machines, after a pass for a step of refinement if there was none yet."""
@@ -192,13 +191,12 @@ class StreamFit:
             with torch.no_grad():
                 for part in self.blocks("refinement"):
                     u = machines.rotated(part.X)
-                    e, zeta = machines.residuals(u, part)
-                    gradient.add(u, zeta * e)
+                    gradient.add(u, machines.residuals(u, part).mul_(part.weight.double()))
                 machines.move(*self._step(machines, gradient))
         return machines
 
     def _step(self, machines: Machines, gradient: "_Gradient") -> tuple[Tensor, Tensor]:
-        """What refinement adds to the coefficients, (R, p, c), and to the offset, (R, c)."""
+        """What refinement adds to the coefficients, (R, c, p), and to the offset, (R, c)."""
         by_feature, total = self.others.sums(gradient.by_feature, gradient.total)
         return machines.step(by_feature), total * self.per_weight
 
@@ -207,21 +205,21 @@ class StreamFit:
 
         By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
         """
-        length = (step.square() / machines.f.mT).sum(1).sqrt()  # (R, c)
+        length = (step.square() / machines.f).sum(-1).sqrt()  # (R, c)
         moved = worst * (length + shift.abs() * self.moments.weight.sqrt())
         return any(self.others.gather(bool((moved > _SETTLED * machines.spread).any())))
 
 
 class _Gradient:
-    """sum zeta u e^T, (R, p, c), and sum zeta e, (R, c), over blocks."""
+    """sum zeta e u^T, (R, c, p), and sum zeta e, (R, c), over blocks."""
 
     def __init__(self, machines: Machines) -> None:
         self.by_feature, self.total = torch.zeros_like(machines.q), torch.zeros_like(machines.offset)
 
     def add(self, u: Tensor, weighted: Tensor) -> None:
-        """Add rows with rotated features (p, b) and weighted residuals (b, R, c)."""
-        self.by_feature += (u @ weighted.flatten(1)).unflatten(-1, weighted.shape[1:]).transpose(0, 1)
-        self.total += weighted.sum(0)
+        """Add rows with rotated features (p, b) and weighted residuals (R, c, b)."""
+        self.by_feature += (weighted.flatten(0, 1) @ u.mT).unflatten(0, weighted.shape[:2])
+        self.total += weighted.sum(-1)
 
 
 def gather_moments(function: str, stream: Stream, expansion: Expansion, bias: bool) -> Moments:

@@ -100,7 +100,7 @@ def sparse_rows(table: Table, n: int, m: int, repeats: int) -> None:
     X, y = rows(n)
     machine = sparse(X, m)
     fit_and_loo(machine, X[: n // 50], y[: n // 50])
-    sides = {"loo": lambda: fit_and_loo(machine, X, y), "products": two_products(n, m, (1 << 21) // m)}
+    sides = {"loo": lambda: fit_and_loo(machine, X, y), "products": two_products(n, m, 2048)}
     times = turns(sides, repeats)
     table.row(
         f"fit and LOO / two products, {n:,} x {COLUMNS} rows, m = {m}",
@@ -128,7 +128,7 @@ def linear_probe(table: Table, n: int, d: int, repeats: int) -> None:
         return machine.path(tl.Stream(X[:rows], y[:rows], progress=False), regs=regs).outputs
 
     probe(n // 50)
-    times = turns({"probe": probe, "products": two_products(n, d, 4096)}, repeats)
+    times = turns({"probe": probe, "products": two_products(n, d, 2048)}, repeats)
     table.row(
         f"linear probe, LOO of 30 reg / two products, {n:,} x {d} float32",
         times["probe"], times["probe"] / times["products"], 1.5,
