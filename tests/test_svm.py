@@ -337,6 +337,12 @@ def test_boxes_far_smaller_than_one(seed):
             assert_close(held.outputs[r], fit.predict(K[r : r + 1, kept])[0], rtol=1e-8, atol=1e-8)
 
 
+def test_a_kernel_of_zeros_has_only_a_bias():
+    y = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    held = svm_loo(torch.zeros(4, 4, dtype=torch.float64), y, 0.1)
+    assert held.outputs.tolist() == [-1.0] * 4
+
+
 def test_tensors_without_values_are_refused():
     X, y = torch.empty(6, 2, device="meta"), torch.empty(6, device="meta")
     with pytest.raises(RuntimeError, match="needs to see the values"):
