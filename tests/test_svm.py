@@ -151,6 +151,52 @@ def test_gradients_equal_differences_of_refits():
     assert_close(received, expected, atol=1e-6, rtol=1e-6)
 
 
+def difference(value, x: Tensor, h: float = 1e-5) -> Tensor:
+    """Central differences of a scalar function of one number."""
+    with torch.no_grad():
+        return (value(x + h) - value(x - h)) / (2 * h)
+
+
+@pytest.mark.parametrize("C", [0.01, 2.0])
+def test_gradients_of_clusters_equal_differences_of_refits(C):
+    X, y = toy(9, d=3)
+    X, y = torch.cat([X, X[:5]]), torch.cat([y, y[:5]])
+    direction = torch.randn(len(y), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    clusters = torch.arange(len(y)) % 6
+
+    def value(lengthscale: Tensor, C: Tensor) -> Tensor:
+        return svm_lco(rbf(X, lengthscale), y, C, clusters).outputs @ direction
+
+    a, b = (torch.tensor(p, dtype=torch.float64, requires_grad=True) for p in (1.3, C))
+    received = torch.autograd.grad(value(a, b), [a, b])
+    expected = difference(lambda x: value(x, b), a), difference(lambda x: value(a, x), b, 1e-5 * C)
+    assert_close(received, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_without_a_free_vector_follow_the_midpoint():
+    """All coefficients at a small C: the bias lies between two points, and both move it."""
+    X, y = toy(9, n=12)
+    y = torch.tensor([1.0, -1.0] * 6, dtype=torch.float64)
+
+    def value(lengthscale: Tensor) -> Tensor:
+        return svm_loo(rbf(X, lengthscale), y, 1e-3).outputs.square().sum()
+
+    a = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    fit = svm(rbf(X, a.detach()), y, 1e-3)
+    assert bool((fit.coef.abs() > 0.999e-3).all())
+    assert_close(torch.autograd.grad(value(a), a)[0], difference(value, a), atol=1e-9, rtol=1e-6)
+
+
+def test_the_label_of_one_class_has_no_gradient():
+    X, y = toy(15, n=8)
+    y = -torch.ones_like(y)
+    y[4] = 1
+    K = rbf(X).requires_grad_()
+    assert not bool(torch.autograd.grad(svm_loo(K, y, 1.0).outputs[4], K)[0].any())
+    clusters = [0, 0, 0, 0, 1, 1, 2, 2]
+    assert not bool(torch.autograd.grad(svm_lco(K, y, 1.0, clusters).outputs[4], K)[0].any())
+
+
 def test_adding_a_constant_to_the_kernel_changes_nothing():
     X, y = toy(10)
     assert_close(svm_loo(rbf(X) + 3.0, y, 2.0).outputs, svm_loo(rbf(X), y, 2.0).outputs, atol=1e-8, rtol=1e-8)
@@ -274,6 +320,27 @@ def test_a_box_far_larger_than_any_coefficient(values):
                 expected = svm(K[kept][:, kept], y[kept], 1e6).predict(K[r : r + 1, kept])[0]
                 received = held.outputs[r]
                 assert_close(received, expected if values else expected.sign(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [7, 8, 14, 16, 47])
+def test_boxes_far_smaller_than_one(seed):
+    """Separable, C = 1e-4: nearly all coefficients at a bound, which they may meet where the path ends."""
+    for d in (1, 3):
+        X, y = toy(seed, 23, d)
+        X[:, 0] += 5 * y
+        K = rbf(X)
+        held = svm_loo(K, y, 1e-4)
+        for r in range(23):
+            kept = torch.arange(23) != r
+            fit = svm(K[kept][:, kept], y[kept], 1e-4)
+            assert float(fit.gap) <= 1e-15
+            assert_close(held.outputs[r], fit.predict(K[r : r + 1, kept])[0], rtol=1e-8, atol=1e-8)
+
+
+def test_a_kernel_of_zeros_has_only_a_bias():
+    y = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    held = svm_loo(torch.zeros(4, 4, dtype=torch.float64), y, 0.1)
+    assert held.outputs.tolist() == [-1.0] * 4
 
 
 def test_tensors_without_values_are_refused():

@@ -11,7 +11,7 @@ from torchloo.svm.path import follow
 from torchloo.svm.state import Base
 from torchloo.svm.tableau import bordered_inverse, pivot_transform
 
-__all__ = ["Exact", "duality_gap", "solve_exactly"]
+__all__ = ["Exact", "duality_gap", "solve_exactly", "solve_from"]
 
 _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _DEPENDENT = 1e-9  # pivot below which a point depends on the others, K having mean diagonal 1
@@ -46,17 +46,21 @@ def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
 
 
 def solve_exactly(problem: Problem) -> Exact:
-    """Read the sets off an interior point, solve for them; where signs fail, follow a homotopy."""
-    K, y, box = problem.K, problem.y, problem.box
-    start = first_solution(K, y, box)
-    upper = box - start.alpha < start.upper
+    """Read the sets off an interior point and solve for them."""
+    start = first_solution(problem.K, problem.y, problem.box)
+    upper = problem.box - start.alpha < start.upper
     free = (start.alpha > start.lower) & ~upper
-    alpha = torch.where(free, start.alpha, torch.where(upper, box, 0.0))
-    bias = start.bias
-    if not bool(free.any()):
-        free, upper, bias = _free_one(K, y, alpha, upper)
-    free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
+    return solve_from(problem, start.alpha, start.bias, free, upper)
+
+
+def solve_from(problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor) -> Exact:
+    """The exact solution from an approximate one and its sets; where signs fail, by a homotopy."""
+    K, y, box = problem.K, problem.y, problem.box
+    alpha = torch.where(free, alpha, torch.where(upper, box, 0.0))
     for _ in range(_ATTEMPTS):
+        if not bool(free.any()):
+            free, upper, bias = _free_one(K, y, alpha, upper)
+        free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
         solution = _active_set_solution(K, y, box, free, upper)
         if solution.optimal:
             break
@@ -178,7 +182,8 @@ def _homotopy(
     diagonal = torch.cat([K.diagonal(), tail])
     base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
     last = torch.full((1,), m, device=K.device)
-    low, high = follow(base, torch.zeros_like(last), last, tail + 1, most_events=20 * m).distance[0, :, :m]
+    (end,) = follow(base, torch.zeros_like(last), last, tail + 1, most_events=20 * m)
+    low, high = end.distance[0, :, :m]
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)
     free, upper = low.isfinite() & high.isfinite(), low.isinf() & high.isfinite()

@@ -13,6 +13,9 @@ from torchloo.svm.merge import Problem, merge_duplicates
 __all__ = ["SVMFit", "checked", "solve_problem", "svm"]
 
 
+_SOLVED = 1e-6  # relative gap of a solution whose active set is open to rounding
+
+
 class SVMFit(NamedTuple):
     """A trained SVM, f(x) = sum_i coef_i k(x, x_i) + bias."""
 
@@ -89,6 +92,12 @@ def solve_problem(function: str, K: Tensor, y: Tensor, box: Tensor) -> tuple[Pro
         ) from failure
     if not full.optimal:
         _require_semidefinite(function, K)
+        gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
+        if not abs(gap) <= _SOLVED:  # nor NaN
+            raise RuntimeError(
+                f"{function}: no solution found, the relative duality gap is {gap:.3g}; "
+                "use a smaller C or add to the diagonal of K"
+            )
     return problem, full
 
 

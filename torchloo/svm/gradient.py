@@ -1,4 +1,4 @@
-"""Gradients of leave-one-out decision values at the final active sets.
+"""Gradients of held-out decision values at the final active sets.
 
 Note [gradient]
 Without row r, f_r = sum_i a_i k_ri + b, where the free set S has margin 0, a_U = y_U C_U, and
@@ -6,6 +6,9 @@ Without row r, f_r = sum_i a_i k_ri + b, where the free set S has margin 0, a_U 
 changes (almost everywhere), so with the adjoint [0 1^T; 1 K_SS] [mu; lambda_S] = [1; K_Sr],
 
     d f_r = (e_r - lambda)^T dK a  +  sum_{j in U} (k_rj - lambda^T k_j - mu) y_j dC_j.
+
+With no free variable b is the midpoint between the two points that bound its interval: lambda is 1/2
+at these, mu = 0.
 
 All rows together: Kbar = W^T A with the rows of W fbar_r (e_r - lambda_r)^T and those of A a_r^T.
 Copies of a point share the coefficient of their variable, and lambda, in proportion to their boxes.
@@ -45,42 +48,67 @@ class Machines:
             box = problem.box.clone()
             box[target[k]] = kept[k]
             own = rows[number == k]
-            _enter(self, problem, own, alpha[k], box)
+            self.enter(problem, own, alpha[k], box, _alone(own, len(problem.variable)))
+
+    def enter(self, problem: Problem, rows: Tensor, alpha: Tensor, box: Tensor, out: Tensor) -> None:
+        """Enter one machine alpha (m,) for each of `rows`; out (R, n) masks what it was trained without."""
+        y, v = problem.y, problem.variable
+        # Shares of copies: rows left out have none.
+        others = problem.row_box.masked_fill(out, 0.0)
+        total = torch.zeros(len(rows), len(y)).to(others).index_add_(1, v, others)
+        share = (others / total[:, v]).nan_to_num(0.0)
+        upper = (alpha >= (1 - _INSIDE) * box) & (box > 0)
+        lam, rate = _adjoint(problem, v[rows], alpha, box, upper, total)
+        self.coef[rows] = (alpha * y)[v] * share / problem.scale
+        self.adjoint[rows] = -lam[:, v] * share
+        self.adjoint[rows, rows] += 1
+        self.box_rate[rows] = rate[:, v] * (upper[v] * y[v]) * (others > 0) * problem.scale
+
+    def clear(self, rows: Tensor) -> None:
+        """Rows whose output depends on nothing: one class is left."""
+        for field in (self.coef, self.adjoint, self.box_rate):
+            field[rows] = 0
+
+    @classmethod
+    def none(cls, problem: Problem) -> "Machines":
+        """Outputs that depend on nothing."""
+        n = len(problem.variable)
+        return cls(*(problem.K.new_zeros(n, n) for _ in range(3)))
 
 
 def unchanged_machines(problem: Problem, full: Exact, y: Tensor, kept: Tensor) -> Machines:
     """The machines of rows that the full machine does without: all have its own coefficients."""
-    n = len(y)
-    empty = problem.K.new_zeros(n, n)
-    machines = Machines(empty, empty.clone(), empty.clone())
-    _enter(machines, problem, torch.arange(n, device=y.device), full.alpha, problem.box)
+    machines, rows = Machines.none(problem), torch.arange(len(y), device=y.device)
+    machines.enter(problem, rows, full.alpha, problem.box, _alone(rows, len(y)))
     return machines
 
 
-def _enter(machines: Machines, problem: Problem, rows: Tensor, alpha: Tensor, box: Tensor) -> None:
-    """Coefficients and adjoints of one machine alpha (m,), for each of `rows` left out of it."""
-    K, y, v = problem.K, problem.y, problem.variable
-    free = (alpha > _INSIDE * box) & (alpha < (1 - _INSIDE) * box)
-    upper = (alpha >= (1 - _INSIDE) * box) & (box > 0)
-    S = free.nonzero()[:, 0]
-    lam = K.new_zeros(len(rows), len(y))
-    rate = K[v[rows]]  # (R, m) k_rj, then minus lambda^T k_j + mu
+def _adjoint(
+    problem: Problem, r: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
+) -> tuple[Tensor, Tensor]:
+    """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
+    K, y = problem.K, problem.y
+    S = ((alpha > _INSIDE * box) & (alpha < (1 - _INSIDE) * box)).nonzero()[:, 0]
     if len(S):
         corner, edge, inner = bordered_inverse(K[S][:, S])
-        lam[:, S] = K[v[rows]][:, S] @ inner + edge
-        mu = corner + K[v[rows]][:, S] @ edge
-        rate = rate - lam[:, S] @ K[S] - mu[:, None]
-    # Shares of copies: the row left out has none.
-    others = problem.row_box.expand(len(rows), -1).scatter(1, rows[:, None], 0.0)
-    total = torch.zeros_like(lam).index_add_(1, v, others)
-    share = (others / total[:, v]).nan_to_num(0.0)
-    machines.coef[rows] = (alpha * y)[v] * share / problem.scale
-    machines.adjoint[rows] = -lam[:, v] * share
-    machines.adjoint[rows, rows] += 1
-    machines.box_rate[rows] = rate[:, v] * (upper[v] * y[v]) * (others > 0) * problem.scale
+        lam = torch.zeros_like(left)
+        lam[:, S] = K[r][:, S] @ inner + edge
+        mu = corner + K[r][:, S] @ edge
+        return lam, K[r] - lam[:, S] @ K[S] - mu[:, None]
+    s = y - K @ (alpha * y)  # the b that gives each point margin 0
+    demands_more = (y > 0) ^ upper
+    low = s.masked_fill(~demands_more | (left <= 0), -torch.inf).argmax(1, keepdim=True)
+    high = s.masked_fill(demands_more | (left <= 0), torch.inf).argmin(1, keepdim=True)
+    lam = torch.zeros_like(left).scatter(1, low, 0.5).scatter(1, high, 0.5)
+    return lam, K[r] - lam @ K
 
 
-class _LooOutputs(torch.autograd.Function):
+def _alone(rows: Tensor, n: int) -> Tensor:
+    """Masks (R, n) of single rows."""
+    return rows[:, None] == torch.arange(n, device=rows.device)
+
+
+class _HeldOutOutputs(torch.autograd.Function):
     """Outputs that are known, with the backward of Note [gradient]. Once differentiable."""
 
     @staticmethod
@@ -100,4 +128,4 @@ class _LooOutputs(torch.autograd.Function):
 
 def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: Machines) -> Tensor:
     """Outputs (n,), differentiable once in K (n, n) and box (n,) by Note [gradient]."""
-    return _LooOutputs.apply(K, box, outputs, machines)
+    return _HeldOutOutputs.apply(K, box, outputs, machines)

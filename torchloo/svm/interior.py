@@ -193,7 +193,7 @@ class _Iterate:
 
     def __init__(self, y: Tensor, box: Tensor, values: Tensor, bias: float) -> None:
         self.y, self.box, self.values, self.bias = y, box, values, bias
-        self.sides = y.new_tensor([[1.0], [-1.0]])
+        self.sides, self.ones = torch.stack([y, -y]), torch.ones_like(y)
 
     @classmethod
     def start(cls, y: Tensor, box: Tensor) -> "_Iterate":
@@ -207,17 +207,19 @@ class _Iterate:
 
     def look(self, u: Tensor, total: float) -> None:
         """Residuals for u = K (alpha * y) and the settled part of y^T alpha."""
-        alpha, _, lower, upper = self.values
         self.miss = self.y - u - self.bias
-        self.dual_residual = (self.y * self.miss).add_(lower).sub_(upper)
-        self.equality_residual = -float(alpha @ self.y) - total
-        self.complementarity = float((self.values[:2] * self.values[2:]).sum())
+        self.equality_residual = -float(self.values[0] @ self.y) - total
+        self.complementarity = float(self.values[:2].flatten() @ self.values[2:].flatten())
 
     def solved(self, gap: float) -> bool:
         """Rounding may hold residuals up for ever, but not the complementarity: then that decides."""
-        scale = 1 + float(self.values[0].sum())
-        residual = max(float(self.dual_residual.abs().max()), abs(self.equality_residual) / scale)
-        return self.complementarity <= gap * scale * (1.0 if residual <= gap else 1e-2)
+        alpha, _, lower, upper = self.values
+        scale = float(alpha.sum())  # of the objective
+        if self.complementarity > gap * scale:
+            return False
+        dual_residual = (self.y * self.miss).add_(lower).sub_(upper)
+        residual = max(float(dual_residual.abs().max()), abs(self.equality_residual) / scale)
+        return residual <= gap or self.complementarity <= 1e-2 * gap * scale
 
     def settled(self) -> Tensor:
         """Variables whose multiplier outweighs their distance to the bound by far."""
@@ -229,7 +231,7 @@ class _Iterate:
         slope = W / X
         if not system.factor(slope.sum(0)):
             return False
-        x, eta = system.solve(torch.stack([self.miss, torch.ones_like(self.miss)], 1)).unbind(1)
+        x, eta = system.solve(torch.stack([self.miss, self.ones], 1)).unbind(1)
         d, _ = self._direction(x, eta, slope, -W)
         t = self._longest_step(d)
         product = d[:2] * d[2:]
@@ -248,7 +250,7 @@ class _Iterate:
     def _direction(self, x: Tensor, eta: Tensor, slope: Tensor, push: Tensor) -> tuple[Tensor, float]:
         """Change of `values` (4, m), and of the bias, Note [Newton step]."""
         d_bias = (float(x.sum()) - self.equality_residual) / float(eta.sum())
-        dX = self.sides * (torch.sub(x, eta, alpha=d_bias) * self.y)
+        dX = self.sides * torch.sub(x, eta, alpha=d_bias)
         return torch.cat([dX, torch.addcmul(push, slope, dX, value=-1)]), d_bias
 
     def _longest_step(self, d: Tensor) -> float:

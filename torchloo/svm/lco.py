@@ -5,10 +5,15 @@ from torch import Tensor
 
 from torchloo.guards import host_labels
 from torchloo.svm import held_out as code
-from torchloo.svm.fit import SVMFit, checked, svm
+from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.fit import checked, solve_problem, svm
+from torchloo.svm.gradient import Machines
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.loo_path import RowOutcome
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
+from torchloo.svm.merge import Problem
+from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
+from torchloo.svm.threads import on_threads
+from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["svm_lco"]
 
@@ -24,9 +29,9 @@ def svm_lco(
 ) -> SVMHeldOut:
     """Decision values at each cluster of the SVM that never saw it.
 
-    method "auto" solves the SVM without each cluster exactly (`svm`); "smo" starts from the full
-    machine, boxes all rows of a cluster to zero, seeds, and solves all clusters as one batch to
-    `epsilon`. If one class only is left, outputs are its label.
+    method "auto" boxes all rows of a cluster to zero, seeds from the full machine, solves all clusters
+    as one batch by SMO, and then exactly from the sets it found; "smo" stops at `epsilon`. If one
+    class only is left, outputs are its label.
 
     Args:
         K, y, C, weight: as in `svm_loo`.
@@ -35,49 +40,76 @@ def svm_lco(
         epsilon: violation of optimality at which method "smo" stops.
 
     Returns:
-        SVMHeldOut; outputs are not differentiable, and certified where the gap of the refit proves
-        the sign. Cost: one training for each cluster. Memory about 4 n^2.
+        SVMHeldOut, certified where the duality gap proves the sign. Outputs of "auto" are
+        differentiable in K, C and weight (Note [gradient]). Cost: one training, and a warm one for
+        each cluster. Memory about 6 n^2.
     """
     if method not in ("auto", "smo"):
         raise ValueError(f'svm_lco: method must be "auto" or "smo", got {method!r}')
     K, y, C, weight = checked("svm_lco", K, y, C, weight)
-    batch, n = y.shape[:-1], y.shape[-1]
-    labels = torch.from_numpy(host_labels("svm_lco", clusters, n))
+    labels = torch.from_numpy(host_labels("svm_lco", clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
         raise ValueError("svm_lco: clusters must leave some rows in, got one cluster that holds every row")
     box = C[..., None] * weight
+    problems = taken_apart(K, y, box)
+
+    def outcome(problem: OneProblem) -> RowOutcome:
+        K, y, box = (x.double() for x in problem)
+        if method == "smo":
+            return leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)
+        trace = problem[0].requires_grad or problem[2].requires_grad
+        return _leave_clusters_out_exactly(K, y, box, labels, trace)
+
     with torch.no_grad():
-        parts = []
-        problems = zip(
-            K.reshape(-1, n, n).double(), y.reshape(-1, n).double(), box.reshape(-1, n).double(), strict=True
-        )
-        for K_one, y_one, box_one in problems:
-            if method == "smo":
-                fit = svm(K_one, y_one, 1.0, box_one)
-                outcome = leave_clusters_out_by_smo(K_one, y_one, box_one, fit, labels, epsilon)
-            else:
-                outcome = _refits(K_one, y_one, box_one, labels)
-            parts.append(outcome[:5])
-    outputs, certified, by, iterations, columns = (
-        torch.stack(field).reshape(*batch, n) for field in zip(*parts, strict=True)
-    )
-    return SVMHeldOut.build(y, weight, outputs.to(K.dtype), certified, by, iterations, columns, labels)
+        outcomes = on_threads(outcome, problems)
+    return assembled(problems, outcomes, y, weight, labels)
 
 
-def _refits(K: Tensor, y: Tensor, box: Tensor, clusters: Tensor) -> RowOutcome:
-    """The SVM without each cluster, solved exactly."""
-    outputs, certified = torch.zeros_like(y), torch.ones_like(y, dtype=torch.bool)
-    by = torch.full(y.shape, code.REFIT, device=y.device)
-    for label in clusters.unique():
-        out = (clusters == label).to(y.device)
-        rest = y[~out]
-        if bool((rest == rest[0]).all()):
-            outputs[out], by[out] = rest[0], code.ONE_CLASS
-            continue
-        fit: SVMFit = svm(K[~out][:, ~out], rest, 1.0, box[~out])
-        outputs[out] = fit.predict(K[out][:, ~out])
-        # Twice the norm of any point bounds what the gap leaves open (Note [gap ball]).
-        spread = K.diagonal().amax().sqrt() + K.diagonal()[out].sqrt()
-        certified[out] = outputs[out].abs() > fit.gap.clamp_min(0).sqrt() * spread + 1e-9
-    nothing = torch.zeros_like(by)
-    return RowOutcome(outputs, certified, by, nothing, nothing, None)
+def _leave_clusters_out_exactly(
+    K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
+) -> RowOutcome:
+    """Every row by the exact machine without its cluster."""
+    problem, full = solve_problem("svm_lco", K, y, box)
+    v = problem.variable
+    names, member = torch.unique(clusters.to(y.device), return_inverse=True)
+    gone = y.new_zeros(len(names), len(problem.y))
+    gone.index_put_((member, v), problem.row_box, accumulate=True)  # (G, m)
+    boxes = left_of(problem.box, gone)
+    alpha, columns = torch.zeros_like(boxes), torch.zeros_like(names)
+    both = _both_classes(problem.y, boxes)
+    near = (gone[both] > 0).to(K) @ problem.K
+    alpha[both], columns[both] = solve_without(problem, full, boxes[both], near)
+    outputs, certified = _outputs(problem, alpha, boxes, member)
+    by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
+    machines = _machines(problem, alpha, boxes, member, both) if trace else None
+    return RowOutcome(outputs, certified, by, torch.zeros_like(member), columns[member], machines)
+
+
+def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:
+    """Whether each of the boxes (G, m) leaves something of both classes, (G,)."""
+    return ((boxes > 0) & (y > 0)).any(1) & ((boxes > 0) & (y < 0)).any(1)
+
+
+def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+    """Decision values of the rows by machines (G, m), and whether their signs are proved, (n,) both."""
+    y, v = problem.y, problem.variable
+    u = (alpha * y) @ problem.K
+    first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
+    bias = held_out_bias(y, Held(alpha, u, boxes, torch.zeros_like(u[:, 0]), first))
+    f = u[member, v] + bias[member]
+    held = Held(alpha[member], u[member], boxes[member], torch.zeros_like(f), v)
+    sign, _ = gap_ball_sign(problem.K, y, held, bias[member])
+    one_class = ~_both_classes(y, boxes)
+    remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)
+    f = torch.where(one_class[member], remaining[member], f)
+    return f, (sign * f > 0) | one_class[member]
+
+
+def _machines(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor) -> Machines:
+    """Machines for the backward; those of one class only depend on nothing."""
+    machines = Machines.none(problem)
+    for g in both.nonzero()[:, 0].tolist():
+        rows = (member == g).nonzero()[:, 0]
+        out = (member == g).expand(len(rows), -1)
+        machines.enter(problem, rows, alpha[g], boxes[g], out)
+    return machines

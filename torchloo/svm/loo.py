@@ -1,17 +1,20 @@
 """svm_loo: leave-one-out of the SVM, exact and certified."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from torchloo.svm.fit import checked, solve_problem, svm
-from torchloo.svm.gradient import outputs_with_gradient
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.loo_path import RowOutcome, leave_one_out_by_path
+from torchloo.svm.loo_path import leave_one_out_by_path
 from torchloo.svm.loo_smo import leave_one_out_by_smo
+from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
+from torchloo.svm.threads import on_threads, share_out
 
 __all__ = ["svm_loo"]
 
-_TOGETHER = 2**20  # entries of kernel matrices
+_TOGETHER = 2**22  # entries of the kernel matrices of a part
 
 
 def svm_loo(
@@ -60,25 +63,16 @@ def svm_loo(
         raise ValueError(f"svm_loo: epsilon must be positive, got {epsilon}")
     K, y, C, weight = checked("svm_loo", K, y, C, weight)
     box = C[..., None] * weight
-    batch, n = y.shape[:-1], y.shape[-1]
-    problems = list(zip(K.reshape(-1, n, n), y.reshape(-1, n), box.reshape(-1, n), strict=True))
-    few = max(1, _TOGETHER // n**2)  # at a time: larger batches only leave the cache
+    problems = taken_apart(K, y, box)
+    few = max(1, _TOGETHER // y.shape[-1] ** 2)
     with torch.no_grad():
-        parts = (problems[i : i + few] for i in range(0, len(problems), few))
-        outcomes = [outcome for part in parts for outcome in _outcomes(part, method, values, epsilon)]
-    outputs = [
-        _with_gradient(*problem[::2], outcome) for problem, outcome in zip(problems, outcomes, strict=True)
-    ]
-    rows = ((f, *outcome[1:5]) for f, outcome in zip(outputs, outcomes, strict=True))
-    f, certified, resolved_by, iterations, columns = (
-        torch.stack(field).reshape(*batch, n) for field in zip(*rows, strict=True)
-    )
-    return SVMHeldOut.build(y, weight, f, certified, resolved_by, iterations, columns, values=values)
+        done = on_threads(
+            lambda part: _outcomes(part, method, values, epsilon), share_out(problems, few, K.device)
+        )
+    return assembled(problems, [outcome for part in done for outcome in part], y, weight, values=values)
 
 
-def _outcomes(
-    problems: list[tuple[Tensor, Tensor, Tensor]], method: str, values: bool, epsilon: float
-) -> list[RowOutcome]:
+def _outcomes(problems: Sequence[OneProblem], method: str, values: bool, epsilon: float) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
     doubles = [tuple(x.double() for x in problem) for problem in problems]
     if method == "smo":
@@ -88,10 +82,3 @@ def _outcomes(
     machines = [solve_problem("svm_loo", *problem) for problem in doubles]
     trace = values and any(K.requires_grad or box.requires_grad for K, _, box in problems)
     return leave_one_out_by_path(machines, values, trace, checks=method == "auto")
-
-
-def _with_gradient(K: Tensor, box: Tensor, outcome: RowOutcome) -> Tensor:
-    outputs = outcome.outputs.to(K.dtype)
-    if outcome.machines is None or not torch.is_grad_enabled():
-        return outputs
-    return outputs_with_gradient(K, box, outputs, outcome.machines)

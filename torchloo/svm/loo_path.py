@@ -1,33 +1,21 @@
 """Leave-one-out of SVMs by the exact path, with a refit where the path leaves a doubt."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.checks import strictly_inside, sufficiency_checks
-from torchloo.svm.exact import Exact, duality_gap, solve_exactly
-from torchloo.svm.gradient import Machines, unchanged_machines
+from torchloo.svm.exact import Exact, duality_gap
+from torchloo.svm.gradient import unchanged_machines
 from torchloo.svm.merge import Problem
+from torchloo.svm.rows import RowOutcome
 from torchloo.svm.unlearn import Task, Unlearned, unlearn_many
+from torchloo.svm.without import left_of, solve_without
 
-__all__ = ["RowOutcome", "leave_one_out_by_path"]
+__all__ = ["leave_one_out_by_path"]
 
 _EXACT = 1e-7  # relative gap of a decision value that counts as exact
-
-
-class RowOutcome(NamedTuple):
-    """Outcome for each of the n rows of one problem."""
-
-    outputs: Tensor
-    certified: Tensor
-    resolved_by: Tensor
-    iterations: Tensor
-    columns: Tensor
-    machines: Machines | None
-    """The held-out machines for the backward; None if not asked for."""
 
 
 class _Rows:
@@ -37,8 +25,7 @@ class _Rows:
         v = problem.variable
         n = len(v)
         self.y = problem.y[v]
-        self.kept = (problem.box[v] - problem.row_box).clamp_min(0)
-        self.kept = torch.where(self.kept < 1e-9 * problem.box[v], 0.0, self.kept)
+        self.kept = left_of(problem.box[v], problem.row_box)
         self.room = full.alpha[v] - self.kept
         self.open = self.room > 1e-9 * torch.minimum(problem.box[v], full.alpha.amax())
         self.outputs = (problem.y * (1 + full.margin))[v]
@@ -82,7 +69,9 @@ class _Work:
         loose = ~rows.open & (inner.sum() - filled.int() == 0)
         if bool(loose.any()):
             _settle_without_free(problem, full, rows, loose.nonzero()[:, 0])
-        _settle_one_class(rows)
+        alone = _settle_one_class(rows)
+        if self.machines is not None:
+            self.machines.clear(alone)
         if checks and not values and bool(inner.any()):
             _settle_by_checks(problem, full, rows)
         self.first, self.number = _distinct(problem, rows)
@@ -99,9 +88,12 @@ class _Work:
         # A sign may be proved where the value is not: a path that lost its way is refitted.
         proved &= ~end.finished | (end.gap <= _EXACT * (1 + end.alpha.sum(1)))
         output, by = end.output.clone(), torch.full_like(first, code.PATH)
-        for i in (~proved).nonzero()[:, 0].tolist():
-            output[i], proved[i], end.alpha[i] = _refit(problem, target[i], rows.kept[first[i]])
-            by[i] = code.REFIT
+        left = (~proved).nonzero()[:, 0]
+        if len(left):
+            by[left] = code.REFIT
+            output[left], proved[left], end.alpha[left] = _refit(
+                problem, self.full, target[left], rows.kept[first[left]]
+            )
         index = rows.open.nonzero()[:, 0]
         if self.machines is not None:
             self.machines.set(problem, index, target, number, end.alpha, rows.kept[first])
@@ -128,12 +120,12 @@ def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
     return index[first], number
 
 
-def _settle_one_class(rows: _Rows) -> None:
-    """The only row of its class: what is left predicts the other label everywhere."""
-    for label in (1.0, -1.0):
-        alone = (rows.y == label).nonzero()[:, 0]
-        if len(alone) == 1:
-            rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
+def _settle_one_class(rows: _Rows) -> Tensor:
+    """The only rows of their class, whose indices are returned: what is left predicts the other label."""
+    sizes = torch.stack([(rows.y < 0).sum(), (rows.y > 0).sum()])
+    alone = (sizes[(rows.y > 0).long()] == 1).nonzero()[:, 0]
+    rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
+    return alone
 
 
 def _settle_by_checks(problem: Problem, full: Exact, rows: _Rows) -> None:
@@ -160,16 +152,12 @@ def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held
     return Held(alpha, (alpha * problem.y) @ problem.K, weight, torch.zeros_like(kept), target)
 
 
-def _refit(problem: Problem, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve the problem without the row from scratch: f(x_r), whether its sign is proved, alpha (m,)."""
-    box = problem.box.clone()
-    box[target] = kept
-    some = box > 0
-    smaller = problem._replace(K=problem.K[some][:, some], y=problem.y[some], box=box[some])
-    alpha = torch.zeros_like(box)
-    alpha[some] = solve_exactly(smaller).alpha.clamp_min(0).minimum(box[some])
-    held = _held(problem, alpha[None], target[None], kept[None])
+def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve without the rows what the path left open: f(x_r), whether its sign is proved, alpha (B, m)."""
+    boxes = problem.box.expand(len(target), -1).scatter(1, target[:, None], kept[:, None])
+    alpha, _ = solve_without(problem, full, boxes, problem.K[target])
+    held = _held(problem, alpha, target, kept)
     bias = held_out_bias(problem.y, held)
     sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
-    f = held.u[0, target] + bias[0]
-    return f, sign[0] * f > 0, alpha
+    f = held.u.gather(1, target[:, None])[:, 0] + bias
+    return f, sign * f > 0, alpha

@@ -10,7 +10,7 @@ from torchloo.svm.bound import BOUND, DualBound
 from torchloo.svm.certify import Held, gap_ball_sign
 from torchloo.svm.checks import sufficiency_checks
 from torchloo.svm.fit import SVMFit
-from torchloo.svm.loo_path import RowOutcome
+from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo import SMOState, seed_without, smo
 
 __all__ = ["SMOOptions", "leave_clusters_out_by_smo", "leave_one_out_by_smo"]

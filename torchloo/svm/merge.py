@@ -42,7 +42,8 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> Problem:
     copies, which make exact paths cycle, are gone.
     """
     n = K.shape[-1]
-    scale = K.diagonal().mean().clamp_min(torch.finfo(K.dtype).tiny)
+    mean = K.diagonal().mean()
+    scale = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(n, generator=generator, dtype=K.dtype).to(K.device)
     size = K.abs().amax()

@@ -18,6 +18,8 @@ new free set would be singular. Places in P are given out in the same order to a
 each round, and packed when they run out.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -43,8 +45,8 @@ def follow(
     room: Tensor,
     stop_at_error: bool = False,
     most_events: int = 1000,
-) -> Paths:
-    """Lower alpha of each target by its room and return where each problem ends.
+) -> list[Paths]:
+    """Lower alpha of each target by its room and return where each problem ends, in parts of any order.
 
     Args:
         base: T full solutions.
@@ -57,29 +59,51 @@ def follow(
     """
     shared = Shared(base, stop_at_error)
     ended: list[Paths] = []
-    waiting = torch.arange(len(target), device=target.device)
-    names, waiting = waiting[:_BLOCK], waiting[_BLOCK:]
-    s = _start(shared, base.distance, names, table[names], target[names], room[names])
-    live, budget = len(names), most_events
-    while len(waiting) or live:
-        if len(waiting) and live <= _BLOCK // 2:  # fill up: rounds of few problems are all overhead
-            names, waiting = waiting[: _BLOCK - live], waiting[_BLOCK - live :]
-            fresh = _start(shared, base.distance, names, table[names], target[names], room[names])
-            s = Paths.cat([s, fresh])
-            budget += most_events
+    names = torch.arange(len(target), device=target.device).split(_BLOCK)
+    blocks: Iterator[Paths] = (_start(shared, base.distance, x, table[x], target[x], room[x]) for x in names)
+    waiting = len(names)
+    while waiting:
+        # Problems of one age together: rounds of few are all overhead, and so are the large change
+        # sets of old problems for young ones.
+        rest = [_advance(shared, s, most_events, ended, to_the_end=waiting == 1) for s in blocks]
+        joined = _joined([s for s in rest if s is not None])
+        blocks, waiting = iter(joined), len(joined)
+    return ended
+
+
+def _advance(
+    shared: Shared, s: Paths, most_events: int, ended: list[Paths], to_the_end: bool
+) -> Paths | None:
+    """Rounds until half of the problems have ended, or all; those still on their way, if any."""
+    enough = 0 if to_the_end else len(s.name) // 2
+    live = len(s.name)
+    while live > enough and s.rounds < most_events:
         _round(shared, s)
-        live, budget = int(s.reach.count_nonzero()), budget - 1
-        if not budget:
-            break
-        idle = len(s.name) - live
-        if live and (
-            idle * shared.width >= _WORTH_PACKING or (idle and len(waiting) and live <= _BLOCK // 2)
-        ):
+        s.rounds += 1
+        live = int(s.reach.count_nonzero())
+        if live > enough and (len(s.name) - live) * shared.width >= _WORTH_PACKING:
             ended.append(s.take((s.reach == 0).nonzero()[:, 0]))
             s = s.take(s.reach.nonzero()[:, 0])
+    if live and s.rounds < most_events:
+        ended.append(s.take((s.reach == 0).nonzero()[:, 0]))
+        return s.take(s.reach.nonzero()[:, 0])
     s.failed |= s.reach > 0
     s.room += s.reach * ~s.swap
-    return Paths.join([*ended, s])
+    ended.append(s)
+    return None
+
+
+def _joined(parts: list[Paths]) -> list[Paths]:
+    """The same problems in as few blocks as may be."""
+    blocks: list[list[Paths]] = []
+    room = 0
+    for s in parts:
+        if room < len(s.name):
+            blocks.append([])
+            room = _BLOCK
+        blocks[-1].append(s)
+        room -= len(s.name)
+    return [Paths.cat(block) for block in blocks]
 
 
 def _start(shared: Shared, distance: Tensor, name: Tensor, table: Tensor, r: Tensor, room: Tensor) -> Paths:

@@ -112,13 +112,15 @@ class Paths:
     """Number of events, (B,)."""
     used: int = 1
     """Places given out so far."""
+    rounds: int = 0
+    """How many rounds the oldest problem has seen."""
     swapping: bool = False
     """Whether any problem is in a swap."""
 
     def take(self, rows: Tensor) -> "Paths":
         """The problems at `rows`."""
         parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in _TENSORS}
-        return Paths(**parts, used=self.used, swapping=self.swapping)
+        return Paths(**parts, used=self.used, rounds=self.rounds, swapping=self.swapping)
 
     def make_room(self, places: int) -> None:
         """So many places in every change set that are not yet given out; pack first, then grow."""
@@ -143,14 +145,16 @@ class Paths:
     @staticmethod
     def cat(parts: list["Paths"]) -> "Paths":
         """Batches one after the other, change sets padded to the largest."""
+        if len(parts) == 1:
+            return parts[0]
         k = max(part.P.shape[1] for part in parts)
         for part in parts:
             part.grow(k - part.P.shape[1])
         whole: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS
         }
-        used, swapping = max(part.used for part in parts), any(part.swapping for part in parts)
-        return Paths(**whole, used=used, swapping=swapping)
+        used, rounds = (max(getattr(part, name) for part in parts) for name in ("used", "rounds"))
+        return Paths(**whole, used=used, rounds=rounds, swapping=any(part.swapping for part in parts))
 
     @staticmethod
     def join(parts: list["Paths"]) -> "Paths":
@@ -195,25 +199,20 @@ def _turns(base: Base, rows: Tensor) -> Tensor:
     """
     T, _, width = base.box.shape
     turns = rows.new_zeros(2, 2, T, width, 6)  # at high, in P
+    two = torch.arange(2, device=rows.device).bool()
+    at_high, inside = two[:, None, None, None], two[:, None, None]
     was_free = base.tableau.sign < 0  # (T, m + 2)
-    span = base.box[:, 1] - base.box[:, 0]
-    exit_least = (_SINGULAR_EXIT / base.size.amax(1, keepdim=True)).expand_as(span)
-    entry_least = _SINGULAR_ENTRY * base.size
-    inf = torch.full_like(span, torch.inf)
-    for at_high in (0, 1):
-        for inside in (0, 1):
-            turn = turns[at_high, inside]
-            free = was_free ^ bool(inside)
-            # -alpha at its upper bound is alpha at its lower one, and the other way round.
-            flipped = was_free & free
-            ends_low = ~flipped if not at_high else flipped
-            far = torch.where(free, inf, span)
-            grows = ends_low ^ (was_free & ~free)  # the coordinate moves up from where it is now
-            turn[..., 0] = torch.where(grows, -TOUCH, -far)
-            turn[..., 1] = torch.where(grows, far, TOUCH)
-            turn[..., 4] = torch.where(free, exit_least, entry_least)
+    free = was_free ^ inside  # (2, T, m + 2)
+    span = (base.box[:, 1] - base.box[:, 0]).masked_fill(free, torch.inf)
+    # -alpha at its upper bound is alpha at its lower one, and the other way round.
+    ends_low = ~(at_high ^ (was_free & free))
+    grows = ends_low ^ (was_free & ~free)  # the coordinate moves up from where it is now
+    turns[..., 0] = torch.where(grows, -TOUCH, -span)
+    turns[..., 1] = torch.where(grows, span, TOUCH)
     turns[:, 0, ..., 2] = rows.view(T, width, width).diagonal(dim1=1, dim2=2)
     turns[:, 0, ..., 3], turns[:, 1, ..., 3] = 1, -1
+    exit_least = _SINGULAR_EXIT / base.size.amax(1, keepdim=True)
+    turns[..., 4] = torch.where(free, exit_least, _SINGULAR_ENTRY * base.size)
     turns[:, 0, ..., 5] = -1
     turns[..., -2:, :] = rows.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])
     return turns.reshape(-1, 6)

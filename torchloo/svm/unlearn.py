@@ -17,7 +17,6 @@ __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 
 _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
-_TOGETHER = 400  # problems of a group
 
 
 class Unlearned(NamedTuple):
@@ -86,33 +85,39 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
         bases = [
             perturbed_base(tasks[t].problem, tasks[t].full, A) for t, A in zip(group, tableaux, strict=True)
         ]
-        counts = [len(tasks[t].target) for t in group]
-        target = torch.cat([tasks[t].target for t in group])
-        table = torch.arange(len(group), device=target.device).repeat_interleave(
-            torch.tensor(counts, device=target.device)
-        )
-        ends = follow(Base.stack(bases), table, target, torch.cat([tasks[t].room for t in group]), not values)
-        parts = zip(
-            group, tableaux, torch.arange(len(target), device=target.device).split(counts), strict=True
-        )
-        for t, tableau, rows in parts:
-            outcomes[t] = _certified(tasks[t], tableau, ends.take(rows) if len(group) > 1 else ends)
+        target, room = (torch.cat([getattr(tasks[t], name) for t in group]) for name in ("target", "room"))
+        counts = torch.tensor([len(tasks[t].target) for t in group], device=target.device)
+        table = torch.arange(len(group), device=target.device).repeat_interleave(counts)
+        ends = follow(Base.stack(bases), table, target, room, not values)
+        for t, tableau, own in zip(group, tableaux, _sorted(ends, len(group)), strict=True):
+            outcomes[t] = _certified(tasks[t], tableau, own)
     return [outcomes[t] for t in range(len(tasks))]
 
 
 def _groups(tasks: list[Task]) -> list[list[int]]:
-    """Numbers of tasks of one size, together while their problems are few: more would leave the cache."""
+    """Numbers of tasks of one size, together while their tableaux fit."""
     groups: list[list[int]] = []
-    room: dict[int, int] = {}  # what the last group of each size still takes
     last: dict[int, list[int]] = {}
     for number, task in enumerate(tasks):
-        m, B = len(task.problem.y), len(task.target)
-        if room.get(m, 0) < B or (len(last[m]) + 1) * (m + 2) ** 2 > _TABLEAUX:
-            last[m], room[m] = [], _TOGETHER
+        m = len(task.problem.y)
+        if m not in last or (len(last[m]) + 1) * (m + 2) ** 2 > _TABLEAUX:
+            last[m] = []
             groups.append(last[m])
         last[m].append(number)
-        room[m] -= B
     return groups
+
+
+def _sorted(parts: list[Paths], machines: int) -> list[Paths]:
+    """The paths of each machine; only among them are change sets padded to one size."""
+    if machines == 1:
+        return [Paths.join(parts)]
+    width = parts[0].distance.shape[2]
+    own: list[list[Paths]] = [[] for _ in range(machines)]
+    for part in parts:
+        table = part.first // width
+        for t in table.unique().tolist():
+            own[t].append(part.take((table == t).nonzero()[:, 0]))
+    return [Paths.join(mine) for mine in own]
 
 
 def _certified(task: Task, tableau: Tableau, ends: Paths) -> Unlearned:
@@ -149,7 +154,7 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     margin = torch.where(
         full.upper, full.margin.clamp_max(0) - jitter[0], full.margin.clamp_min(0) + jitter[0]
     )
-    widen = full.free * problem.box.clamp(1.0, 1e3)
+    widen = full.free * problem.box.clamp_max(1e3)
     low = full.alpha.clamp_max(0) * full.free - widen * jitter[0]
     high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box) + widen * jitter[1]
     box = torch.stack([low, high])
