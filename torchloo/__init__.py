@@ -1,6 +1,6 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import criteria, datasets, functional, kernels
+from torchloo import criteria, datasets, distributed, functional, kernels
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.fisher import KFD
@@ -30,6 +30,7 @@ __all__ = [
     "balanced_weight",
     "criteria",
     "datasets",
+    "distributed",
     "folds",
     "functional",
     "kernels",
