@@ -1,17 +1,20 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import criteria, datasets, distributed, functional, kernels
+from torchloo import criteria, datasets, distributed, functional, kernels, splits
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
+from torchloo.decision import threshold
 from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.rls import RLS
+from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
 from torchloo.stream import Stream
 from torchloo.streaming import StreamFit
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
+from torchloo.validation import Validation, validate
 
 __version__ = "0.1.0"
 
@@ -24,9 +27,11 @@ __all__ = [
     "HeldOut",
     "SVMFit",
     "SVMHeldOut",
+    "Selection",
     "SparseLSSVM",
     "Stream",
     "StreamFit",
+    "Validation",
     "balanced_weight",
     "criteria",
     "datasets",
@@ -34,4 +39,8 @@ __all__ = [
     "folds",
     "functional",
     "kernels",
+    "select",
+    "splits",
+    "threshold",
+    "validate",
 ]
