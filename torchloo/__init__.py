@@ -1,6 +1,6 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import criteria, datasets, functional, kernels
+from torchloo import basis, criteria, datasets, functional, kernels
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.fisher import KFD
@@ -24,6 +24,7 @@ __all__ = [
     "SVMHeldOut",
     "SparseLSSVM",
     "balanced_weight",
+    "basis",
     "criteria",
     "datasets",
     "folds",

@@ -84,8 +84,18 @@ class Kernel(nn.Module):
         with full_precision(X):
             return self._evaluate(left, right)
 
+    def diagonal(self, X: Tensor) -> Tensor:
+        """k(x_i, x_i), (..., n), without the matrix."""
+        X = self._embed("X", X)
+        with full_precision(X):
+            return self._diagonal(X)
+
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        blocks = (self._evaluate(rows, None) for rows in X.split(64, dim=-2))
+        return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
 
     @property
     def is_linear(self) -> bool:
@@ -153,11 +163,24 @@ def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
     return half + half.mT
 
 
-class Linear(Kernel):
-    """k(x, z) = x . z (CRITERIA eq. 2)."""
+class _OfInner(Kernel):
+    """A function of the inner product x . z, given by `_of_inner`, entry by entry."""
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return _inner(X, Z)
+        return self._of_inner(_inner(X, Z))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return self._of_inner(X.square().sum(-1, keepdim=True))[..., 0]
+
+
+class Linear(_OfInner):
+    """k(x, z) = x . z (CRITERIA eq. 2)."""
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return inner
 
     @property
     def is_linear(self) -> bool:
@@ -169,7 +192,7 @@ class Linear(Kernel):
         return self._embed("X", X)
 
 
-class Polynomial(Kernel):
+class Polynomial(_OfInner):
     """k(x, z) = (x . z + offset)^degree (CRITERIA eq. 3), offset >= 0 of shape (...).
 
     Zero has no logarithm to train: if any offset is 0 then all are fixed, and `log_offset` is a buffer (-inf
@@ -192,11 +215,11 @@ class Polynomial(Kernel):
         zero = offset == 0 if number else values_visible(values) and bool((values == 0).any())
         self.log_offset = (nn.Buffer if zero else nn.Parameter)(values.log())
 
-    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return (_inner(X, Z) + self._lift("offset", X)) ** self.degree
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return (inner + self._lift("offset", inner)) ** self.degree
 
 
-class Boolean(Kernel):
+class Boolean(_OfInner):
     """k(x, z) = (1 + rate)^(x . z) (CRITERIA, below eq. 3), rate > 0 of shape (...).
 
     For x in {0, 1}^d: every conjunction of s of the d variables is a feature, of squared weight rate^s.
@@ -207,13 +230,17 @@ class Boolean(Kernel):
     def __init__(self, rate: Values = 1.0, *, features: Features = None) -> None:
         super().__init__(features=features, rate=rate)
 
-    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return (self._lift("rate", X).log1p() * _inner(X, Z)).exp_()
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return (self._lift("rate", inner).log1p() * inner).exp_()
 
 
 class _Stationary(Kernel):
     lengthscale = _exp_of("log_lengthscale")
     log_lengthscale: Tensor
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        batch = self._batch(lengthscale=self.log_lengthscale.shape[:-1], X=X.shape[:-2])
+        return X.new_ones((*batch, X.shape[-2]))
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
@@ -298,6 +325,9 @@ class Precomputed(Kernel):
             self._require(X.shape[-1] == n, f"X must have {n} columns, one for each row of Z", X.shape)
         return X
 
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return X.diagonal(dim1=-2, dim2=-1)
+
 
 class Scaled(Kernel):
     """scale * kernel, scale > 0 of shape (...)."""
@@ -311,6 +341,10 @@ class Scaled(Kernel):
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         K = self.kernel(X, Z)
         return self._lift("scale", K) * K
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        k = self.kernel.diagonal(X).unsqueeze(-1)
+        return (self._lift("scale", k) * k)[..., 0]
 
     @property
     def is_linear(self) -> bool:
@@ -334,6 +368,9 @@ class _Composite(Kernel):
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
 
 
 class Sum(_Composite):
