@@ -100,7 +100,7 @@ class _Seeded(Selector):
     generator: InitVar[torch.Generator | None] = field(default=None, kw_only=True)
     seed: int = field(init=False)
 
-    def __post_init__(self, generator: torch.Generator | None = None) -> None:
+    def __post_init__(self, generator: torch.Generator | None) -> None:
         super().__post_init__()
         device = None if generator is None else generator.device
         drawn = torch.randint(2**62, (), generator=generator, device=device)
@@ -162,7 +162,7 @@ class stochastic(_Seeded):  # noqa: N801
     candidates: int = field(default=59, kw_only=True)
     rows: int = field(default=1000, kw_only=True)
 
-    def __post_init__(self, generator: torch.Generator | None = None) -> None:
+    def __post_init__(self, generator: torch.Generator | None) -> None:
         super().__post_init__(generator)
         self._count(candidates=self.candidates)
         self._count(rows=self.rows)
@@ -271,10 +271,10 @@ class pruned(_InOrder):  # noqa: N801
             raise ValueError(f"pruned: drop must be between 0 and 1, got {self.drop}")
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
-        if y is None:
-            raise ValueError("pruned: y must be given, as coefficients depend on the targets")
         K, n = factor.gram.matrix(), factor.rest.shape[-1]
-        Y = y.unsqueeze(-1) if y.ndim < factor.gram.points.ndim else y
+        Y = self._targets(y, n, factor.gram.ndim)
+        if weight is not None and (weight.ndim < 1 or weight.shape[-1] != n):
+            raise ValueError(f"pruned: weight must have {n} entries, got shape {tuple(weight.shape)}")
         left = torch.arange(n, device=K.device).expand_as(factor.rest)
         dropped: list[Tensor] = []
         while left.shape[-1] > 1:
@@ -284,6 +284,15 @@ class pruned(_InOrder):  # noqa: N801
             dropped.append(left[..., stay:])
             left = left[..., :stay]
         return torch.cat([left, *reversed(dropped)], -1)
+
+    @staticmethod
+    def _targets(y: Tensor | None, n: int, ndim: int) -> Tensor:
+        if y is None:
+            raise ValueError("pruned: y must be given, as coefficients depend on the targets; got None")
+        Y = y.unsqueeze(-1) if y.ndim == ndim - 1 else y
+        if Y.ndim != ndim or Y.shape[-2] != n:
+            raise ValueError(f"pruned: y must have {n} rows to match X, got shape {tuple(y.shape)}")
+        return Y
 
     def _coefficients(self, K: Tensor, Y: Tensor, weight: Tensor | None, rows: Tensor) -> Tensor:
         K = K.take_along_dim(rows.unsqueeze(-1), -2).take_along_dim(rows.unsqueeze(-2), -1)

@@ -68,7 +68,7 @@ class NormalisedKernel:
             raise ValueError(
                 f"{guard.function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
             )
-        self.kernel, self.given = kernel, isinstance(kernel, Precomputed)
+        self.kernel, self.given, self.ndim = kernel, isinstance(kernel, Precomputed), X.ndim
         if self.given and X.shape[-1] != X.shape[-2]:
             raise ValueError(
                 f"{guard.function}: X must be a square kernel matrix, got shape {tuple(X.shape)}"
@@ -192,8 +192,7 @@ class Factor:
         if rows.shape[-1] == 1:
             return (left > least) & self._going().unsqueeze(-1), left.unsqueeze(-1)
         L = self._at(rows)
-        H = self.gram(rows, rows) - L.mT @ L
-        H.diagonal(dim1=-2, dim2=-1).copy_(left)
+        H = torch.diagonal_scatter(self.gram(rows, rows) - L.mT @ L, left, dim1=-2, dim2=-1)
         kept = _independent(H, least) & self._going().unsqueeze(-1)
         room = (self.m - self.size).unsqueeze(-1)
         return kept & (kept.cumsum(-1) <= room), H
@@ -213,7 +212,8 @@ class Factor:
         self.rest = rest.clamp(min=0) * chosen
         self.error = self.rest.mean(-1)
         gain = gains.mean(-1)  # (..., w)
-        errors = self.error.unsqueeze(-1) + gain.sum(-1, keepdim=True) - gain.cumsum(-1)
+        later = torch.nn.functional.pad(gain[..., 1:].flip(-1).cumsum(-1).flip(-1), (0, 1))
+        errors = self.error.unsqueeze(-1) + later
         self._chosen.append((rows, kept, errors))
         self.size = self.size + kept.sum(-1)
 
