@@ -4,6 +4,10 @@ Leading dimensions of X (..., n, d) and Z (..., m, d) are batch and broadcast. Z
 is then exactly symmetric. Positive parameters are copied and kept as logarithms, `log_lengthscale` and so on,
 in float64, so any optimiser moves them safely. Values of X are not looked at: machines do that, once.
 
+X and Z may also be sparse rows, (n, d) of layout torch.sparse_csr, for Linear, Polynomial and Boolean kernels,
+RBF and Matern with one lengthscale, and what is composed of them. The matrix is dense. It is differentiable
+in the parameters of the kernel, not in sparse rows; only torch.strided points make the graph of theirs.
+
 >>> kernel = 2.0 * RBF(lengthscale=0.5) + Linear()
 >>> kernel(torch.zeros(3, 2)).shape
 torch.Size([3, 3])
@@ -17,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from torchloo import csr
 from torchloo.distances import matern_of_square, squared_distance
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.precision import full_precision
@@ -143,6 +148,7 @@ class Kernel(nn.Module):
 
     def _embed(self, name: str, X: Tensor) -> Tensor:
         require_floating(self._get_name(), **{name: X})
+        csr.require_layout(self._get_name(), name, X)
         self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
         for own in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
             if own.device != X.device:
@@ -157,6 +163,8 @@ class Kernel(nn.Module):
 
 def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
     """x_i . z_j, (..., n, m); exactly symmetric if Z is None, as a matmul need not be."""
+    if csr.is_csr(X) or csr.is_csr(Z):
+        return csr.inner(X, Z)
     if Z is not None:
         return X @ Z.mT
     half = (0.5 * X) @ X.mT
@@ -173,7 +181,7 @@ class _OfInner(Kernel):
         return self._of_inner(_inner(X, Z))
 
     def _diagonal(self, X: Tensor) -> Tensor:
-        return self._of_inner(X.square().sum(-1, keepdim=True))[..., 0]
+        return self._of_inner(csr.square_length(X).unsqueeze(-1))[..., 0]
 
 
 class Linear(_OfInner):
@@ -188,8 +196,8 @@ class Linear(_OfInner):
         return True
 
     def feature_map(self, X: Tensor) -> Tensor:
-        """X itself, or its features."""
-        return self._embed("X", X)
+        """X itself, or its features; sparse rows made dense."""
+        return csr.dense(self._embed("X", X))
 
 
 class Polynomial(_OfInner):
@@ -240,7 +248,7 @@ class _Stationary(Kernel):
 
     def _diagonal(self, X: Tensor) -> Tensor:
         batch = self._batch(lengthscale=self.log_lengthscale.shape[:-1], X=X.shape[:-2])
-        return X.new_ones((*batch, X.shape[-2]))
+        return torch.ones((*batch, X.shape[-2]), dtype=X.dtype, device=X.device)
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
@@ -251,11 +259,30 @@ class _Stationary(Kernel):
             self._require(scale.shape[-1] in (1, d), expected, scale.shape)
             scale = scale.unsqueeze(-2)  # (..., 1, d)
         batch = self._batch(**shapes)
+        if csr.is_csr(X) or csr.is_csr(Z):
+            return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
         centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
         left = ((X.double() - centre) / scale).expand(*batch, *X.shape[-2:])
         right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
         return squared_distance(left, right, same=Z is None, direct=direct, factor=factor, dtype=X.dtype)
+
+
+    def _sparse_distance(
+        self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
+    ) -> Tensor:
+        """The same from |x|^2 + |z|^2 - 2 x . z; zeros must stay zeros, so nothing can be centred."""
+        single = scale.numel() == 1 and scale.ndim < 3
+        if direct or not single:
+            raise ValueError(
+                f"{self._get_name()}: X of sparse rows needs one lengthscale and nu > 1/2, "
+                f"got {self.extra_repr()}; make it dense by X.to_dense()"
+            )
+        X64, Z64 = X.double(), None if Z is None else Z.double()
+        left = csr.square_length(X64)
+        right = left if Z64 is None else csr.square_length(Z64)
+        square = (left.unsqueeze(-1) + right - 2 * csr.inner(X64, Z64)).clamp_(min=0)  # (n, m)
+        return (square * (factor / scale.reshape(()).square())).to(X.dtype)
 
 
 class RBF(_Stationary):

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from torchloo import csr
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
@@ -38,7 +39,7 @@ class KernelMachine(nn.Module):
         kernel: a kernel of torchloo.kernels.
 
     Shape:
-        X (..., n, d); y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
+        X (..., n, d), or sparse rows (n, d) where the kernel takes them; y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
         clusters (n,). Leading dimensions are batch.
     """
 
@@ -65,6 +66,7 @@ class KernelMachine(nn.Module):
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         require_floating(self._function, X=X, coef=self.coef)
+        csr.require_layout(self._function, "X", X)
         guard = Guard(self._function)
         guard.finite(X=X)
         guard.check()
@@ -92,6 +94,7 @@ class KernelMachine(nn.Module):
     def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
         require_floating(self._function, X=X, y=y)
+        csr.require_layout(self._function, "X", X)
         if X.ndim < 2 or 0 in X.shape:
             raise ValueError(
                 f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
@@ -195,8 +198,13 @@ class LeastSquares(KernelMachine):
         reg = self.reg.detach()
         return f"reg={reg.item():.4g}" if reg.ndim == 0 and values_visible(reg) else f"reg={tuple(reg.shape)}"
 
+    def _by_features(self, X: Tensor) -> bool:
+        """Whether to work with explicit features: not with sparse rows of which they would be too many."""
+        fewer = X.shape[-1] + self._has_bias < X.shape[-2]
+        return self.kernel.is_linear and (fewer or not csr.is_csr(X))
+
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
-        if self.kernel.is_linear:
+        if self._by_features(X):
             Z = self.kernel.feature_map(X)
             return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
         return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
@@ -205,6 +213,6 @@ class LeastSquares(KernelMachine):
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
         """How a path is computed, from which matrix, and for which targets."""
-        if self.kernel.is_linear:
+        if self._by_features(X):
             return path_features, self.kernel.feature_map(X), Y
         return path_dual, self.kernel(X), Y

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo import csr
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
@@ -81,7 +82,8 @@ class NormalisedKernel:
         guard.finite(kernel=diagonal)
         self.rest = (diagonal > 0).to(X.dtype)  # the diagonal of the normalised matrix
         self.scale = torch.where(diagonal > 0, diagonal, 1).rsqrt() * self.rest
-        self.points = points.expand(*diagonal.shape[:-1], *points.shape[-2:])
+        batch = diagonal.shape[:-1]
+        self.points = points if csr.is_csr(points) else points.expand(*batch, *points.shape[-2:])
 
     def __call__(self, rows: Tensor | None, columns: Tensor) -> Tensor:
         """Entries (..., a, b) of the rows (..., a), or of all, and the columns (..., b)."""
@@ -104,6 +106,8 @@ def _take(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _take_rows(X: Tensor, rows: Tensor) -> Tensor:
+    if csr.is_csr(X):
+        return csr.take(X, rows.flatten()).unflatten(0, rows.shape)  # a batch where kernels are one
     return X.take_along_dim(rows.unsqueeze(-1), -2)
 
 

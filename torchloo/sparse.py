@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from torchloo import csr
 from torchloo.basis import Selector
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
@@ -193,13 +194,15 @@ class SparseLSSVM(LeastSquares):
         if isinstance(self.rows, Selector):
             indices = self.rows(self.kernel, X, Y, weight).indices  # (..., m)
             batch = indices.shape[:-1]
+            if csr.is_csr(X):
+                return csr.take(X, indices)
             return X.expand(*batch, *X.shape[-2:]).take_along_dim(indices.unsqueeze(-1), -2)
         assert self.rows is not None
         if self.rows > X.shape[-2]:
             raise ValueError(
                 f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
             )
-        return X[..., : self.rows, :]
+        return csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
 
     def _solve(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, basis: Tensor | None = None
