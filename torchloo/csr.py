@@ -77,13 +77,15 @@ def square_length(X: Tensor) -> Tensor:
 
 
 def inner(X: Tensor, Z: Tensor | None) -> Tensor:
-    """x_i . z_j, dense (n, m), where X or Z or both are sparse rows; exactly symmetric if Z is None.
+    """x_i . z_j, dense (..., n, m), where X or Z or both are sparse rows; exactly symmetric if Z is None.
 
     Tiles of Z are made dense and multiplied by the sparse rows of X; where more than an eighth of the
     entries is stored, all rows are made dense, which then is faster. Memory: the result and a tile.
     """
     if Z is not None and not is_csr(X):
         return inner(Z, X).mT
+    if Z is not None and Z.ndim > 2:  # a batch of dense points
+        return inner(X, Z.flatten(0, -2)).unflatten(-1, Z.shape[:-1]).movedim(0, -2)
     wide = X.values().numel() > _DENSE * X.shape[0] * X.shape[1]
     if Z is not None and (wide or (Z.requires_grad and torch.is_grad_enabled())):
         return X.to_dense() @ dense(Z).mT

@@ -4,9 +4,9 @@ Leading dimensions of X (..., n, d) and Z (..., m, d) are batch and broadcast. Z
 is then exactly symmetric. Positive parameters are copied and kept as logarithms, `log_lengthscale` and so on,
 in float64, so any optimiser moves them safely. Values of X are not looked at: machines do that, once.
 
-X and Z may also be sparse rows, (n, d) of layout torch.sparse_csr, for Linear, Polynomial and Boolean kernels,
-RBF and Matern with one lengthscale, and what is composed of them. The matrix is dense. It is differentiable
-in the parameters of the kernel, not in sparse rows; only torch.strided points make the graph of theirs.
+X and Z may also be sparse rows, (n, d) of layout torch.sparse_csr, for Linear, Polynomial and Boolean, for
+RBF and Matern with one lengthscale, and for what is composed of them. The matrix is dense, and differentiable
+in the parameters of the kernel and in dense points, not in sparse rows.
 
 >>> kernel = 2.0 * RBF(lengthscale=0.5) + Linear()
 >>> kernel(torch.zeros(3, 2)).shape
@@ -267,7 +267,6 @@ class _Stationary(Kernel):
         right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
         return squared_distance(left, right, same=Z is None, direct=direct, factor=factor, dtype=X.dtype)
 
-
     def _sparse_distance(
         self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
     ) -> Tensor:
@@ -281,7 +280,9 @@ class _Stationary(Kernel):
         X64, Z64 = X.double(), None if Z is None else Z.double()
         left = csr.square_length(X64)
         right = left if Z64 is None else csr.square_length(Z64)
-        square = (left.unsqueeze(-1) + right - 2 * csr.inner(X64, Z64)).clamp_(min=0)  # (n, m)
+        square = (left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)).clamp_(min=0)
+        if Z is None:
+            square.fill_diagonal_(0)
         return (square * (factor / scale.reshape(()).square())).to(X.dtype)
 
 
@@ -351,6 +352,9 @@ class Precomputed(Kernel):
             n = Z.shape[-2]
             self._require(X.shape[-1] == n, f"X must have {n} columns, one for each row of Z", X.shape)
         return X
+
+    def _embed(self, name: str, X: Tensor) -> Tensor:
+        return csr.dense(super()._embed(name, X))
 
     def _diagonal(self, X: Tensor) -> Tensor:
         return X.diagonal(dim1=-2, dim2=-1)

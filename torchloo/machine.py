@@ -1,5 +1,6 @@
 """The shell of every machine: parameters, buffers, and one call of a pure function each."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,8 @@ class KernelMachine(nn.Module):
         kernel: a kernel of torchloo.kernels.
 
     Shape:
-        X (..., n, d), or sparse rows (n, d) where the kernel takes them; y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
+        X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
+        y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
         clusters (n,). Leading dimensions are batch.
     """
 
@@ -86,7 +88,7 @@ class KernelMachine(nn.Module):
         Of a linear machine, the support is the centre (..., 1, d) of the features.
         """
         if isinstance(self.kernel, Precomputed):
-            support = support[..., :1]  # only the number of its rows is asked for
+            support = csr.dense(support)[..., :1]  # only the number of its rows is asked for
         with torch.inference_mode(False):
             self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
         self._flat, self._linear = flat, linear
@@ -117,6 +119,15 @@ class KernelMachine(nn.Module):
     def set_extra_state(self, state: dict[str, bool]) -> None:
         """Restore what `get_extra_state` gave."""
         self._flat, self._linear = state["flat"], state["linear"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for buffer in self.buffers(recurse=False):
+            if csr.is_csr(buffer):  # which torch does not copy deeply by itself
+                memo[id(buffer)] = buffer.clone()
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the coefficients of a fitted machine, whatever this one holds."""

@@ -202,7 +202,9 @@ class SparseLSSVM(LeastSquares):
             raise ValueError(
                 f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
             )
-        return csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
+        return (
+            csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
+        )
 
     def _solve(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, basis: Tensor | None = None
