@@ -196,6 +196,21 @@ def test_copies_are_not_chosen_and_end_the_choice(name):
     assert chosen.errors[-1] < 1e-13
 
 
+def test_a_block_of_nothing_but_copies_is_passed_over():
+    A, B = points(64), points(6, seed=1)
+    chosen = basis.all()(RBF(0.05), torch.cat([A, A, A, B]))
+    assert chosen.indices.tolist() == [*range(64), *range(192, 198)]
+    assert chosen.stopped == "singular"
+
+
+def test_one_vector_is_chosen_even_if_most_rows_have_no_length():
+    X = torch.zeros(10, 2, dtype=torch.float64)
+    X[4:6] = torch.eye(2)
+    chosen = basis.pivoted(tolerance=0.3)(tl.kernels.Linear(), X)
+    assert chosen.indices.tolist() == [4]
+    assert chosen.errors.tolist() == [0.1]
+
+
 @every_selector
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_kernel_of_low_rank_is_exhausted_by_as_many_vectors(name, dtype):

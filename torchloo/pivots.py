@@ -91,9 +91,11 @@ class NormalisedKernel:
         left = (self.scale if rows is None else _take(self.scale, rows)).unsqueeze(-1)
         X = self.points if rows is None else _take_rows(self.points, rows)
         if self.given:
-            return X.take_along_dim(columns.unsqueeze(-2), -1) * left * right
-        with full_precision(X):
-            return self.kernel._evaluate(X, _take_rows(self.points, columns)) * left * right
+            K = X.take_along_dim(columns.unsqueeze(-2), -1)
+        else:
+            with full_precision(X):
+                K = self.kernel._evaluate(X, _take_rows(self.points, columns))
+        return (K * left).mul_(right)
 
     def matrix(self) -> Tensor:
         """The kernel matrix itself, (..., n, n), as it is, not normalised."""
@@ -153,7 +155,8 @@ class Factor:
         return self.rest > self.limit
 
     def _going(self) -> Tensor:
-        return (self.size < self.m) & (self.error > self.tolerance) & self.open.any(-1)
+        wanted = (self.error > self.tolerance) | (self.size == 0)
+        return wanted & (self.size < self.m) & self.open.any(-1)
 
     def grow(self, propose: Callable[[], Proposal | None], added: Callable[[int], object]) -> "Basis":
         """Add what is proposed until a reason to stop is met; `added` hears how many rows L has gained."""
@@ -175,6 +178,8 @@ class Factor:
         kept, H = self._kept(rows, least.clamp(min=self.limit))
         order = kept.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
         width = int(kept.sum(-1).max()) if self.visible else min(kept.shape[-1], self.m - self.count)
+        if width == 0:
+            return
         order = order[..., :width]
         rows, kept = _take(rows, order), _take(kept, order)  # (..., w)
         H = H.take_along_dim(order.unsqueeze(-1), -2).take_along_dim(order.unsqueeze(-2), -1)
