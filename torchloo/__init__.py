@@ -1,6 +1,6 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import criteria, datasets, distributed, functional, kernels, splits
+from torchloo import basis, criteria, datasets, distributed, functional, kernels, splits
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.decision import threshold
@@ -33,6 +33,7 @@ __all__ = [
     "StreamFit",
     "Validation",
     "balanced_weight",
+    "basis",
     "criteria",
     "datasets",
     "distributed",
