@@ -5,7 +5,7 @@ call the same functions, with rows of their own and machines that are alike. An 
 raised in all of them: in the one by its own name, in the others with its rank and message.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +18,16 @@ from torchloo.machine import LeastSquares
 from torchloo.problem import Problem, check_features
 from torchloo.processes import Processes
 from torchloo.sharded import solve_shard
+from torchloo.shared_out import select, share, svc_loo, validate
 from torchloo.smoothers import assemble
 from torchloo.spectral import path_features
 from torchloo.stream import Stream
 from torchloo.streaming import StreamFit
 
-__all__ = ["fit", "gather", "lco", "loo", "path", "share", "solve", "sum_gradients"]
+__all__ = [
+    "fit", "gather", "lco", "loo", "path", "select", "share", "solve", "sum_gradients", "svc_loo", "validate",
+]  # fmt: skip
 
-T = TypeVar("T")
 M = TypeVar("M", bound=LeastSquares)
 
 
@@ -234,21 +236,3 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
         variance=every(held_out.variance),
         refitted=every(held_out.refitted.double()) > 0,
     )
-
-
-def share(function: Callable[[Any], T], items: Iterable[Any], group: Any = None) -> list[T]:
-    """function(item) for all items, shared out over the processes; the results, in order, in each.
-
-    Args:
-        function: of one item; what it returns is pickled.
-        items: the same in all processes; process r of w takes items r, r + w, r + 2 w and so on.
-        group: a process group; None: all processes.
-    """
-    processes = Processes("distributed.share", group)
-    everything = list(items)
-    counts = processes.gather(len(everything))
-    if len(set(counts)) > 1:
-        raise ValueError(f"distributed.share: items must be the same in all processes, got {counts} of them")
-    own = everything[processes.rank :: processes.count]
-    results = processes.gather(processes.together(lambda: [function(item) for item in own]))
-    return [results[k % processes.count][k // processes.count] for k in range(len(everything))]
