@@ -31,6 +31,9 @@ __all__ = ["StreamFit", "gather_moments"]
 # Part of the spread of the targets by which no held-out output may be in doubt.
 _SETTLED = 1e-11
 
+# A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
+_LARGE = 0.9
+
 
 class StreamFit:
     """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
@@ -167,10 +170,13 @@ class StreamFit:
         gradient, worst = _Gradient(machines), torch.zeros_like(machines.regs)
         lost: Lost = {}
         for part in self.blocks("leave-one-out"):
+            zeta = part.weight.double()
             u = machines.rotated(part.X)
-            e, zeta = machines.residuals(u, part), part.weight.double()
             norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
-            one = 1 - zeta * norm
+            if bool((zeta * norm).max() > _LARGE):  # Note [folding]
+                u = machines.rotated(part.X, fold=False)
+                norm = machines.norms(u).add_(self.per_weight)
+            e, one = machines.residuals(u, part), 1 - zeta * norm
             cancelled = ~(one > REFIT_BELOW)
             one.masked_fill_(cancelled, 1.0)
             sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
