@@ -10,7 +10,7 @@ does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [leaving o
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from torchloo.stream_sets import leave_out_sets
 
 __all__ = ["StreamFit", "gather_moments"]
 
-# Part of the spread of the targets by which no held-out output may be in doubt; float32 has fewer digits.
-_SETTLED = {torch.float64: 1e-10, torch.float32: 1e-8}
+# Part of the spread of the targets by which no held-out output may be in doubt: by a bound for all rows, which
+# is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
+_SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
 # A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
 _LARGE = 0.9
@@ -158,15 +159,15 @@ class StreamFit:
         n = sum(self.others.gather(self.stream.n))
         if n < 2:
             raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
-        gradient, lost, worst = self.others.together(lambda: self._visit(machines, sink))
-        step = self._step(machines, gradient)
-        if not machines.refined and self._matters(machines, *step, worst):
+        seen = self.others.together(lambda: self._visit(machines, sink))
+        step = self._step(machines, seen.gradient)
+        if not machines.refined and self._matters(machines, *step, seen):
             self.others.together(lambda: self._correct(machines, sink, *step))
         machines.move(*step)
-        refit(self, machines, sink, lost)
+        refit(self, machines, sink, seen.lost)
 
-    def _visit(self, machines: Machines, sink: Sink) -> "tuple[_Gradient, Lost, Tensor]":
-        """The second pass of Note [passes]; also lost rows, and for `_matters` the largest factors."""
+    def _visit(self, machines: Machines, sink: Sink) -> "_Seen":
+        """The second pass of Note [passes]."""
         gradient = _Gradient(machines)
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         lost: Lost = {}
@@ -186,7 +187,7 @@ class StreamFit:
             factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
             worst = torch.maximum(worst, factors)
             gradient.add(u, e.mul_(zeta))
-        return gradient, lost, worst
+        return _Seen(gradient, lost, worst, u, one)
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
@@ -215,16 +216,32 @@ class StreamFit:
         by_feature, total = self.others.sums(gradient.by_feature, gradient.total)
         return machines.step(by_feature), total * self.per_weight
 
-    def _matters(self, machines: Machines, step: Tensor, shift: Tensor, worst: Tensor) -> bool:
+    def _matters(self, machines: Machines, step: Tensor, shift: Tensor, seen: "_Seen") -> bool:
         """Whether a step could move a held-out output by more than `_SETTLED`.
 
-        By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}; `worst` has the largest
-        of the first factor and of 1, both over 1 - h, (2, R, c').
+        By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
         """
         length = (step.square() / machines.f).sum(-1).sqrt()  # (R, c)
-        moved = worst[0] * length + worst[1] * shift.abs()
-        limit = _SETTLED[self.dtype] * machines.spread
-        return any(self.others.gather(bool((moved > limit).any())))
+        most = seen.worst[0] * length + seen.worst[1] * shift.abs()
+        change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (R, c, b)
+        for_all, for_last = _SETTLED[self.dtype]
+        matters = (most > for_all * machines.spread).any()
+        matters |= ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
+        return any(self.others.gather(bool(matters)))
+
+
+class _Seen(NamedTuple):
+    """What a pass for leave-one-out brings beside the rows."""
+
+    gradient: "_Gradient"
+    lost: Lost
+    """Rows to be refitted."""
+    worst: Tensor
+    """The largest (sum f u^2)^{1/2} / (1 - h) and 1 / (1 - h) of all rows, (2, R, c')."""
+    u: Tensor
+    """Rotated features of the last block, (p, b)."""
+    one: Tensor
+    """Its 1 - h, (R, c', b)."""
 
 
 class _Gradient:
