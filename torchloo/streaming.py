@@ -28,8 +28,8 @@ from torchloo.stream_sets import leave_out_sets
 
 __all__ = ["StreamFit", "gather_moments"]
 
-# Part of the spread of the targets by which no held-out output may be in doubt: by a bound for all rows, which
-# is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
+# Part of the spread of the targets by which no held-out output may be in doubt: by a bound for all rows,
+# which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
 _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
 # A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
