@@ -337,6 +337,15 @@ def test_boxes_far_smaller_than_one(seed):
             assert_close(held.outputs[r], fit.predict(K[r : r + 1, kept])[0], rtol=1e-8, atol=1e-8)
 
 
+def test_a_large_problem_with_every_coefficient_at_a_bound():
+    """All variables settle at once, and the interior point has nobody left to drop."""
+    X, y = toy(27, n=400, noise=5.0)
+    y[: len(y) // 2], y[len(y) // 2 :] = 1.0, -1.0
+    fit = svm(X @ X.T, y, 1e-5)
+    assert float(fit.gap) <= 1e-12
+    assert bool((fit.coef.abs() >= 0.999e-5).all())
+
+
 def test_a_kernel_of_zeros_has_only_a_bias():
     y = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     held = svm_loo(torch.zeros(4, 4, dtype=torch.float64), y, 0.1)
