@@ -1,0 +1,246 @@
+"""The work of `torchloo select`: choose a machine, look at what it says held out, estimate how well."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import torchloo as tl
+from torchloo.commands.measures import Measure, guess, measures
+from torchloo.commands.models import Spec
+from torchloo.held_out import HeldOut
+from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.tables import Prepared
+
+__all__ = ["Findings", "Outer", "Plan", "choose", "estimate", "examine"]
+
+# An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
+_MOST_ROWS_OF_PATH = 2000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    spec: Spec
+    criterion: str
+    search: str
+    outer: int
+    seed: int
+    device: str
+    progress: bool
+    standardise: bool
+
+    @property
+    def criterion_function(self) -> Any:
+        """The criterion itself."""
+        return getattr(tl.criteria, self.criterion)
+
+
+class Problem(NamedTuple):
+    """A prepared table as tensors, rows in the order in which the machine sees them."""
+
+    X: Tensor
+    y: Tensor
+    weight: Tensor | None
+    clusters: Tensor | None
+    order: Tensor
+    """Row of the table for each row here, (n,)."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, plan: Plan) -> "Problem":
+        """Rows stay as they are, but for a sparse machine, whose basis is the first rows: it is drawn."""
+        n = len(prepared.y)
+        generator = torch.Generator().manual_seed(plan.seed)
+        order = torch.randperm(n, generator=generator) if plan.spec.machine == "sparse" else torch.arange(n)
+        pick = order.numpy()
+        clusters = None
+        if prepared.clusters is not None:
+            clusters = torch.from_numpy(np.unique(prepared.clusters, return_inverse=True)[1][pick])
+        weight = None if prepared.weight is None else torch.tensor(prepared.weight[pick], device=plan.device)
+        X, y = (torch.tensor(array[pick], device=plan.device) for array in (prepared.X, prepared.y))
+        return cls(X, y, weight, clusters, order)
+
+    def restored(self, values: Tensor) -> np.ndarray:
+        """Values (n, ...) in the order of the table."""
+        result = np.empty(values.shape)
+        result[self.order.numpy()] = values.detach().cpu().numpy()
+        return result
+
+
+class Choice(NamedTuple):
+    """What the search came to."""
+
+    machine: Any
+    """A fitted machine."""
+    value: float
+    history: list[float]
+    """The criterion at every evaluation."""
+    evaluations: int
+    seconds: float
+
+
+class Outer(NamedTuple):
+    """The outer estimate of one measure."""
+
+    scores: np.ndarray
+    mean: float
+    stderr: float
+
+
+class Row(NamedTuple):
+    """One measure by every way of estimating it; None where there is none."""
+
+    measure: Measure
+    guess: float
+    loo: float
+    lco: float | None
+    outer: Outer | None
+
+    def shown(self) -> list[str]:
+        """The values that there are, as text."""
+        values = [self.guess, self.loo] + ([] if self.lco is None else [self.lco])
+        shown = [self.measure.show(value) for value in values]
+        return (
+            shown
+            if self.outer is None
+            else [*shown, self.measure.show_mean(self.outer.mean, self.outer.stderr)]
+        )
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that the report tells; arrays are in the order of the table."""
+
+    plan: Plan
+    prepared: Prepared
+    choice: Choice
+    parameters: list[tuple[str, float]]
+    lengthscales: np.ndarray | None
+    """Of ARD, one for each input."""
+    path: tuple[np.ndarray, np.ndarray] | None
+    """Regularisations and the criterion at each."""
+    loo: np.ndarray
+    residual: np.ndarray
+    leverage: np.ndarray | None
+    lco: np.ndarray | None
+    rows: list[Row]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 for regression."""
+        return len(self.prepared.schema.labels)
+
+    @property
+    def size(self) -> np.ndarray:
+        """How far off each row is (n,): |residual|, for several classes the norm."""
+        return np.abs(self.residual) if self.residual.ndim == 1 else np.linalg.norm(self.residual, axis=1)
+
+    def said(self, outputs: np.ndarray) -> np.ndarray:
+        """Outputs as the user knows the target: numbers or labels."""
+        if not self.classes:
+            return outputs
+        names = np.array(self.prepared.schema.labels)
+        return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
+
+
+def choose(problem: Problem, plan: Plan) -> Choice:
+    """Select the hyper-parameters by the criterion."""
+    start = time.perf_counter()
+    selection = tl.select(
+        plan.spec.build().to(plan.device),
+        problem.X,
+        problem.y,
+        criterion=plan.criterion_function,
+        search=plan.search,
+        clusters=problem.clusters,
+        weight=problem.weight,
+        generator=torch.Generator().manual_seed(plan.seed),
+        progress=plan.progress,
+    )
+    seconds = time.perf_counter() - start
+    history = [float(record.value) for record in selection.history]
+    return Choice(selection.machine, float(selection.value), history, int(selection.evaluations), seconds)
+
+
+def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer | None]:
+    """The outer estimate of every measure: the whole selection repeated in every split."""
+    if not plan.outer:
+        return [None] * len(of)
+    raise NotImplementedError
+
+
+@torch.no_grad()
+def examine(
+    prepared: Prepared, plan: Plan, problem: Problem, choice: Choice, outer: list[Outer | None]
+) -> Findings:
+    """Everything that the chosen machine says held out."""
+    machine, X, y, weight = choice.machine, problem.X, problem.y, problem.weight
+    loo = machine.loo(X, y, weight)
+    lco = None if problem.clusters is None else machine.lco(X, y, problem.clusters, weight)
+    leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
+    parameters, lengthscales = _parameters(machine)
+    return Findings(
+        plan=plan,
+        prepared=prepared,
+        choice=choice,
+        parameters=parameters,
+        lengthscales=lengthscales,
+        path=_path(problem, plan, choice),
+        loo=problem.restored(loo.outputs),
+        residual=problem.restored(loo.residuals),
+        leverage=None if leverage is None else problem.restored(leverage),
+        lco=None if lco is None else problem.restored(lco.outputs),
+        rows=_rows(plan, problem, measures(len(prepared.schema.labels)), loo, lco, outer),
+    )
+
+
+def _rows(
+    plan: Plan,
+    problem: Problem,
+    of: list[Measure],
+    loo: HeldOut,
+    lco: HeldOut | None,
+    outer: list[Outer | None],
+) -> list[Row]:
+    blind = guess(problem.y, loo.weight)
+    return [
+        Row(
+            measure,
+            float(measure.of(blind)),
+            float(measure.of(loo)),
+            None if lco is None else float(measure.of(lco)),
+            outer[k],
+        )
+        for k, measure in enumerate(of)
+    ]
+
+
+def _parameters(machine: KernelMachine) -> tuple[list[tuple[str, float]], np.ndarray | None]:
+    """Scalar hyper-parameters by their names, and the lengthscales of ARD."""
+    scalars, lengthscales = [], None
+    for name, logarithm in machine.named_parameters():
+        values = logarithm.exp().cpu().numpy()
+        if values.ndim:
+            lengthscales = values
+        else:
+            scalars.append((name.rpartition(".")[2].removeprefix("log_"), float(values)))
+    return scalars, lengthscales
+
+
+def _path(problem: Problem, plan: Plan, choice: Choice) -> tuple[np.ndarray, np.ndarray] | None:
+    """The criterion over six decades of regularisation about the chosen one; None where that is dear."""
+    machine = choice.machine
+    dear = len(problem.y) > _MOST_ROWS_OF_PATH
+    if dear or not isinstance(machine, LeastSquares) or plan.criterion_function.takes_fit:
+        return None
+    regs = machine.reg * torch.logspace(-3, 3, 49, dtype=problem.X.dtype, device=problem.X.device)
+    try:
+        path = machine.path(problem.X, problem.y, regs, problem.clusters, problem.weight)
+        values = plan.criterion_function(path)
+    except ValueError:  # the smallest may be too small to factorise with
+        return None
+    return regs.cpu().numpy(), values.cpu().numpy()
