@@ -7,6 +7,7 @@ from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.rls import RLS
+from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
@@ -22,6 +23,7 @@ __all__ = [
     "HeldOut",
     "SVMFit",
     "SVMHeldOut",
+    "Selection",
     "SparseLSSVM",
     "balanced_weight",
     "criteria",
@@ -29,4 +31,5 @@ __all__ = [
     "folds",
     "functional",
     "kernels",
+    "select",
 ]
