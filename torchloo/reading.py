@@ -72,7 +72,7 @@ def _csv(path: Path) -> tuple["pd.DataFrame", list[str]]:
     except pd.errors.ParserError as error:
         reason = str(error).strip().removeprefix("Error tokenizing data. C error: ").splitlines()[0]
         raise TableError(f"{str(path)!r} is not a table: {reason}") from error
-    if not isinstance(frame.index, pd.RangeIndex):
+    if not frame.index.equals(pd.RangeIndex(len(frame))):  # pandas takes fields without a name for it
         raise TableError(f"{str(path)!r} has rows with more fields than the header has names")
     _require_distinct(path, [str(name).strip() for name in names.iloc[0]])
     frame.columns = [str(name).strip() for name in frame.columns]

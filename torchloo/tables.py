@@ -46,7 +46,7 @@ class Column:
             row = int(unknown.argmax())
             known = listed(list(self.levels))
             raise TableError(
-                f"column {self.name!r} has the value {text[row]!r} in row {row + 1}; known: {known}"
+                f"column {self.name!r} has the value {str(text[row])!r} in row {row + 1}; known: {known}"
             )
         return (text[:, None] == np.array(self.levels[len(self.levels) == 2 :])).astype(float)
 
@@ -103,7 +103,7 @@ class Schema:
         if (position < 0).any():
             row = int((position < 0).argmax())
             raise TableError(
-                f"target {self.target!r} has the value {texts[row]!r} in row {row + 1}; "
+                f"target {self.target!r} has the value {str(texts[row])!r} in row {row + 1}; "
                 f"the machine knows {listed(list(self.labels))}"
             )
         if len(self.labels) == 2:
@@ -117,8 +117,12 @@ class Schema:
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Schema":
         """What `as_dict` gave."""
-        columns = tuple(Column(**column) for column in plain["columns"])
-        return cls(**{**plain, "columns": columns})
+        columns = tuple(
+            Column(column["name"], None if column["levels"] is None else tuple(column["levels"]))
+            for column in plain["columns"]
+        )
+        tuples = {name: tuple(plain[name]) for name in ("centre", "scale", "labels", "ignored")}
+        return cls(target=plain["target"], columns=columns, **tuples)
 
     def _require_columns(self, frame: "pd.DataFrame") -> None:
         wanted = [column.name for column in self.columns]
@@ -217,7 +221,7 @@ def _numbers(series: "pd.Series") -> np.ndarray:
     if np.isnan(values).any():
         row = int(np.isnan(values).argmax())
         raise TableError(
-            f"column {series.name!r} must hold numbers, got {series.iloc[row]!r} in row {row + 1}"
+            f"column {series.name!r} must hold numbers, got {str(series.iloc[row])!r} in row {row + 1}"
         )
     return values
 
@@ -282,7 +286,9 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
     if not columns:
         raise TableError("no column is left to predict from")
     raw = np.hstack(blocks)
-    if not np.isfinite(raw.std(0)).all():
+    with np.errstate(over="ignore"):
+        spread = raw.std(0)
+    if not np.isfinite(spread).all():
         raise TableError("numbers as large as these cannot be squared; scale the table first")
     return tuple(columns), raw, notes
 

@@ -70,6 +70,10 @@ class Problem(NamedTuple):
         result[self.order.numpy()] = values.detach().cpu().numpy()
         return result
 
+    def answers(self, held_out: HeldOut) -> "Answers":
+        """Held-out outputs and residuals in the order of the table."""
+        return Answers(self.restored(held_out.outputs), self.restored(held_out.residuals))
+
 
 class Choice(NamedTuple):
     """What the search came to."""
@@ -111,6 +115,18 @@ class Row(NamedTuple):
         )
 
 
+class Answers(NamedTuple):
+    """What was said of every row held out, (n,) or (n, c), in the order of the table."""
+
+    outputs: np.ndarray
+    residuals: np.ndarray
+
+    @property
+    def size(self) -> np.ndarray:
+        """How far off each row is (n,): |residual|, for several classes the norm."""
+        return np.abs(self.residuals) if self.residuals.ndim == 1 else np.linalg.norm(self.residuals, axis=1)
+
+
 @dataclass(frozen=True)
 class Findings:
     """All that the report tells; arrays are in the order of the table."""
@@ -123,10 +139,10 @@ class Findings:
     """Of ARD, one for each input."""
     path: tuple[np.ndarray, np.ndarray] | None
     """Regularisations and the criterion at each."""
-    loo: np.ndarray
-    residual: np.ndarray
+    loo: Answers
+    lco: Answers | None
+    """Leave-cluster-out, where there are clusters."""
     leverage: np.ndarray | None
-    lco: np.ndarray | None
     rows: list[Row]
 
     @property
@@ -135,12 +151,18 @@ class Findings:
         return len(self.prepared.schema.labels)
 
     @property
-    def size(self) -> np.ndarray:
-        """How far off each row is (n,): |residual|, for several classes the norm."""
-        return np.abs(self.residual) if self.residual.ndim == 1 else np.linalg.norm(self.residual, axis=1)
+    def inner(self) -> Answers:
+        """The answers that the settings were chosen by: with its cluster out, where there are clusters."""
+        return self.loo if self.lco is None else self.lco
 
-    def said(self, outputs: np.ndarray) -> np.ndarray:
+    @property
+    def way(self) -> str:
+        """What the inner answers are called."""
+        return "leave-one-out" if self.lco is None else "leave-cluster-out"
+
+    def said(self, answers: Answers) -> np.ndarray:
         """Outputs as the user knows the target: numbers or labels."""
+        outputs = answers.outputs
         if not self.classes:
             return outputs
         names = np.array(self.prepared.schema.labels)
@@ -190,10 +212,9 @@ def examine(
         parameters=parameters,
         lengthscales=lengthscales,
         path=_path(problem, plan, choice),
-        loo=problem.restored(loo.outputs),
-        residual=problem.restored(loo.residuals),
+        loo=problem.answers(loo),
+        lco=None if lco is None else problem.answers(lco),
         leverage=None if leverage is None else problem.restored(leverage),
-        lco=None if lco is None else problem.restored(lco.outputs),
         rows=_rows(plan, problem, measures(len(prepared.schema.labels)), loo, lco, outer),
     )
 

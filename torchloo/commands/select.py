@@ -11,16 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 import torchloo as tl
 from torchloo import report
 from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine
 from torchloo.commands.measures import measures
 from torchloo.commands.models import KERNELS, MACHINES, Spec, save
 from torchloo.commands.predict import require_device
-from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, table, whole
-from torchloo.reading import pandas
+from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, whole
+from torchloo.commands.telling import described, held_out, summary
 from torchloo.report import pictures, wording
 from torchloo.tables import CLASSIFICATION, REGRESSION, Prepared, Roles, prepare, read_table
 
@@ -56,7 +54,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--search",
         choices=("gradient", "nelder-mead", "grid"),
-        help="(default: gradient, or nelder-mead for a criterion that has none)",
+        help="(default: gradient, or nelder-mead where there is none)",
     )
     parser.add_argument("--clusters", metavar="COLUMN", help="rows with the same value are left out together")
     parser.add_argument("--weights", metavar="COLUMN", help="a positive weight for each row")
@@ -95,16 +93,16 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(frame, roles, standardise=args.kernel != "boolean")
     prepared = prepared._replace(notes=(*read, *prepared.notes))
     plan = _plan(args, prepared)
-    print(_described(args.data, prepared), flush=True)
+    print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
         findings = _find(prepared, plan, check)
     source = report.Source(args.data.name, _command(args))
     page = report.page(findings, source)
     with new_folder(out) as part:
         save(part / "model.pt", plan.spec, prepared.schema, findings.choice.machine)
-        _held_out(findings).to_csv(part / "held_out.csv", index=False)
+        held_out(findings).to_csv(part / "held_out.csv", index=False)
         (part / "report.html").write_text(page, encoding="utf-8")
-    print(f"\n{_summary(findings)}\n\nreport: {out / 'report.html'}")
+    print(f"\n{summary(findings)}\n\nreport: {out / 'report.html'}")
     return 0
 
 
@@ -134,9 +132,11 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
     if criterion == "leave_pair_out_auc" and args.clusters is not None:
         raise UserError("--criterion leave_pair_out_auc leaves out pairs, not clusters; take wmw")
-    differentiable = getattr(tl.criteria, criterion).differentiable
+    unlearnt = args.machine == "svc" and args.clusters is not None
+    differentiable = getattr(tl.criteria, criterion).differentiable and not unlearnt
     if args.search == "gradient" and not differentiable:
-        raise UserError(f"--criterion {criterion} has no gradient; take --search nelder-mead")
+        what = "svc with clusters" if unlearnt else f"--criterion {criterion}"
+        raise UserError(f"{what} has no gradient; take --search nelder-mead")
     basis = _basis(args, n)
     _require_memory(args.machine, args.kernel, n)
     return Plan(
@@ -176,17 +176,6 @@ def _require_memory(machine: str, kernel: str, n: int) -> None:
             f"{n} rows need about {48e-9 * n * n:.0f} GB with --machine {machine}, and "
             f"{available / 1e9:.0f} GB are free; take --machine sparse"
         )
-
-
-def _described(path: Path, prepared: Prepared) -> str:
-    schema, (n, d) = prepared.schema, prepared.X.shape
-    labels = schema.labels
-    task = f"regression of {schema.target!r}"
-    if labels:
-        shown = ", ".join(labels[:6]) + (", ..." if len(labels) > 6 else "")
-        task = f"{len(labels)} classes of {schema.target!r}: {shown}"
-    lines = [f"{path.name}: {n} rows, {d} inputs, {task}"]
-    return "\n".join([*lines, *(f"  note: {note}" for note in prepared.notes)])
 
 
 def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
@@ -266,40 +255,3 @@ def _command(args: argparse.Namespace) -> str:
     for name in args.drop:
         words += ["--drop", name]
     return shlex.join(words)
-
-
-def _held_out(findings: Findings) -> Any:
-    """The table held_out.csv: a row for each row of the data."""
-    prepared, loo = findings.prepared, findings.loo
-    columns: dict[str, np.ndarray] = {"row": np.arange(1, len(loo) + 1), "target": prepared.target}
-    columns |= _outputs(findings, "loo", loo)
-    columns["residual"] = findings.residual if loo.ndim == 1 else findings.size
-    columns["leverage"] = np.full(len(loo), np.nan) if findings.leverage is None else findings.leverage
-    if prepared.clusters is not None and findings.lco is not None:
-        columns["cluster"] = prepared.clusters
-        columns |= _outputs(findings, "lco", findings.lco)
-    return pandas().DataFrame(columns)
-
-
-def _outputs(findings: Findings, kind: str, outputs: np.ndarray) -> dict[str, np.ndarray]:
-    if not findings.classes:
-        return {f"{kind}_output": outputs}
-    said = {f"{kind}_class": findings.said(outputs)}
-    if outputs.ndim == 1:
-        return {f"{kind}_output": outputs, **said}
-    labels = findings.prepared.schema.labels
-    return {**said, **{f"{kind}_output {label}": outputs[:, k] for k, label in enumerate(labels)}}
-
-
-def _summary(findings: Findings) -> str:
-    """The findings in a few lines of text."""
-    choice, plan, first = findings.choice, findings.plan, findings.rows[0]
-    settings = ", ".join(f"{name} {value:.4g}" for name, value in findings.parameters)
-    if findings.lengthscales is not None:
-        settings += f", lengthscales {findings.lengthscales.min():.3g} to {findings.lengthscales.max():.3g}"
-    chosen = f"chosen: {settings}\n{plan.criterion} {choice.value:.4g} after {choice.evaluations} evaluations"
-    head = ["", "guessing", "leave-one-out"]
-    head += ["leave-cluster-out"] * (first.lco is not None)
-    head += [f"outer ({plan.outer} splits)"] * (first.outer is not None)
-    rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
-    return f"{chosen}\n\n{table(rows)}"

@@ -10,6 +10,7 @@ from torchloo.report.wording import CRITERIA, KERNELS, MACHINES, PARAMETERS
 __all__ = ["data", "machine"]
 
 _MOST_BARS = 20
+_MOST_CLASSES = 6
 
 
 def data(findings: Findings) -> str:
@@ -20,11 +21,12 @@ def data(findings: Findings) -> str:
     used = f"{len(schema.columns)}" + (f", {len(words)} of them text" if words else "")
     rows = [["rows", f"{n}"], ["columns", used]] + ([["inputs after coding", f"{d}"]] if words else [])
     if prepared.clusters is not None:
-        names, counts = np.unique(prepared.clusters, return_counts=True)
-        rows.append(["clusters", f"{len(names)}, of {counts.min()} to {counts.max()} rows"])
+        rows.append(["clusters", _sizes(prepared.clusters)])
     if prepared.weight is not None:
         rows.append(["weights", f"{number(prepared.weight.min())} to {number(prepared.weight.max())}"])
-    if findings.classes:
+    if findings.classes > _MOST_CLASSES:
+        rows.append(["classes", _sizes(prepared.target)])
+    elif findings.classes:
         sizes = [(label, int((prepared.target == label).sum())) for label in schema.labels]
         rows += [[f"class {label}", f"{size} rows ({size / n:.0%})"] for label, size in sizes]
     else:
@@ -33,6 +35,17 @@ def data(findings: Findings) -> str:
         rows.append([schema.target, f"{extent}, mean {number(y.mean())}, std {number(y.std())}"])
     notes = [note[0].upper() + note[1:] + "." for note in prepared.notes]
     return section("The data", table(["", ""], rows, words=True), paragraph(_coding(findings)), items(notes))
+
+
+def _sizes(labels: np.ndarray) -> str:
+    """How many distinct labels there are, and of how many rows."""
+    counts = np.unique(labels, return_counts=True)[1]
+    fewest, most = counts.min(), counts.max()
+    return (
+        f"{len(counts)}, of {fewest} rows each"
+        if fewest == most
+        else f"{len(counts)}, of {fewest} to {most} rows"
+    )
 
 
 def _coding(findings: Findings) -> str:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchloo.commands.findings import Findings, Row
+from torchloo.commands.findings import Answers, Findings, Row
 from torchloo.report import pictures
 from torchloo.report.markup import figure, paragraph, section, table, text, tile
 
@@ -46,11 +46,11 @@ def _best(row: Row) -> tuple[str, str]:
 def estimates(findings: Findings) -> str:
     """The outer estimate beside the optimistic inner one."""
     outer = findings.rows[0].outer
-    inner = "leave-cluster-out" if findings.lco is not None else "leave-one-out"
+    inner = findings.way
     if outer is None:
         words = (
             "There is no outer estimate, as none was asked for. The settings were chosen by the very rows "
-            f"that these numbers come from, so {inner} is somewhat optimistic: expect a little less."
+            f"that these numbers come from, so {inner} is a little optimistic."
         )
         return section(_TITLE, _estimate_table(findings), paragraph(words))
     name, number = findings.rows[0].measure.name, len(outer.scores)
@@ -83,8 +83,8 @@ def _inner(row: Row) -> float:
 
 def clusters(findings: Findings) -> str:
     """Leave-one-out against leave-cluster-out, and the clusters one by one."""
-    main = findings.rows[0]
-    if findings.lco is None or main.lco is None:
+    main, clusters = findings.rows[0], findings.prepared.clusters
+    if clusters is None or findings.lco is None or main.lco is None:
         return ""
     words = (
         f"Leaving out one row at a time, the {main.measure.name} is {main.measure.show(main.loo)}; leaving "
@@ -92,27 +92,25 @@ def clusters(findings: Findings) -> str:
         "worse, rows of one cluster resemble one another: then leave-one-out tells how well the machine "
         "does on further rows of known clusters, and only leave-cluster-out how well on new clusters."
     )
-    names, losses, counts = _by_cluster(findings, findings.lco)
-    order = np.argsort(-losses, kind="stable")[:_MOST_CLUSTERS]
+    names, member, counts = np.unique(clusters, return_inverse=True, return_counts=True)
+    lco, loo = (_loss(findings, answers, member) for answers in (findings.lco, findings.loo))
+    order = np.argsort(-lco, kind="stable")[:_MOST_CLUSTERS]
     label = "share of wrong answers" if findings.classes else "root mean square of the residuals"
-    svg = pictures.bars([f"{names[k]} ({counts[k]})" for k in order], losses[order], label)
+    rows = [f"{names[k]} ({counts[k]})" for k in order]
+    svg = pictures.bars(rows, lco[order], label, ("leave-cluster-out", "leave-one-out"), loo[order])
     which = (
         f"The {len(order)} hardest of {len(names)} clusters" if len(order) < len(names) else "The clusters"
     )
     caption = (
-        f"{which}, their numbers of rows in brackets, each predicted by the machine that had seen none of "
-        "its rows. The longer the bar, the worse."
+        f"{which}, their numbers of rows in brackets. Blue: predicted by the machine that had seen no row "
+        "of the cluster; grey: by the machines that had seen all but the row itself. The longer, the worse."
     )
     return section("Clusters", paragraph(text(words)), figure(svg, caption))
 
 
-def _by_cluster(findings: Findings, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Names of the clusters, what each is off by, and their numbers of rows."""
-    assert findings.prepared.clusters is not None
-    names, member = np.unique(findings.prepared.clusters, return_inverse=True)
-    counts = np.bincount(member)
+def _loss(findings: Findings, answers: Answers, member: np.ndarray) -> np.ndarray:
+    """What each cluster is off by: the share of wrong answers, or the root mean square residual."""
     if findings.classes:
-        wrong = findings.said(outputs) != findings.prepared.target
-        return names, np.bincount(member, wrong) / counts, counts
-    squares = (findings.prepared.y - outputs) ** 2
-    return names, np.sqrt(np.bincount(member, squares) / counts), counts
+        wrong = findings.said(answers) != findings.prepared.target
+        return np.bincount(member, wrong) / np.bincount(member)
+    return np.sqrt(np.bincount(member, answers.residuals**2) / np.bincount(member))

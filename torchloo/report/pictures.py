@@ -113,6 +113,7 @@ def _plain_numbers(axis: "Axis") -> None:
 def criterion_curve(values: Sequence[float], name: str, lower_is_better: bool) -> str:
     """Every value that the search looked at, and the best so far."""
     tried = np.array(values, dtype=float)
+    tried[~np.isfinite(tried)] = np.nan  # settings for which there was no solution
     gather = np.fmin if lower_is_better else np.fmax
     best, steps = gather.accumulate(tried), np.arange(1, len(tried) + 1)
     with _Canvas(6.4, 3.4) as canvas:
@@ -226,8 +227,7 @@ def leverage(values: np.ndarray, residual: np.ndarray) -> str:
     with _Canvas(6.4, 3.6) as canvas:
         axes = canvas.axes
         _points(axes, values, size)
-        reach = size / max(size.max(), 1e-300) + values / max(values.max(), 1e-300)
-        for row in np.argsort(-reach)[:5]:
+        for row in _farthest(values, size):
             axes.annotate(
                 str(row + 1),
                 (values[row], size[row]),
@@ -243,6 +243,16 @@ def leverage(values: np.ndarray, residual: np.ndarray) -> str:
     return canvas.svg
 
 
+def _farthest(x: np.ndarray, y: np.ndarray, most: int = 6) -> list[int]:
+    """Rows far from the origin, but none whose number would cover that of another."""
+    x, y = x / max(x.max(), 1e-300), y / max(y.max(), 1e-300)
+    chosen: list[int] = []
+    for row in np.argsort(-(x + y))[: 5 * most].tolist():
+        if all(abs(x[row] - x[k]) > 0.06 or abs(y[row] - y[k]) > 0.06 for k in chosen):
+            chosen.append(row)
+    return chosen[:most]
+
+
 def outer_scores(scores: np.ndarray, inner: float, name: str) -> str:
     """The scores of the outer splits, their mean, and the optimistic inner estimate."""
     with _Canvas(6.4, 2.9) as canvas:
@@ -256,12 +266,24 @@ def outer_scores(scores: np.ndarray, inner: float, name: str) -> str:
     return canvas.svg
 
 
-def bars(names: Sequence[str], values: np.ndarray, xlabel: str) -> str:
-    """Horizontal bars, the first on top."""
+def bars(
+    names: Sequence[str],
+    values: np.ndarray,
+    xlabel: str,
+    labels: tuple[str, str] | None = None,
+    others: np.ndarray | None = None,
+) -> str:
+    """Horizontal bars, the first on top; with thin ones below them for other values."""
     with _Canvas(6.4, 0.9 + 0.27 * len(names)) as canvas:
         axes = canvas.axes
         positions = np.arange(len(names))[::-1]
-        axes.barh(positions, values, color=BLUE, height=0.62)
+        first, second = labels or (None, None)
+        if others is None:
+            axes.barh(positions, values, color=BLUE, height=0.62)
+        else:
+            axes.barh(positions + 0.1, values, color=BLUE, height=0.48, label=first)
+            axes.barh(positions - 0.27, others, color=GREY, height=0.2, label=second)
+            axes.legend(loc="lower right")
         axes.set_yticks(positions, [name if len(name) <= 32 else name[:31] + "…" for name in names])
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(xlabel)
