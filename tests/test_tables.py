@@ -30,7 +30,7 @@ def test_numbers_are_standardised_and_text_has_an_input_for_each_level():
     prepared = prepare(frame(), Roles("y"))
     assert prepared.schema.inputs == ["x", "colour=blue", "colour=green", "colour=red"]
     np.testing.assert_allclose(prepared.X.mean(0), 0, atol=1e-12)
-    np.testing.assert_allclose(prepared.X.std(0), 1)
+    np.testing.assert_allclose(prepared.X.std(0, ddof=1), 1)
     np.testing.assert_allclose(prepared.y, np.arange(N) * 1.5)
     red = np.array([colour == "red" for colour in frame()["colour"]])
     assert len(set(prepared.X[red, 3])) == len(set(prepared.X[~red, 3])) == 1

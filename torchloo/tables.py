@@ -167,7 +167,7 @@ def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Pr
     columns, raw, left = _inputs(frame, inputs)
     notes += left
     centre, scale = (
-        (raw.mean(0), raw.std(0)) if standardise else (np.zeros(raw.shape[1]), np.ones(raw.shape[1]))
+        (raw.mean(0), raw.std(0, ddof=1)) if standardise else (np.zeros(raw.shape[1]), np.ones(raw.shape[1]))
     )
     if not standardise:
         _require_binary(columns, raw)

@@ -9,13 +9,23 @@ import torch
 from torch import Tensor
 
 import torchloo as tl
-from torchloo.commands.measures import Measure, guess, measures
+from torchloo.commands.measures import Measure, Outer, guess, measures
 from torchloo.commands.models import Spec
 from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.tables import Prepared
 
-__all__ = ["Findings", "Outer", "Plan", "choose", "estimate", "examine"]
+__all__ = [
+    "Answers",
+    "Findings",
+    "Plan",
+    "Problem",
+    "Row",
+    "choose",
+    "estimate",
+    "examine",
+    "number_of_splits",
+]
 
 # An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
 _MOST_ROWS_OF_PATH = 2000
@@ -85,14 +95,6 @@ class Choice(NamedTuple):
     """The criterion at every evaluation."""
     evaluations: int
     seconds: float
-
-
-class Outer(NamedTuple):
-    """The outer estimate of one measure."""
-
-    scores: np.ndarray
-    mean: float
-    stderr: float
 
 
 class Row(NamedTuple):
@@ -188,16 +190,49 @@ def choose(problem: Problem, plan: Plan) -> Choice:
     return Choice(selection.machine, float(selection.value), history, int(selection.evaluations), seconds)
 
 
-def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer | None]:
-    """The outer estimate of every measure: the whole selection repeated in every split."""
+def number_of_splits(prepared: Prepared, plan: Plan) -> int:
+    """As many as asked for, but with clusters at most one for each."""
+    if prepared.clusters is None:
+        return plan.outer
+    return min(plan.outer, len(np.unique(prepared.clusters)))
+
+
+def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | None:
+    """The outer estimate of every measure: the whole selection repeated in every split.
+
+    Splits are hold-outs of 10 %, of whole clusters where there are some; where there are no more
+    clusters than splits asked for, each is left out once.
+    """
     if not plan.outer:
-        return [None] * len(of)
-    raise NotImplementedError
+        return None
+    few = problem.clusters is not None and len(problem.clusters.unique()) <= plan.outer
+    tested: list[HeldOut] = []
+
+    def metric(held_out: HeldOut) -> Tensor:
+        """Keep the test rows of each split, so that every measure can be taken of them."""
+        tested.append(held_out)
+        return of[0].of(held_out)
+
+    tl.validate(
+        plan.spec.build().to(plan.device),
+        problem.X,
+        problem.y,
+        splits="leave-cluster-out" if few else plan.outer,
+        criterion=plan.criterion_function,
+        metric=metric,
+        search=plan.search,
+        clusters=problem.clusters,
+        weight=problem.weight,
+        standardise=plan.standardise,
+        generator=torch.Generator().manual_seed(plan.seed),
+        progress=plan.progress,
+    )
+    return [measure.over_splits(tested) for measure in of]
 
 
 @torch.no_grad()
 def examine(
-    prepared: Prepared, plan: Plan, problem: Problem, choice: Choice, outer: list[Outer | None]
+    prepared: Prepared, plan: Plan, problem: Problem, choice: Choice, outer: list[Outer] | None
 ) -> Findings:
     """Everything that the chosen machine says held out."""
     machine, X, y, weight = choice.machine, problem.X, problem.y, problem.weight
@@ -215,29 +250,30 @@ def examine(
         loo=problem.answers(loo),
         lco=None if lco is None else problem.answers(lco),
         leverage=None if leverage is None else problem.restored(leverage),
-        rows=_rows(plan, problem, measures(len(prepared.schema.labels)), loo, lco, outer),
+        rows=_rows(measures(y, len(prepared.schema.labels)), y, loo, lco, outer),
     )
 
 
 def _rows(
-    plan: Plan,
-    problem: Problem,
-    of: list[Measure],
-    loo: HeldOut,
-    lco: HeldOut | None,
-    outer: list[Outer | None],
+    of: list[Measure], y: Tensor, loo: HeldOut, lco: HeldOut | None, outer: list[Outer] | None
 ) -> list[Row]:
-    blind = guess(problem.y, loo.weight)
-    return [
-        Row(
-            measure,
-            float(measure.of(blind)),
-            float(measure.of(loo)),
-            None if lco is None else float(measure.of(lco)),
-            outer[k],
+    """Every measure by every way; held-out targets are those of the table, not a machine's own codes."""
+    ways = [None if way is None else _once(way, y) for way in (loo, lco)]
+    rows = []
+    for k, measure in enumerate(of):
+        inner, clusters = (None if way is None else measure.value(way) for way in ways)
+        assert inner is not None
+        rows.append(
+            Row(measure, measure.value(guess(y)), inner, clusters, None if outer is None else outer[k])
         )
-        for k, measure in enumerate(of)
-    ]
+    return rows
+
+
+def _once(held_out: HeldOut, y: Tensor) -> HeldOut:
+    """The same answers beside the targets y, every row counting once."""
+    ones = torch.ones_like(held_out.weight)
+    fields = (held_out.outputs, y - held_out.outputs, y, ones, held_out.clusters)
+    return HeldOut(*fields, held_out.variance, held_out.refitted)
 
 
 def _parameters(machine: KernelMachine) -> tuple[list[tuple[str, float]], np.ndarray | None]:

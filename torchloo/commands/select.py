@@ -13,7 +13,7 @@ from typing import Any
 
 import torchloo as tl
 from torchloo import report
-from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine
+from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine, number_of_splits
 from torchloo.commands.measures import measures
 from torchloo.commands.models import KERNELS, MACHINES, Spec, save
 from torchloo.commands.predict import require_device
@@ -184,19 +184,19 @@ def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
         problem = Problem.of(prepared, plan)
         choice = choose(problem, plan)
         check()
-        _announce(plan, choice.seconds)
-        outer = estimate(problem, plan, measures(len(prepared.schema.labels)))
+        _announce(number_of_splits(prepared, plan), choice.seconds)
+        outer = estimate(problem, plan, measures(problem.y, len(prepared.schema.labels)))
         check()
         return examine(prepared, plan, problem, choice, outer)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
 
 
-def _announce(plan: Plan, seconds: float) -> None:
+def _announce(splits: int, seconds: float) -> None:
     """Say beforehand what will take long."""
-    if plan.outer and (total := plan.outer * seconds) > _LONG:
+    if (total := splits * seconds) > _LONG:
         shown = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
-        print(f"outer estimate: {plan.outer} selections, up to {shown} (--outer 0 leaves it out)", flush=True)
+        print(f"outer estimate: {splits} selections, up to {shown} (--outer 0 leaves it out)", flush=True)
 
 
 @contextmanager

@@ -56,6 +56,6 @@ def summary(findings: Findings) -> str:
     chosen = f"chosen: {settings}\n{plan.criterion} {choice.value:.4g} after {choice.evaluations} evaluations"
     head = ["", "guessing", "leave-one-out"]
     head += ["leave-cluster-out"] * (first.lco is not None)
-    head += [f"outer ({plan.outer} splits)"] * (first.outer is not None)
+    head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]
     rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
     return f"{chosen}\n\n{table(rows)}"

@@ -62,10 +62,10 @@ def estimates(findings: Findings) -> str:
         f"{inner} at the chosen settings, is optimistic, as the settings were chosen to make it good."
     )
     caption = (
-        f"The {name} in each of the {number} splits. Solid: their mean, the outer estimate. Dashed: the "
+        f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: the "
         f"inner estimate, by {inner}. The further apart the two, the more the choice has flattered itself."
     )
-    svg = pictures.outer_scores(outer.scores, _inner(findings.rows[0]), name)
+    svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
 
 
