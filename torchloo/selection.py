@@ -1,25 +1,22 @@
 """select: hyper-parameters by a leave-one-out criterion."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchloo import criteria
-from torchloo.guards import Guard, require_floating
 from torchloo.machine import KernelMachine
-from torchloo.search.objective import Evaluation, Prior, Problems
+from torchloo.search.objective import Evaluation, Prior
 from torchloo.search.parameters import Space
+from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, weight_of
 from torchloo.search.run import Plan, run, warn_interrupted
 from torchloo.search.score import Score
 from torchloo.search.starts import scales_differ
 
-__all__ = ["Selection", "Weighting", "select"]
-
-Weighting = Tensor | Callable[[Tensor], Tensor] | None
-"""Row weights, or a function of the targets that gives them, such as `balanced_weight`."""
+__all__ = ["Selection", "select"]
 
 
 class Selection(NamedTuple):
@@ -108,7 +105,7 @@ def select(
         >>> X, y = tl.datasets.motorcycle()
         >>> chosen = select(tl.LSSVM(tl.kernels.RBF()), X, y, progress=False)
         >>> print(f"{chosen.value:.0f}, lengthscale {chosen.machine.kernel.lengthscale:.2f}")
-        70412, lengthscale 5.45
+        70551, lengthscale 7.57
     """
     plan = Plan(
         "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress
@@ -118,10 +115,11 @@ def select(
     check_rows("select", X, y)
     differ = scales_differ(space, X)
     if differ:
+        low, high = differ
         warnings.warn(
-            f"select: the columns of X have standard deviations from {differ[0]:.3g} to {differ[1]:.3g}, which "
-            "this kernel does not balance; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel "
-            "one lengthscale for each column",
+            f"select: the columns of X have standard deviations from {low:.3g} to {high:.3g}, and the largest "
+            "rule this kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel one "
+            "lengthscale for each column",
             UserWarning,
             stacklevel=2,
         )
@@ -134,47 +132,6 @@ def select(
         warn_interrupted("select")
     best = objective.best[0]
     assert best.theta is not None
-    fitted = space.machine_at(best.theta).fit(X, y, own)
+    fitted: Any = space.machine_at(best.theta)
+    fitted.fit(X, y, own)
     return Selection(fitted, best.value, objective.history, objective.evaluations[0])
-
-
-def check_rows(function: str, X: Tensor, y: Tensor) -> None:
-    """Demand inputs (n, d) and targets (n,) or (n, c), all finite."""
-    require_floating(function, X=X, y=y)
-    if X.ndim != 2 or 0 in X.shape or len(X) < 3:
-        raise ValueError(f"{function}: X must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
-    if y.ndim not in (1, 2) or len(y) != len(X) or 0 in y.shape:
-        raise ValueError(
-            f"{function}: y must be (n,) or (n, c) with the {len(X)} rows of X, got shape {tuple(y.shape)}"
-        )
-    guard = Guard(function)
-    guard.finite(X=X, y=y)
-    guard.check()
-
-
-def check_clusters(function: str, score: Score, clusters: object | None) -> None:
-    """Refuse clusters that a criterion of the Fit would leave out of account."""
-    if clusters is not None and score.takes_fit:
-        raise ValueError(f"{function}: clusters must be None for {score.name}, which leaves out pairs")
-
-
-def weight_of(function: str, name: str, weight: Any, y: Tensor) -> Any:
-    """Weights (n,) that were given or that a function makes of y; strings and None as they are."""
-    if weight is None or (isinstance(weight, str) and weight == "own" and name == "criterion_weight"):
-        return weight
-    values = weight(y) if callable(weight) else weight
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{function}: {name} must be a tensor or a callable of y, got {type(values).__name__}")
-    require_floating(function, y=y, **{name: values})
-    if values.shape != y.shape[:1]:
-        raise ValueError(f"{function}: {name} must have shape ({len(y)},), got {tuple(values.shape)}")
-    return values
-
-
-def stack(X: list[Tensor], y: list[Tensor], weight: list[Any], clusters: object | None, of: list[Any]) -> Problems:
-    """Problems of one shape, behind one another."""
-
-    def together(values: list[Any]) -> Any:
-        return torch.stack(values) if isinstance(values[0], Tensor) else values[0]
-
-    return Problems(torch.stack(X), torch.stack(y), together(weight), clusters, together(of))

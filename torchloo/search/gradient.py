@@ -43,6 +43,8 @@ class _Runs:
     """Step lengths, (R,)."""
     idle: Tensor
     """How many steps in a row brought next to nothing, (R,)."""
+    reach: Tensor
+    """The largest change of a number in a step along the gradient itself, in its unit, (R,)."""
     direction: Tensor
 
     def free(self) -> Tensor:
@@ -64,7 +66,7 @@ class _Runs:
         enough = descent < -1e-8 * _norm(direction) * _norm(self.g * free)
         good = (known & enough).unsqueeze(-1)
         size = ((steepest / self.unit).abs().amax(-1, keepdim=True)).clamp(min=1e-300)
-        direction = torch.where(good, direction, steepest * (_FIRST / size))
+        direction = torch.where(good, direction, steepest * (self.reach.unsqueeze(-1) / size))
         longest = (direction / self.unit).abs().amax(-1, keepdim=True)
         direction = direction * (_LONGEST / longest.clamp(min=_LONGEST))
         self.direction = torch.where(which.unsqueeze(-1), direction, self.direction)
@@ -117,10 +119,9 @@ def descend(
     memory = start.new_zeros(_MEMORY, *start.shape)
     blank = torch.zeros_like(f)
     runs = _Runs(
-        start, f, g, box[0], box[1], unit, memory, memory.clone(), blank, blank.clone(), blank.unsqueeze(-1)
+        start, f, g, box[0], box[1], unit, memory, memory, blank, blank, blank + _FIRST, torch.zeros_like(g)
     )
     active = f.isfinite()
-    runs.direction = torch.zeros_like(start)
     runs.turn(active)
     for _ in range(evaluations - 1):
         active = active & (runs.slope() > tolerance * runs.f.abs())
@@ -152,8 +153,16 @@ def _advance(objective: Objective, runs: _Runs, problem: Tensor, active: Tensor,
 
 
 def _remember(runs: _Runs, accepted: Tensor, moved: Tensor, change: Tensor) -> None:
-    """Keep the pairs of the accepted steps along which the gradient grew."""
+    """Keep the pairs of the accepted steps along which the gradient grew.
+
+    Where it fell, the valley is not yet in sight and what is remembered says nothing of it: the run goes
+    on along the gradient, twice as far each time.
+    """
     curved = (moved * change).sum(-1) > 1e-10 * _norm(moved) * _norm(change)
+    over = accepted & ~curved
+    length = (2 * (moved / runs.unit).abs().amax(-1)).clamp(_FIRST, _LONGEST)
+    runs.reach = torch.where(over, length, torch.where(accepted, _FIRST, runs.reach))
+    runs.forget(over)
     keep = (accepted & curved).unsqueeze(-1)
     runs.s = torch.where(keep, torch.cat([runs.s[1:], moved.unsqueeze(0)]), runs.s)
     runs.z = torch.where(keep, torch.cat([runs.z[1:], change.unsqueeze(0)]), runs.z)

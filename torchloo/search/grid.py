@@ -45,7 +45,11 @@ def default_axes(space: Space) -> Axes:
     axes = []
     for entry in space.entries:
         if entry.log:
-            steps = torch.arange(-4, 5) * math.log(2) if entry.kernel else torch.arange(-12, 13) * math.log(10) / 2
+            steps = (
+                torch.arange(-4, 5) * math.log(2)
+                if entry.kernel
+                else torch.arange(-12, 13) * math.log(10) / 2
+            )
             axes.append((entry, steps.double().unsqueeze(-1)))
     points = math.prod(len(values) for _, values in axes)
     if points > 1e5:

@@ -32,7 +32,9 @@ def walk(
     than `tolerance` of the best and its edges are below 1 % of a unit, or after so many `evaluations`.
     """
     runs, p = start.shape
-    simplex = torch.cat([start.unsqueeze(1), start.unsqueeze(1) + _STEP * torch.diag(unit)], 1)  # (R, p + 1, p)
+    simplex = torch.cat(
+        [start.unsqueeze(1), start.unsqueeze(1) + _STEP * torch.diag(unit)], 1
+    )  # (R, p + 1, p)
     # A corner outside the box is reflected into it.
     simplex = torch.where(simplex > box[1].unsqueeze(1), 2 * start.unsqueeze(1) - simplex, simplex)
     simplex = torch.clamp(simplex, box[0].unsqueeze(1), box[1].unsqueeze(1))

@@ -22,28 +22,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.search.parameters import Space
+from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 
-__all__ = ["Best", "Evaluation", "Objective", "Prior", "Problems"]
+__all__ = ["Best", "Evaluation", "Objective", "Prior"]
 
 ENTRIES = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 Prior = float | Callable[[Mapping[str, Tensor]], Tensor] | None
-
-
-class Problems(NamedTuple):
-    """P problems of one shape, which are searched together."""
-
-    X: Tensor
-    """(P, n, d)."""
-    y: Tensor
-    """(P, n) or (P, n, c)."""
-    weight: Tensor | None
-    """Training weights, (P, n)."""
-    clusters: object | None
-    """Labels (n,) of what is left out together, the same in all problems."""
-    criterion_weight: Any
-    """Weights of the criterion, (P, n); "own" takes the training weights, None none."""
 
 
 class Evaluation(NamedTuple):
@@ -74,7 +60,9 @@ class Objective:
     Keeps, for every problem, the best candidate, the number of evaluations and (for one problem) the history.
     """
 
-    def __init__(self, space: Space, problems: Problems, score: Score, prior: Prior, bar: "tqdm[Any]") -> None:
+    def __init__(
+        self, space: Space, problems: Problems, score: Score, prior: Prior, bar: "tqdm[Any]"
+    ) -> None:
         self.space, self.problems, self.score, self.prior, self.bar = space, problems, score, prior, bar
         count = len(problems.X)
         self.best = [Best() for _ in range(count)]
@@ -84,9 +72,7 @@ class Objective:
         self.centre = torch.zeros(count, space.size, dtype=torch.float64)
         self._scale = torch.ones(count, dtype=torch.float64)
 
-    def __call__(
-        self, theta: Tensor, problem: Tensor, gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, theta: Tensor, problem: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Values (B,) and gradients (B, p), zeros unless asked for, of theta (B, p) in problem (B,)."""
         width = self._width()
         parts = [
@@ -205,9 +191,7 @@ class Objective:
             return penalty.detach(), zero[1]
         return penalty.detach(), torch.autograd.grad(penalty.sum(), theta)[0]
 
-    def _enter(
-        self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None
-    ) -> Tensor:
+    def _enter(self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None) -> Tensor:
         """Note candidates and what they are worth; the values to minimise, infinite where there are none."""
         if penalty is None:
             penalty, _ = self._penalty(theta, problem, False)

@@ -53,7 +53,9 @@ class _Network(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """(n, d) or (B, n, d) -> (B, n, p)."""
-        stacked = {name: p for name, p in self.network.named_parameters() if name in self.names}
+        stacked: dict[str, Tensor] = {
+            name: p for name, p in self.network.named_parameters() if name in self.names
+        }
 
         def one(weights: dict[str, Tensor], rows: Tensor) -> Tensor:
             return functional_call(self.network, weights, (rows,))
@@ -100,7 +102,7 @@ class Space:
         name = (parent + "." if parent else "") + leaf.removeprefix("log_")
         network = ".features." in f".{path}"
         log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not network
-        if log and parameter.ndim > 1 or (not parent and log and parameter.ndim):
+        if (log and parameter.ndim > 1) or (not parent and log and parameter.ndim):
             raise ValueError(
                 f"{self.function}: {name} must belong to one machine, got the batch shape "
                 f"{tuple(parameter.shape)}"
@@ -175,7 +177,9 @@ class Space:
         fault = "is ambiguous" if entries else "is unknown"
         raise ValueError(f"{self.function}: {argument} must name parameters ({known}), {name!r} {fault}")
 
-    def bounds(self, first: Tensor, given: Mapping[str, tuple[float, float]] | None, decades: float) -> Tensor:
+    def bounds(
+        self, first: Tensor, given: Mapping[str, tuple[float, float]] | None, decades: float
+    ) -> Tensor:
         """Lower and upper bounds (2, ..., p) for first starts (..., p): so many decades around them."""
         reach = torch.full((self.size,), torch.inf, dtype=torch.float64)
         for entry in self.entries:

@@ -11,12 +11,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.search import gradient, grid, nelder_mead
-from torchloo.search.objective import Objective, Prior, Problems
+from torchloo.search.objective import Objective, Prior
 from torchloo.search.parameters import Space
+from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 from torchloo.search.starts import first_start, further_starts
 
-__all__ = ["Plan", "run"]
+__all__ = ["Plan", "run", "warn_interrupted"]
 
 SEARCHES = ("gradient", "nelder-mead", "grid")
 
@@ -41,7 +42,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.search not in SEARCHES:
-            raise ValueError(f"{self.function}: search must be one of {', '.join(SEARCHES)}, got {self.search!r}")
+            raise ValueError(
+                f"{self.function}: search must be one of {', '.join(SEARCHES)}, got {self.search!r}"
+            )
         if self.start not in ("auto", "machine"):
             raise ValueError(f"{self.function}: start must be 'auto' or 'machine', got {self.start!r}")
         for name in ("starts", "max_evaluations"):
@@ -54,10 +57,12 @@ class Plan:
             number = isinstance(self.prior, float | int) and not isinstance(self.prior, bool)
             if not number or not 0 <= self.prior < math.inf:
                 raise ValueError(
-                    f"{self.function}: prior must be a strength of 0 or more, or a callable, got {self.prior!r}"
+                    f"{self.function}: prior must be a number from 0 on or a callable, got {self.prior!r}"
                 )
         if self.grid is not None and self.search != "grid":
-            raise ValueError(f"{self.function}: grid must be left out unless search='grid', got {self.search!r}")
+            raise ValueError(
+                f"{self.function}: grid must be left out unless search='grid', got {self.search!r}"
+            )
 
     def evaluations(self, size: int) -> int:
         """The most evaluations of one run."""

@@ -75,7 +75,9 @@ class Score:
             call(one) if own else call(one, weight=_entry(weight, i, batch))
             for i, one in enumerate(_unbatched(held_out, batch))
         ]
-        values = [torch.as_tensor(v, dtype=held_out.outputs.dtype, device=held_out.outputs.device) for v in flat]
+        values = [
+            torch.as_tensor(v, dtype=held_out.outputs.dtype, device=held_out.outputs.device) for v in flat
+        ]
         for value in values:
             if value.ndim:
                 raise ValueError(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchloo.fisher import KFD
-from torchloo.kernels import Kernel, Matern, Precomputed, Product, RBF, Scaled, Sum
+from torchloo.kernels import RBF, Kernel, Matern, Precomputed, Product, Scaled, Sum
 from torchloo.search.parameters import Space
 
 __all__ = ["first_start", "further_starts", "scales_differ", "spread_rows"]
