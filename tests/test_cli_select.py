@@ -1,6 +1,8 @@
 """torchloo select and predict: from a file to a folder, and all the ways to get it wrong."""
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,11 @@ import pytest
 import torch
 
 import torchloo as tl
-from torchloo import cli
+from torchloo import cli, report
 from torchloo.commands import findings as findings_module
+from torchloo.commands.models import load
+from torchloo.report import page
+from torchloo.tables import read_table
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
@@ -55,9 +60,24 @@ TARGETS = ("price", "good", "grade")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a table in it; reports are empty, as test_report.py looks at them."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "page", lambda findings, source: "")
     table().to_csv("data.csv", index=False)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each target."""
+    root = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr(report, "page", lambda findings, source: "")
+        table().to_csv("data.csv", index=False)
+        for target in TARGETS:
+            assert select(target, "--outer", "0", out=target) == 0
+    return {target: root / target / "model.pt" for target in TARGETS}
 
 
 def select(target: str, *options: object, out: str = "out") -> int:
@@ -102,9 +122,6 @@ def test_select_writes_the_whole_folder(folder, capsys, target, options, columns
 def test_held_out_outputs_are_those_of_refits(folder, machine):
     """Read back the model, leave out a row by hand, refit, and compare."""
     assert select("good", "--machine", machine, "--outer", "0") == 0
-    from torchloo.commands.models import load
-    from torchloo.tables import read_table
-
     schema, fitted = load(Path("out/model.pt"), "cpu")
     frame = read_table(Path("data.csv"))[0].drop(columns=["price", "grade", "day", "w"])
     X, y = torch.tensor(schema.design(frame)), torch.tensor(schema.codes(frame["good"]))
@@ -141,7 +158,7 @@ def test_the_boolean_kernel_takes_text_and_flags(folder, capsys):
         ["--criterion", "balanced_error_rate", "--search", "grid"],
         ["--criterion", "hinge", "--search", "nelder-mead"],
         ["--weights", "w"],
-        ["--machine", "svc", "--clusters", "day"],
+        ["--machine", "svc", "--clusters", "day", "--search", "grid", "--kernel", "linear", "--outer", "0"],
         ["--machine", "sparse", "--basis", "9", "--weights", "w", "--clusters", "day"],
     ],
 )
@@ -152,7 +169,8 @@ def test_machines_criteria_searches_clusters_and_weights_go_together(folder, cap
     assert (held_out["loo_class"] == held_out["target"]).mean() > 0.7
 
 
-def test_the_same_seed_gives_the_same_files(folder):
+def test_the_same_seed_gives_the_same_files(folder, monkeypatch):
+    monkeypatch.setattr(report, "page", page)
     for out in ("one", "two"):
         assert select("price", "--machine", "sparse", "--seed", "3", out=out) == 0
     for name in ("held_out.csv", "report.html"):
@@ -262,13 +280,30 @@ def test_warnings_of_the_library_are_lines_of_the_command(folder, capsys, monkey
     assert capsys.readouterr().err == "torchloo select: warning: select: beware\n"
 
 
+@pytest.mark.parametrize("name", ["select", "validate"])
+def test_an_interrupt_that_a_search_obeys_still_ends_the_command(folder, capsys, monkeypatch, name):
+    """Both functions return what they have when interrupted, which must not pass for the result."""
+    original = getattr(tl, name)
+
+    def interrupted(*args, **options):
+        result = original(*args, **options)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(findings_module.tl, name, interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert select("price") == 130
+    assert capsys.readouterr().err == "torchloo select: interrupted\n"
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-@pytest.mark.parametrize("outer", ["0", "1000"])
-def test_an_interrupt_ends_without_a_traceback_and_writes_nothing(folder, outer):
-    """Whether it falls into the selection or into the outer estimate; SIGINT as Ctrl-C sends it."""
-    rows = 2500 if outer == "0" else 100
-    table(n=rows).to_csv("data.csv", index=False)
-    words = ["select", "data.csv", "--target", "price", "--out", "out", "--outer", outer]
+def test_an_interrupt_ends_without_a_traceback_and_writes_nothing(folder):
+    """SIGINT in the middle of a long outer estimate, as Ctrl-C sends it."""
+    table(n=100).to_csv("data.csv", index=False)
+    words = ["select", "data.csv", "--target", "price", "--out", "out", "--outer", "5000"]
     command = [sys.executable, "-m", "torchloo", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "rows" in process.stdout.readline()  # it has read the table and gets to work
@@ -282,12 +317,10 @@ def test_an_interrupt_ends_without_a_traceback_and_writes_nothing(folder, outer)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_predictions_are_those_of_the_fitted_machine(folder, capsys, target):
-    assert select(target, "--outer", "0") == 0
+def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, target):
     new = table(seed=1).drop(columns=["always", "day", "w"])
     new.drop(columns=[name for name in TARGETS if name != target]).to_csv("new.csv", index=False)
-    capsys.readouterr()
-    assert run("predict", "out/model.pt", "new.csv", "--out", "p.csv") == 0
+    assert run("predict", models[target], "new.csv", "--out", "p.csv") == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert f"beside its column '{target}'" in out
@@ -302,13 +335,10 @@ def test_predictions_are_those_of_the_fitted_machine(folder, capsys, target):
     assert scores == {"price": [], "good": ["score"], "grade": ["score 0", "score 1", "score 2"]}[target]
 
 
-def test_predictions_of_the_training_rows_are_the_fit(folder):
-    assert select("price", "--outer", "0") == 0
-    from torchloo.commands.models import load
-
-    schema, machine = load(Path("out/model.pt"), "cpu")
+def test_predictions_of_the_training_rows_are_the_fit(folder, models):
+    schema, machine = load(models["price"], "cpu")
     table().drop(columns=["always", "good", "grade", "day", "w", "price"]).to_csv("new.csv", index=False)
-    assert run("predict", "out/model.pt", "new.csv") == 0
+    assert run("predict", models["price"], "new.csv") == 0
     predicted = torch.tensor(pd.read_csv("predictions.csv")["prediction"].to_numpy())
     X, y = torch.tensor(schema.design(table()[["x", "z", "shop"]])), torch.tensor(table()["price"].to_numpy())
     torch.testing.assert_close(predicted, machine.solve(X, y).outputs.detach(), rtol=1e-9, atol=1e-9)
@@ -322,18 +352,17 @@ def test_predictions_of_the_training_rows_are_the_fit(folder):
         ("other.pt", "data.csv", "is not a model that torchloo select has written"),
         ("later.pt", "data.csv", "was written by torchloo 9.9.9"),
         ("broken.pt", "data.csv", "is not a model that torchloo select has written"),
-        ("out/model.pt", "none.csv", "'none.csv' does not exist"),
-        ("out/model.pt", "wrong.csv", "do not match those of the model: missing 'z'; unexpected 'y'"),
+        ("good.pt", "none.csv", "'none.csv' does not exist"),
+        ("good.pt", "wrong.csv", "do not match those of the model: missing 'z'; unexpected 'y'"),
     ],
 )
-def test_predict_refuses_what_does_not_fit(folder, capsys, model, data, message):
-    assert select("price", "--outer", "0") == 0
+def test_predict_refuses_what_does_not_fit(folder, models, capsys, model, data, message):
+    shutil.copy(models["price"], "good.pt")
     table()[["x", "shop"]].assign(y=1).to_csv("wrong.csv", index=False)
     torch.save({"weights": torch.ones(2)}, "other.pt")
-    content = torch.load("out/model.pt", weights_only=True)
+    content = torch.load("good.pt", weights_only=True)
     torch.save({**content, "version": 2, "torchloo": "9.9.9"}, "later.pt")
     torch.save({**content, "state": {}}, "broken.pt")
-    capsys.readouterr()
     assert run("predict", model, data, "--out", "p.csv") == 2
     printed, err = capsys.readouterr()
     assert printed == ""

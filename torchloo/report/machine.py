@@ -32,7 +32,9 @@ def data(findings: Findings) -> str:
     else:
         y = prepared.y
         extent = f"{number(y.min())} to {number(y.max())}"
-        rows.append([schema.target, f"{extent}, mean {number(y.mean())}, std {number(y.std())}"])
+        rows.append(
+            [schema.target, f"{extent}, mean {number(y.mean())}, standard deviation {number(y.std())}"]
+        )
     notes = [note[0].upper() + note[1:] + "." for note in prepared.notes]
     return section("The data", table(["", ""], rows, words=True), paragraph(_coding(findings)), items(notes))
 

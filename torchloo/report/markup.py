@@ -13,8 +13,8 @@ def text(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """A number with as many digits as tell something."""
-    return f"{value:.4g}"
+    """Four digits; large numbers in full, with commas."""
+    return f"{float(f'{value:.4g}'):,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def section(title: str, *parts: str) -> str:

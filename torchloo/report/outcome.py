@@ -54,19 +54,27 @@ def estimates(findings: Findings) -> str:
         )
         return section(_TITLE, _estimate_table(findings), paragraph(words))
     name, number = findings.rows[0].measure.name, len(outer.scores)
-    aside = "some of the clusters" if findings.lco is not None else "some of the rows"
     words = (
-        f"The <strong>outer estimate</strong> is the one to quote. {number} times, {aside} were put aside, "
-        "everything was done anew without them (standardising, choosing the settings, training), and what "
-        "had been put aside was predicted. ± is the standard error of the mean. The inner estimate, by "
+        f"The <strong>outer estimate</strong> is the one to quote. {_put_aside(findings, number)}, all "
+        "was done anew without (standardising, choosing the settings, training), and what had been put "
+        "aside was predicted. ± is the standard error of the mean. The inner estimate, by "
         f"{inner} at the chosen settings, is optimistic, as the settings were chosen to make it good."
     )
     caption = (
-        f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: the "
-        f"inner estimate, by {inner}. The further apart the two, the more the choice has flattered itself."
+        f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: "
+        f"the inner estimate, by {inner}. The further apart, the more the choice has flattered itself."
     )
     svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
+
+
+def _put_aside(findings: Findings, splits: int) -> str:
+    clusters = findings.prepared.clusters
+    if clusters is None:
+        return f"{splits} times, a tenth of the rows was put aside"
+    if splits == len(np.unique(clusters)):
+        return f"Each of the {splits} clusters was put aside in turn"
+    return f"{splits} times, a tenth of the clusters was put aside"
 
 
 def _estimate_table(findings: Findings) -> str:

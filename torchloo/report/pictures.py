@@ -52,6 +52,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelcolor": INK,
     "legend.frameon": False,
     "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-6, 9),
 }
 
 
@@ -217,7 +218,7 @@ def residuals(output: np.ndarray, residual: np.ndarray) -> str:
         axes.axhline(0, color=ORANGE, linewidth=1.2, zorder=0)
         _points(axes, output, residual)
         axes.set_xlabel("said without having seen the row")
-        axes.set_ylabel("true value minus that")
+        axes.set_ylabel("residual")
     return canvas.svg
 
 
