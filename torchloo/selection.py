@@ -117,9 +117,9 @@ def select(
     if differ:
         low, high = differ
         warnings.warn(
-            f"select: the columns of X have standard deviations from {low:.3g} to {high:.3g}, and the largest "
-            "rule this kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel one "
-            "lengthscale for each column",
+            f"select: the columns of X have standard deviations from {low:.3g} to {high:.3g}, and the "
+            "largest rule this kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel "
+            "one lengthscale for each column",
             UserWarning,
             stacklevel=2,
         )

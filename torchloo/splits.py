@@ -1,7 +1,7 @@
 """Splits of an outer loop: pairs of row numbers, to train on and to test on.
 
 >>> [test.tolist() for train, test in k_fold(5, 5, generator=torch.Generator().manual_seed(0))]
-[[2], [0], [3], [4], [1]]
+[[1], [2], [4], [3], [0]]
 """
 
 from typing import Any, NamedTuple

@@ -3,7 +3,8 @@
 Note [simplexes in step]
 All simplexes take their steps together, in at most three batched evaluations: every reflection; for those
 that ask for it, an expansion or a contraction; and for the few where that failed, all points of a shrunken
-simplex. Trial points are cut at the box.
+simplex. Points outside the box count as infinite and are not evaluated: cutting them off at its faces would
+flatten the simplex.
 """
 
 import torch
@@ -51,24 +52,35 @@ def walk(
         active = (~done).nonzero()[:, 0]
         if not len(active):
             return
-        stepped = _step(objective, simplex[active], f[active], problem[active], box[:, active])
+        stepped = _step(_Boxed(objective, box[:, active]), simplex[active], f[active], problem[active])
         simplex[active], f[active], asked = stepped
         used[active] += asked
 
 
-def _step(
-    objective: Objective, simplex: Tensor, f: Tensor, problem: Tensor, box: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Boxed:
+    """An objective that is infinite outside the boxes (2, A, p) of its A runs."""
+
+    def __init__(self, objective: Objective, box: Tensor) -> None:
+        self.objective, self.box = objective, box
+
+    def __call__(self, theta: Tensor, problem: Tensor, which: Tensor) -> Tensor:
+        """Values (B,) of theta (B, p), where entry i belongs to run which[i]."""
+        low, high = self.box[:, which]
+        inside = ((theta >= low - 1e-9) & (theta <= high + 1e-9)).all(-1)
+        values = torch.full_like(theta[:, 0], torch.inf)
+        if bool(inside.any()):
+            kept = torch.clamp(theta[inside], low[inside], high[inside])
+            values[inside] = self.objective(kept, problem[which[inside]])[0]
+        return values
+
+
+def _step(boxed: _Boxed, simplex: Tensor, f: Tensor, problem: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One step of simplexes (A, p + 1, p), best corner first; and how many evaluations each asked for."""
     centre = simplex[:, :-1].mean(1)
     away = centre - simplex[:, -1]
-
-    def at(length: Tensor, which: Tensor) -> Tensor:
-        return torch.clamp(centre[which] + length.unsqueeze(-1) * away[which], box[0, which], box[1, which])
-
     everyone = torch.arange(len(f))
-    point = at(torch.ones(len(f), dtype=f.dtype), everyone)
-    value, _ = objective(point, problem)
+    point = centre + away
+    value = boxed(point, problem, everyone)
     expand, inside = value < f[:, 0], value >= f[:, -1]
     contract = value >= f[:, -2]
     again = (expand | contract).nonzero()[:, 0]
@@ -76,20 +88,18 @@ def _step(
     shrink = torch.zeros_like(expand)
     if len(again):
         length = torch.where(expand, 2.0, torch.where(inside, -0.5, 0.5))[again].to(f.dtype)
-        second = at(length, again)
-        other, _ = objective(second, problem[again])
-        worst = f[again, -1]
-        better = torch.where(inside[again], other < worst, other <= value[again])
+        second = centre[again] + length.unsqueeze(-1) * away[again]
+        other = boxed(second, problem, again)
+        better = torch.where(inside[again], other < f[again, -1], other <= value[again])
         point[again] = torch.where(better.unsqueeze(-1), second, point[again])
         value[again] = torch.where(better, other, value[again])
         shrink[again] = contract[again] & ~better
     simplex, f = simplex.clone(), f.clone()
-    replaced = ~shrink
-    simplex[replaced, -1], f[replaced, -1] = point[replaced], value[replaced]
+    simplex[~shrink, -1], f[~shrink, -1] = point[~shrink], value[~shrink]
     if bool(shrink.any()):
         small = simplex[shrink, :1] + 0.5 * (simplex[shrink, 1:] - simplex[shrink, :1])  # (K, p, p)
         p = small.shape[-1]
-        values, _ = objective(small.flatten(0, 1), problem[shrink].repeat_interleave(p))
+        values = boxed(small.flatten(0, 1), problem, everyone[shrink].repeat_interleave(p))
         simplex[shrink, 1:], f[shrink, 1:] = small, values.view(-1, p)
         asked[shrink] += p
     return simplex, f, asked
