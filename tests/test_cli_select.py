@@ -140,6 +140,9 @@ def test_every_kernel_learns_the_target(folder, kernel):
     assert select("price", "--kernel", kernel, "--outer", "0") == 0
     held_out = pd.read_csv("out/held_out.csv")
     assert held_out["loo_residual"].std() < 0.7 * held_out["target"].std()
+    assert run("predict", "out/model.pt", "data.csv") == 0
+    predicted = pd.read_csv("predictions.csv")["prediction"]
+    assert np.corrcoef(predicted, held_out["target"])[0, 1] > 0.8
 
 
 def test_the_boolean_kernel_takes_text_and_flags(folder, capsys):
@@ -157,7 +160,7 @@ def test_the_boolean_kernel_takes_text_and_flags(folder, capsys):
         ["--criterion", "leave_pair_out_auc"],
         ["--criterion", "balanced_error_rate", "--search", "grid"],
         ["--criterion", "hinge", "--search", "nelder-mead"],
-        ["--weights", "w"],
+        ["--weights", "w", "--prior", "1"],
         ["--machine", "svc", "--clusters", "day", "--search", "grid", "--kernel", "linear", "--outer", "0"],
         ["--machine", "sparse", "--basis", "9", "--weights", "w", "--clusters", "day"],
     ],
@@ -207,6 +210,7 @@ def test_an_archive_is_a_table_too(folder):
         (["--target", "price", "--basis", "5"], "--basis is for --machine sparse"),
         (["--target", "price", "--machine", "sparse", "--basis", "30"], "at most half of the rows, 24"),
         (["--target", "price", "--outer", "-1"], "must be a whole number from 0 on"),
+        (["--target", "price", "--prior", "0"], "must be a positive number, got '0'"),
         (["--target", "price", "--device", "cuda:9"], "--device cuda:9"),
         (["--target", "price", "--device", "teapot"], "--device teapot"),
         (["--target", "price", "--out", "full"], "the folder 'full' is not empty"),

@@ -38,6 +38,7 @@ class Plan:
     spec: Spec
     criterion: str
     search: str
+    prior: float | None
     outer: int
     seed: int
     device: str
@@ -95,6 +96,7 @@ class Choice(NamedTuple):
     """The criterion at every evaluation."""
     evaluations: int
     seconds: float
+    """About what another such search would take."""
 
 
 class Row(NamedTuple):
@@ -173,7 +175,6 @@ class Findings:
 
 def choose(problem: Problem, plan: Plan) -> Choice:
     """Select the hyper-parameters by the criterion."""
-    start = time.perf_counter()
     selection = tl.select(
         plan.spec.build().to(plan.device),
         problem.X,
@@ -182,12 +183,24 @@ def choose(problem: Problem, plan: Plan) -> Choice:
         search=plan.search,
         clusters=problem.clusters,
         weight=problem.weight,
+        prior=plan.prior,
         generator=torch.Generator().manual_seed(plan.seed),
         progress=plan.progress,
     )
-    seconds = time.perf_counter() - start
+    seconds = selection.evaluations * _seconds_of_one(selection.machine, problem, plan)
     history = [float(record.value) for record in selection.history]
     return Choice(selection.machine, float(selection.value), history, int(selection.evaluations), seconds)
+
+
+@torch.no_grad()
+def _seconds_of_one(machine: Any, problem: Problem, plan: Plan) -> float:
+    """About the time of one evaluation; the first of a process are slower and tell nothing."""
+    start = time.perf_counter()
+    if problem.clusters is None:
+        machine.loo(problem.X, problem.y, problem.weight)
+    else:
+        machine.lco(problem.X, problem.y, problem.clusters, problem.weight)
+    return (time.perf_counter() - start) * (3 if plan.search == "gradient" else 1)
 
 
 def number_of_splits(prepared: Prepared, plan: Plan) -> int:
@@ -224,6 +237,7 @@ def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | N
         clusters=problem.clusters,
         weight=problem.weight,
         standardise=plan.standardise,
+        prior=plan.prior,
         generator=torch.Generator().manual_seed(plan.seed),
         progress=plan.progress,
     )

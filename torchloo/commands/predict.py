@@ -12,7 +12,9 @@ from torchloo.commands.shell import UserError, first_line, writable, write
 from torchloo.reading import pandas
 from torchloo.tables import Schema, read_table
 
-__all__ = ["add", "run"]
+__all__ = ["add", "require_device", "run"]
+
+_ROWS = 4096  # predicted at once, so that a long table needs no more memory than a short one
 
 
 def add(commands: Any) -> None:
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     X = torch.tensor(schema.design(frame), device=args.device)
     try:
         with torch.no_grad():
-            outputs = machine(X).cpu().numpy()
+            outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
     except (ValueError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
     columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}

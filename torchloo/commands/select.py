@@ -17,7 +17,7 @@ from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate
 from torchloo.commands.measures import measures
 from torchloo.commands.models import KERNELS, MACHINES, Spec, save
 from torchloo.commands.predict import require_device
-from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, whole
+from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole
 from torchloo.commands.telling import described, held_out, summary
 from torchloo.report import pictures, wording
 from torchloo.tables import CLASSIFICATION, REGRESSION, Prepared, Roles, prepare, read_table
@@ -55,6 +55,13 @@ def add(commands: Any) -> None:
         "--search",
         choices=("gradient", "nelder-mead", "grid"),
         help="(default: gradient, or nelder-mead where there is none)",
+    )
+    parser.add_argument(
+        "--prior",
+        type=positive,
+        metavar="S",
+        help="strength of a prior that keeps the kernel's settings near their start, such as 1, against "
+        "over-fitting of the criterion (default: none)",
     )
     parser.add_argument("--clusters", metavar="COLUMN", help="rows with the same value are left out together")
     parser.add_argument("--weights", metavar="COLUMN", help="a positive weight for each row")
@@ -143,6 +150,7 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         spec=Spec(args.machine, args.kernel, d, basis),
         criterion=criterion,
         search=args.search or ("gradient" if differentiable else "nelder-mead"),
+        prior=args.prior,
         outer=args.outer,
         seed=args.seed,
         device=args.device,
@@ -196,7 +204,7 @@ def _announce(splits: int, seconds: float) -> None:
     """Say beforehand what will take long."""
     if (total := splits * seconds) > _LONG:
         shown = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
-        print(f"outer estimate: {splits} selections, up to {shown} (--outer 0 leaves it out)", flush=True)
+        print(f"outer estimate: {splits} selections, about {shown} (--outer 0 leaves it out)", flush=True)
 
 
 @contextmanager
@@ -242,6 +250,7 @@ def _command(args: argparse.Namespace) -> str:
         "kernel",
         "criterion",
         "search",
+        "prior",
         "clusters",
         "weights",
         "task",

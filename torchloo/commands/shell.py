@@ -1,6 +1,7 @@
 """What the subcommands share: errors of one line, arguments, files written whole, tables of text."""
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -9,7 +10,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["UserError", "count", "folder", "new_folder", "table", "whole", "writable", "write"]
+__all__ = [
+    "UserError",
+    "count",
+    "first_line",
+    "folder",
+    "new_folder",
+    "positive",
+    "table",
+    "whole",
+    "writable",
+    "write",
+]
 
 
 class UserError(Exception):
@@ -28,6 +40,17 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """An argument that is a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
 
 
 def writable(suffix: str) -> "type[Path] | object":

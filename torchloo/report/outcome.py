@@ -3,6 +3,7 @@
 import numpy as np
 
 from torchloo.commands.findings import Answers, Findings, Row
+from torchloo.commands.measures import Outer
 from torchloo.report import pictures
 from torchloo.report.markup import figure, paragraph, section, table, text, tile
 
@@ -60,12 +61,24 @@ def estimates(findings: Findings) -> str:
         "aside was predicted. ± is the standard error of the mean. The inner estimate, by "
         f"{inner} at the chosen settings, is optimistic, as the settings were chosen to make it good."
     )
+    if _flattered(findings.rows[0], outer):
+        words += (
+            " Here the two lie far apart: the choice has followed the chances of these rows. A kernel with "
+            "fewer settings (<code>--kernel rbf</code>), or a prior on them (<code>--prior 1</code>), may "
+            "do better on new ones."
+        )
     caption = (
         f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: "
         f"the inner estimate, by {inner}. The further apart, the more the choice has flattered itself."
     )
     svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
+
+
+def _flattered(row: Row, outer: Outer) -> bool:
+    """Whether the outer estimate is worse than the inner one by much, and not by chance."""
+    worse = outer.mean - _inner(row)
+    return worse > 3 * outer.stderr and worse > 0.15 * _inner(row)
 
 
 def _put_aside(findings: Findings, splits: int) -> str:
