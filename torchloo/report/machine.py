@@ -81,13 +81,14 @@ def _relevance(findings: Findings) -> str:
     """Which inputs matter, by the lengthscales of ARD."""
     if findings.lengthscales is None:
         return ""
-    relevance = 1 / findings.lengthscales
+    relevance = 1 - np.exp(-0.5 / findings.lengthscales**2)  # what the kernel loses over one deviation
     order, names = np.argsort(-relevance)[:_MOST_BARS], findings.prepared.schema.inputs
-    svg = pictures.bars([names[j] for j in order], relevance[order], "relevance (1 / lengthscale)")
-    which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "All"
+    svg = pictures.bars([names[j] for j in order], relevance[order], "likeness that is lost")
+    which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
     caption = (
-        f"{which} inputs. The longer the bar, the more a difference in this input changes what is said; an "
-        "input near zero is hardly used. Inputs that tell the same share their relevance between them."
+        f"{which} inputs by relevance: how much less alike two rows are for differing in this input by one "
+        "standard deviation, from 0 (the input is not used) to 1 (nothing is learnt of one from the other). "
+        "Inputs that tell the same share their relevance between them."
     )
     return figure(svg, caption)
 

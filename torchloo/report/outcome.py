@@ -63,7 +63,7 @@ def estimates(findings: Findings) -> str:
     )
     if _flattered(findings.rows[0], outer):
         words += (
-            " Here the two lie far apart: the choice has followed the chances of these rows. A kernel with "
+            " Here the two lie far apart: the settings follow accidents of these rows. A kernel with "
             "fewer settings (<code>--kernel rbf</code>), or a prior on them (<code>--prior 1</code>), may "
             "do better on new ones."
         )
