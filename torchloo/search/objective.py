@@ -27,7 +27,7 @@ from torchloo.search.score import Score
 
 __all__ = ["Best", "Evaluation", "Objective", "Prior"]
 
-ENTRIES = {"cpu": 1 << 17, "cuda": 1 << 26}
+ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 Prior = float | Callable[[Mapping[str, Tensor]], Tensor] | None
 
