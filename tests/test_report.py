@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from torchloo import cli
+from torchloo.commands.findings import Row
+from torchloo.commands.measures import Measure, Outer
+from torchloo.report import outcome
 from torchloo.report.pictures import roc_points
 
 pd = pytest.importorskip("pandas")
@@ -171,3 +174,12 @@ def test_points_of_a_roc_curve_move_ties_together():
     assert false_rate.tolist() == [0, 0, 0.5, 1]
     assert true_rate.tolist() == [0, 0.5, 1, 1]
     assert np.trapezoid(true_rate, false_rate) == 0.875  # the pair that ties counts half
+
+
+@pytest.mark.parametrize(
+    ("mean", "stderr", "told"), [(0.30, 0.01, True), (0.21, 0.01, False), (0.30, 0.05, False)]
+)
+def test_a_flattering_choice_is_told_where_it_is_neither_small_nor_chance(mean, stderr, told):
+    measure = Measure("error rate", lambda held_out: held_out.outputs)
+    row = Row(measure, guess=0.5, loo=0.2, lco=None, outer=Outer(np.array([mean]), mean, stderr))
+    assert outcome._flattered(row, row.outer) is told

@@ -272,7 +272,7 @@ def _rows(
     of: list[Measure], y: Tensor, loo: HeldOut, lco: HeldOut | None, outer: list[Outer] | None
 ) -> list[Row]:
     """Every measure by every way; held-out targets are those of the table, not a machine's own codes."""
-    ways = [None if way is None else _once(way, y) for way in (loo, lco)]
+    ways = [None if way is None else way._replace(targets=y, residuals=y - way.outputs) for way in (loo, lco)]
     rows = []
     for k, measure in enumerate(of):
         inner, clusters = (None if way is None else measure.value(way) for way in ways)
@@ -281,13 +281,6 @@ def _rows(
             Row(measure, measure.value(guess(y)), inner, clusters, None if outer is None else outer[k])
         )
     return rows
-
-
-def _once(held_out: HeldOut, y: Tensor) -> HeldOut:
-    """The same answers beside the targets y, every row counting once."""
-    ones = torch.ones_like(held_out.weight)
-    fields = (held_out.outputs, y - held_out.outputs, y, ones, held_out.clusters)
-    return HeldOut(*fields, held_out.variance, held_out.refitted)
 
 
 def _parameters(machine: KernelMachine) -> tuple[list[tuple[str, float]], np.ndarray | None]:

@@ -81,15 +81,19 @@ def measures(y: Tensor, classes: int) -> list[Measure]:
     if not classes:
         variance = y.var(correction=0)
         return [
-            Measure("RMSE", tl.criteria.mse, root=True),
+            Measure("RMSE", _mse, root=True),
             Measure("mean absolute error", lambda held_out: held_out.residuals.abs().mean(-1)),
-            Measure("R²", lambda held_out: 1 - tl.criteria.mse(held_out) / variance, places=3),
+            Measure("R²", lambda held_out: 1 - _mse(held_out) / variance, places=3),
         ]
     rates = [
         Measure("error rate", lambda held_out: _wrong(held_out).mean(-1), percent=True),
         Measure("balanced error rate", _balanced, percent=True),
     ]
     return rates if classes > 2 else [*rates, Measure("area under the ROC curve", _auc, places=3)]
+
+
+def _mse(held_out: HeldOut) -> Tensor:
+    return tl.criteria.mse(held_out, weight=None)
 
 
 def _members(held_out: HeldOut) -> Tensor:
