@@ -1,15 +1,18 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import criteria, datasets, functional, kernels
+from torchloo import criteria, datasets, functional, kernels, splits
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
+from torchloo.decision import threshold
 from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.rls import RLS
+from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
+from torchloo.validation import Validation, validate
 
 __version__ = "0.1.0"
 
@@ -22,11 +25,17 @@ __all__ = [
     "HeldOut",
     "SVMFit",
     "SVMHeldOut",
+    "Selection",
     "SparseLSSVM",
+    "Validation",
     "balanced_weight",
     "criteria",
     "datasets",
     "folds",
     "functional",
     "kernels",
+    "select",
+    "splits",
+    "threshold",
+    "validate",
 ]

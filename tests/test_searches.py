@@ -1,0 +1,259 @@
+"""The searches on functions whose minima are known, and the batch of machines against its loop."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import torchloo as tl
+from torchloo.search.gradient import descend
+from torchloo.search.nelder_mead import walk
+from torchloo.search.objective import Objective
+from torchloo.search.parameters import Space
+from torchloo.search.problems import stack
+from torchloo.search.score import Score
+
+DOUBLE = torch.float64
+
+
+class Known:
+    """An objective by formula; keeps the best value and point of every problem."""
+
+    def __init__(self, function, problems=1):
+        self.function = function
+        self.best = [(math.inf, None)] * problems
+        self.asked = 0
+
+    def __call__(self, theta, problem, gradient=False):
+        with torch.enable_grad():
+            theta = theta.clone().requires_grad_()
+            values = torch.stack([self.function(t, int(k)) for t, k in zip(theta, problem, strict=True)])
+            (slopes,) = torch.autograd.grad(values.sum(), theta)
+        for value, t, k in zip(values.tolist(), theta.detach(), problem.tolist(), strict=True):
+            self.asked += 1
+            if value < self.best[k][0]:
+                self.best[k] = (value, t)
+        return values.detach(), slopes
+
+
+def search(method, function, starts, limit=5, evaluations=2000, tolerance=1e-12):
+    starts = torch.tensor(starts, dtype=DOUBLE)
+    objective = Known(function, len(starts))
+    box = torch.stack([torch.full_like(starts, -limit), torch.full_like(starts, limit)])
+    unit = torch.ones(starts.shape[1], dtype=DOUBLE)
+    method(objective, starts, torch.arange(len(starts)), box, unit, evaluations, tolerance)
+    return objective
+
+
+def rosenbrock(t, _):
+    return (1 - t[0]) ** 2 + 100 * (t[1] - t[0] ** 2) ** 2
+
+
+def bowl(t, k):
+    return 3 + ((t - 0.3 * (k + 1)) ** 2 * torch.tensor([1.0, 4.0, 25.0], dtype=DOUBLE)).sum()
+
+
+def cliff(t, _):
+    """Infeasible to the right of 1; the minimum is at 0.9."""
+    return torch.where(t[0] > 1, torch.inf, 1.0) * (1 + (t[0] - 0.9) ** 2 + t[1] ** 2)
+
+
+@pytest.mark.parametrize("method", [descend, walk])
+def test_search_finds_the_bottom_of_a_curved_valley(method):
+    objective = search(method, rosenbrock, [[-1.2, 1.0]])
+    torch.testing.assert_close(objective.best[0][1], torch.ones(2, dtype=DOUBLE), atol=1e-3, rtol=0)
+    assert objective.asked < (150 if method is descend else 400)
+
+
+@pytest.mark.parametrize("method", [descend, walk])
+def test_runs_of_one_batch_do_not_touch_each_other(method):
+    starts = [[2.0, -1.0, 0.5], [-3.0, 0.0, 1.0], [0.1, 0.2, 0.3]]
+    together = search(method, bowl, starts)
+    for k, start in enumerate(starts):
+        alone = search(method, lambda t, _, k=k: bowl(t, k), [start])
+        assert alone.best[0][0] == together.best[k][0]
+        assert torch.equal(alone.best[0][1], together.best[k][1])
+        bottom = torch.full((3,), 0.3 * (k + 1), dtype=DOUBLE)
+        torch.testing.assert_close(together.best[k][1], bottom, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("method", [descend, walk])
+def test_search_stays_in_its_box_and_finds_the_minimum_on_its_face(method):
+    def outside(t, _):
+        assert t.abs().max() <= 2
+        return 1 + (t[0] - 10) ** 2 + (t[1] + 1) ** 2
+
+    objective = search(method, outside, [[0.0, 0.0]], limit=2)
+    torch.testing.assert_close(
+        objective.best[0][1], torch.tensor([2.0, -1.0], dtype=DOUBLE), atol=1e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("method", [descend, walk])
+def test_search_steps_back_from_where_nothing_is_feasible(method):
+    objective = search(method, cliff, [[-2.0, 2.0]])
+    torch.testing.assert_close(
+        objective.best[0][1], torch.tensor([0.9, 0.0], dtype=DOUBLE), atol=1e-2, rtol=0
+    )
+
+
+@pytest.mark.parametrize("method", [descend, walk])
+def test_search_stops_by_itself_and_keeps_to_its_limit(method):
+    assert search(method, bowl, [[2.0, -1.0, 0.5]], evaluations=10_000).asked < 1000
+    assert search(method, rosenbrock, [[-1.2, 1.0]], evaluations=12).asked <= 12 + 3
+
+
+class Silent:
+    """No progress bar."""
+
+    def update(self, count):
+        pass
+
+    def set_postfix_str(self, text, refresh):
+        pass
+
+
+class Shifted(tl.kernels.Kernel):
+    """A kernel of one's own, which knows no batch of parameters."""
+
+    def __init__(self, shift):
+        super().__init__(shift=shift)
+
+    def _evaluate(self, X, Z):
+        Z = X if Z is None else Z
+        scale = self.log_shift.exp().to(X)
+        assert scale.ndim == 0
+        return torch.exp(-scale * torch.cdist(X, Z).square())
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+K = tl.kernels
+MACHINES = {
+    "lssvm-rbf": lambda: tl.LSSVM(K.RBF()),
+    "rls-ard": lambda: tl.RLS(K.RBF(torch.ones(2))),
+    "lssvm-matern-ard": lambda: tl.LSSVM(K.Matern(1.5, torch.ones(2))),
+    "lssvm-composite": lambda: tl.LSSVM(2.0 * K.RBF() * K.Polynomial(2) + K.Boolean(0.5)),
+    "lssvm-linear": lambda: tl.LSSVM(K.Linear()),
+    "lssvm-scaled-linear": lambda: tl.LSSVM(3.0 * K.Linear()),
+    "kfd": lambda: tl.KFD(K.RBF()),
+    "sparse": lambda: tl.SparseLSSVM(K.RBF(), basis=5),
+    "sparse-basis": lambda: tl.SparseLSSVM(
+        K.RBF(), basis=nn.Parameter(torch.tensor([[0.0, 0.0], [1.0, 0.5], [-1.0, 1.0]], dtype=DOUBLE))
+    ),
+    "network": lambda: tl.LSSVM(K.RBF(features=network())),
+    "network-within": lambda: tl.LSSVM(K.RBF(torch.ones(2), features=network()) + K.Linear()),
+    "svc": lambda: tl.SVC(K.RBF()),
+    "own-kernel": lambda: tl.LSSVM(Shifted(1.0)),
+    "stateful-network": lambda: tl.LSSVM(K.RBF(features=nn.BatchNorm1d(2).double())),
+}
+
+
+def problems(n=14, count=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(count, n, 2, dtype=DOUBLE, generator=generator)
+    y = torch.where(X[..., 0] + 0.5 * torch.randn(count, n, dtype=DOUBLE, generator=generator) > 0, 1.0, -1.0)
+    return list(X), list(y.double())
+
+
+def objective_of(machine, criterion=tl.criteria.squared_hinge, clusters=None, weights=False, prior=None):
+    X, y = problems()
+    weight = [0.5 + torch.rand(14, dtype=DOUBLE) if weights else None for _ in X]
+    space = Space("select", machine)
+    score = Score("select", "criterion", criterion)
+    return Objective(space, stack(X, y, weight, clusters, ["own"]), score, prior, Silent())
+
+
+def candidates(space, count=6, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    away = torch.randn(count, space.size, dtype=DOUBLE, generator=generator)
+    return space.vector() + 0.3 * away, torch.arange(count) % 2
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_batch_of_machines_equals_its_loop(name):
+    objective = objective_of(MACHINES[name]())
+    theta, problem = candidates(objective.space)
+    values, slopes = objective(theta, problem, gradient=True)
+    for i, k in enumerate(problem.tolist()):
+        machine = objective.space.machine_at(theta[i])
+        X, y = objective.problems.X[k], objective.problems.y[k]
+        value = tl.criteria.squared_hinge(machine.loo(X, y))
+        wanted = [p for p in machine.parameters() if p.requires_grad]
+        expected = torch.cat([g.double().flatten() for g in torch.autograd.grad(value, wanted)])
+        torch.testing.assert_close(values[i], value.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(slopes[i], expected, rtol=1e-7, atol=1e-8)
+    assert objective.space.batched == (name not in ("own-kernel", "stateful-network"))
+
+
+@pytest.mark.parametrize("name", ["lssvm-rbf", "rls-ard", "kfd", "sparse", "svc"])
+def test_clusters_and_weights_reach_the_batch(name):
+    clusters = torch.arange(14) // 2
+    objective = objective_of(MACHINES[name](), tl.criteria.mse, clusters, weights=True)
+    theta, problem = candidates(objective.space)
+    values, _ = objective(theta, problem)
+    for i, k in enumerate(problem.tolist()):
+        rows = [part[k] for part in objective.problems[:3]]
+        held_out = objective.space.machine_at(theta[i]).lco(rows[0], rows[1], clusters, rows[2])
+        torch.testing.assert_close(values[i], tl.criteria.mse(held_out).detach(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lssvm-rbf", "rls-ard", "kfd", "sparse", "lssvm-linear", "own-kernel"])
+def test_the_path_of_a_batch_equals_its_loop(name):
+    objective = objective_of(MACHINES[name](), tl.criteria.mse)
+    theta, problem = candidates(objective.space)
+    regs = torch.logspace(-2, 1, 8, dtype=DOUBLE)
+    values = objective.along_reg(theta, problem, regs)
+    assert values.shape == (6, 8)
+    for r, reg in enumerate(regs):
+        at_reg = theta.clone()
+        at_reg[:, objective.space.find("reg", "grid").part] = reg.log()
+        torch.testing.assert_close(objective(at_reg, problem)[0], values[:, r], rtol=1e-8, atol=0)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    objective = objective_of(MACHINES["lssvm-rbf"]())
+    theta, problem = candidates(objective.space, 9)
+    whole = objective(theta, problem, gradient=True)
+    monkeypatch.setattr("torchloo.search.objective.ENTRIES", {"cpu": 2 * 14**2, "cuda": 1})
+    for received, expected in zip(objective(theta, problem, gradient=True), whole, strict=True):
+        torch.testing.assert_close(received, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_failed_factorisation_makes_its_candidate_infinite_and_no_other():
+    objective = objective_of(tl.LSSVM(K.RBF()), tl.criteria.mse)
+    theta, problem = candidates(objective.space, 7)
+    reg, scale = (objective.space.find(name, "").part for name in ("reg", "lengthscale"))
+    broken = theta.clone()
+    broken[3, reg], broken[3, scale] = -60.0, 12.0  # K is all ones to rounding, and reg far below that
+    values, _ = objective(broken, problem, gradient=True)
+    expected, _ = objective(theta, problem, gradient=True)
+    assert values[3] == torch.inf
+    others = torch.arange(7) != 3
+    torch.testing.assert_close(values[others], expected[others], rtol=1e-9, atol=0)
+    assert "take a larger reg" in str(objective.failure)
+
+
+def test_a_path_with_a_failed_regularisation_keeps_the_others():
+    objective = objective_of(tl.LSSVM(K.RBF(lengthscale=1e6)), tl.criteria.mse)
+    theta, problem = candidates(objective.space, 2)
+    regs = torch.tensor([1e-30, 1e-1, 1.0], dtype=DOUBLE)
+    values = objective.along_reg(theta, problem, regs)
+    assert bool(values[:, 0].isinf().all())
+    assert bool(values[:, 1:].isfinite().all())
+
+
+def test_prior_has_its_gradient():
+    objective = objective_of(MACHINES["rls-ard"](), tl.criteria.mse, prior=2.0)
+    theta, problem = candidates(objective.space, 1)
+    objective.anchor(theta.repeat(2, 1) + 0.7, torch.tensor([3.0, 3.0], dtype=DOUBLE))
+    plain = objective_of(MACHINES["rls-ard"](), tl.criteria.mse)
+    value, slope = objective(theta, problem, gradient=True)
+    bare, bare_slope = plain(theta, problem, gradient=True)
+    torch.testing.assert_close(value - bare, torch.tensor([2 * 3 / 14 * 2 * 0.49], dtype=DOUBLE))
+    expected = torch.tensor([[0.0, 1.0, 1.0]], dtype=DOUBLE) * (-2 * 3 / 14 * 2 * 0.7)  # reg has no prior
+    torch.testing.assert_close(slope - bare_slope, expected)

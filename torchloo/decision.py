@@ -1,0 +1,98 @@
+"""threshold: where to cut the outputs of a machine, by what it says of rows that it has not seen."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchloo.held_out import HeldOut
+from torchloo.search.score import Score
+
+__all__ = ["shifted", "threshold"]
+
+_ENTRIES = 1 << 22  # outputs that are scored at once
+
+
+def shifted(held_out: Any, shift: Tensor | float) -> Any:
+    """The same HeldOut with outputs + shift."""
+    outputs = held_out.outputs + shift
+    return held_out._replace(outputs=outputs, residuals=held_out.targets - outputs)
+
+
+def threshold(held_out: HeldOut, metric: Any) -> Tensor:
+    """The number to add to a machine's outputs so that a held-out metric is best.
+
+    A metric that counts errors changes only where an output changes its sign, so the shifts half way between
+    neighbouring outputs, and beyond all of them, hold its minimum; of equally good ones the smallest is
+    taken, and none where nothing is gained. A metric that is not constant in between is only as good as
+    the best of these. Cawley 2006, I-A, adapts the bias like this to the balanced error rate.
+
+    Args:
+        held_out: of leave-one-out or leave-cluster-out, outputs (..., n) or (..., n, c).
+        metric: one of tl.criteria, its name, or a callable of a HeldOut; best is lowest, or highest where
+            that is better.
+
+    Returns:
+        Shifts, of batch shape (...), or (..., c). Cost O(n^2) for each; memory a few times 2^22 numbers.
+
+    >>> f, one = torch.tensor([-3.0, -2.0, -1.0, 1.0]), torch.ones(4)
+    >>> y = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    >>> threshold(HeldOut(f, y - f, y, one, None, one, one > 1), "balanced_error_rate")
+    tensor(1.5000)
+    """
+    score = Score("threshold", "metric", metric)
+    if score.takes_fit:
+        raise ValueError(
+            f"threshold: metric must be of held-out outputs, got {score.name}, which takes a Fit"
+        )
+    if not all(hasattr(held_out, name) for name in HeldOut._fields):
+        raise TypeError(f"threshold: held_out must be a HeldOut, got {type(held_out).__name__}")
+    if not getattr(held_out, "values", True):
+        raise ValueError(
+            "threshold: held_out must hold decision values, got only their signs; use values=True"
+        )
+    return _threshold(held_out, score)
+
+
+@torch.no_grad()
+def _threshold(held_out: Any, score: Score) -> Tensor:
+    f, weight = held_out.outputs, held_out.weight
+    if weight.ndim > 1:
+        return torch.stack([_threshold(_entry(held_out, i), score) for i in range(len(weight))])
+    if f.ndim > 1:
+        return torch.stack([_threshold(_output(held_out, j), score) for j in range(f.shape[1])])
+    levels = f.unique()  # ascending
+    edge = 1 + levels.abs().max()
+    between = (levels[1:] + levels[:-1]) / 2
+    zero = torch.zeros_like(levels[:1])
+    shifts = -torch.cat([zero, between, levels[:1] - edge, levels[-1:] + edge])
+    shifts = shifts[shifts.abs().argsort(stable=True)]  # of equals the first is taken
+    rows = max(1, _ENTRIES // len(f))
+    values = torch.cat([score.sign * _scored(held_out, part, score) for part in shifts.split(rows)])
+    return shifts[torch.where(values.isnan(), torch.inf, values).argmin()]
+
+
+def _scored(held_out: Any, shifts: Tensor, score: Score) -> Tensor:
+    """The metric for shifts (s,) of outputs (n,), as one batch."""
+    batch = {
+        name: value.expand(len(shifts), *value.shape)
+        for name, value in held_out._asdict().items()
+        if isinstance(value, Tensor) and name != "clusters"
+    }
+    return score(shifted(held_out._replace(**batch), shifts.unsqueeze(-1)))
+
+
+def _entry(held_out: Any, i: int) -> Any:
+    """Entry i of the first batch dimension."""
+    fields = {
+        name: value[i]
+        for name, value in held_out._asdict().items()
+        if isinstance(value, Tensor) and name != "clusters"
+    }
+    return held_out._replace(**fields)
+
+
+def _output(held_out: Any, j: int) -> Any:
+    """Output j of a HeldOut with an output axis."""
+    names = ("outputs", "residuals", "targets", "variance")
+    return held_out._replace(**{name: getattr(held_out, name)[:, j] for name in names})

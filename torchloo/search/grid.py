@@ -1,0 +1,98 @@
+"""Search over a grid: the regularisation by one decomposition, all other axes in batches."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchloo.machine import LeastSquares
+from torchloo.search.objective import Objective
+from torchloo.search.parameters import Entry, Space
+
+__all__ = ["Axes", "default_axes", "given_axes", "scan"]
+
+Axes = list[tuple[Entry, Tensor]]
+"""Parameters and the logarithms of their values, (V, size of the parameter)."""
+
+
+def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
+    """The axes of a grid that was given by name; a number stands for all entries of a vector."""
+    if not isinstance(grid, Mapping) or not grid:
+        raise ValueError(f"{space.function}: grid must be a dict of name -> values, got {grid!r}")
+    axes = []
+    for name, listed in grid.items():
+        entry = space.find(name, "grid")
+        size = max(1, math.prod(entry.shape))
+        try:
+            values = [torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in listed]
+            points = torch.stack([value.reshape(-1).expand(size) for value in values])
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                f"{space.function}: grid of {name} must be a list of numbers or of {size} numbers each, "
+                f"got {listed!r}"
+            ) from None
+        if not bool(((points > 0) & (points < torch.inf)).all()):
+            raise ValueError(f"{space.function}: grid of {name} must be positive and finite")
+        axes.append((entry, points.log()))
+    return axes
+
+
+def default_axes(space: Space) -> Axes:
+    """Steps around the first start: 25 half decades of reg or C, 9 factors of 2 of other parameters."""
+    axes = []
+    for entry in space.entries:
+        if entry.log:
+            steps = (
+                torch.arange(-4, 5) * math.log(2)
+                if entry.kernel
+                else torch.arange(-12, 13) * math.log(10) / 2
+            )
+            axes.append((entry, steps.double().unsqueeze(-1)))
+    points = math.prod(len(values) for _, values in axes)
+    if points > 1e5:
+        raise ValueError(
+            f"{space.function}: the default grid of {len(axes)} parameters would have {points} points; "
+            "give grid= with fewer, or use search='gradient'"
+        )
+    return axes
+
+
+def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: Tensor) -> None:
+    """Evaluate every point of the grid in each problem; the objective keeps the best.
+
+    Args:
+        first: the first start of each problem, (P, p); parameters without an axis stay there.
+        relative: whether the axes hold steps from the first start, as the default ones do.
+        box: (2, P, p), which cuts the default grid.
+    """
+    by_path = [axis for axis in axes if _along_path(objective, axis[0])]
+    others = [axis for axis in axes if axis not in by_path]
+    candidates = []
+    for values in itertools.product(*(points for _, points in others)):
+        theta = first.clone()
+        for (entry, _), value in zip(others, values, strict=True):
+            theta[:, entry.part] = theta[:, entry.part] * relative + value
+        candidates.append(torch.clamp(theta, box[0], box[1]) if relative else theta)
+    theta = torch.stack(candidates, 1)  # (P, G, p)
+    problem = torch.arange(len(first)).repeat_interleave(len(candidates))
+    if not by_path:
+        objective(theta.flatten(0, 1), problem)
+    elif not relative:
+        objective.along_reg(theta.flatten(0, 1), problem, by_path[0][1][:, 0].exp())
+    else:  # every problem has regularisations of its own
+        part = by_path[0][0].part
+        for number, own in enumerate(first):
+            logs = torch.clamp(own[part] + by_path[0][1][:, 0], box[0, number, part], box[1, number, part])
+            objective.along_reg(theta[number], torch.full((len(candidates),), number), logs.exp())
+
+
+def _along_path(objective: Objective, entry: Entry) -> bool:
+    """Whether an axis is the regularisation of a machine that has paths."""
+    return (
+        isinstance(objective.space.machine, LeastSquares)
+        and entry.name == "reg"
+        and not objective.score.takes_fit
+    )

@@ -1,0 +1,218 @@
+"""The objective of a search: many parameter vectors, of many problems, in one batched leave-one-out.
+
+Note [one batched evaluation]
+A candidate is a vector theta (p,) and the number of the problem (a data set, such as one split of an outer
+loop) it is meant for. B candidates are one machine whose parameters have a leading dimension B, called once
+with the inputs of their problems; the sum of the B criterion values has the B gradients in its gradient, as
+no candidate touches another. All searches ask only this, so starts and splits advance together.
+
+Small matrices share the cost of a call; large ones leave the cache when batched, so the batch is cut into
+chunks of about `ENTRIES` kernel entries, one candidate at least: what is too large for that is a plain loop.
+
+A candidate that cannot be evaluated (a factorisation fails, a kernel overflows) is infeasible: its value is
+infinite. As one such candidate makes the call of its chunk fail, the chunk is halved until it stands alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchloo.search.parameters import Space
+from torchloo.search.problems import Problems
+from torchloo.search.score import Score
+
+__all__ = ["Best", "Evaluation", "Objective", "Prior"]
+
+ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
+
+Prior = float | Callable[[Mapping[str, Tensor]], Tensor] | None
+
+
+class Evaluation(NamedTuple):
+    """One leave-one-out evaluation of a search."""
+
+    number: int
+    """Its number, from 1."""
+    value: float
+    """The criterion; infinite (minus infinite if higher is better) where there was no solution."""
+    objective: float
+    """What the search minimises: the criterion (negative if higher is better) and the hyper-prior."""
+    parameters: dict[str, float | list[float]]
+    """Positive hyper-parameters by name, such as reg or kernel.lengthscale."""
+
+
+@dataclass
+class Best:
+    """The best candidate of a problem so far."""
+
+    theta: Tensor | None = None
+    objective: float = float("inf")
+    value: float = float("nan")
+
+
+class Objective:
+    """objective(theta, problem) -> values to minimise, and gradients; see Note [one batched evaluation].
+
+    Keeps, for every problem, the best candidate, the number of evaluations and (for one problem) the history.
+    """
+
+    def __init__(
+        self, space: Space, problems: Problems, score: Score, prior: Prior, bar: "tqdm[Any]"
+    ) -> None:
+        self.space, self.problems, self.score, self.prior, self.bar = space, problems, score, prior, bar
+        count = len(problems.X)
+        self.best = [Best() for _ in range(count)]
+        self.evaluations = [0] * count
+        self.history: list[Evaluation] = []
+        self.failure: Exception | None = None
+        self.centre = torch.zeros(count, space.size, dtype=torch.float64)
+        self._scale = torch.ones(count, dtype=torch.float64)
+
+    def __call__(self, theta: Tensor, problem: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Values (B,) and gradients (B, p), zeros unless asked for, of theta (B, p) in problem (B,)."""
+        width = self._width()
+        parts = [
+            self._chunk(*part, gradient)
+            for part in zip(theta.split(width), problem.split(width), strict=True)
+        ]
+        values, gradients = (torch.cat(part) for part in zip(*parts, strict=True))
+        return values, gradients
+
+    def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
+        """Values (B, R) for R regularisations instead of each candidate's own, by `path`."""
+        width, own = self._width(), self.space.find("reg", "grid").part
+        rows = []
+        for part, of in zip(theta.split(width), problem.split(width), strict=True):
+            with_regs = part.unsqueeze(1).repeat(1, len(regs), 1)  # (b, R, p)
+            with_regs[..., own] = regs.log().unsqueeze(-1)
+            try:
+                values = self._held_out_values(part, of, regs).T.detach().cpu().double()
+            except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                flat = (with_regs.flatten(0, 1), of.repeat_interleave(len(regs)))
+                rows.append(self(*flat)[0].view(len(part), -1))
+                continue
+            flat = (with_regs.flatten(0, 1), of.repeat_interleave(len(regs)))
+            rows.append(self._enter(*flat, values.flatten()).view(len(part), -1))
+        return torch.cat(rows)
+
+    def _width(self) -> int:
+        if not self.space.batched:
+            return 1
+        n = self.problems.X.shape[-2]
+        return max(1, ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"]) // n**2)
+
+    def _chunk(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """Values and gradients of a few candidates, those that fail found by halving."""
+        try:
+            values, gradients = self._evaluate(theta, problem, gradient)
+        except (ValueError, torch.linalg.LinAlgError) as failure:  # type: ignore[attr-defined]
+            if len(theta) > 1:
+                half = len(theta) // 2
+                parts = [
+                    self._chunk(theta[part], problem[part], gradient)
+                    for part in (slice(None, half), slice(half, None))
+                ]
+                return torch.cat([v for v, _ in parts]), torch.cat([g for _, g in parts])
+            self.failure = failure
+            values, gradients = torch.full((1,), torch.nan, dtype=torch.float64), torch.zeros_like(theta)
+        penalty, slope = self._penalty(theta, problem, gradient)
+        return self._enter(theta, problem, values, penalty), self.score.sign * gradients + slope
+
+    def _evaluate(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """Criterion values (B,) and their gradients (B, p) in one call."""
+        with torch.set_grad_enabled(gradient):
+            theta = theta.clone().requires_grad_(gradient)
+            values = self._held_out_values(theta, problem).double()
+            if not gradient:
+                return values.cpu(), torch.zeros_like(theta)
+            if not values.requires_grad:
+                raise TypeError(
+                    f"{self.space.function}: criterion {self.score.name} has no gradient with this machine; "
+                    "use search='nelder-mead'"
+                )
+            (slopes,) = torch.autograd.grad(values.sum(), theta)
+        return values.detach().cpu(), slopes
+
+    def _held_out_values(self, theta: Tensor, problem: Tensor, regs: Tensor | None = None) -> Tensor:
+        """Criterion values (B,), or (R, B) along a path."""
+        pick = self._picker(problem)
+        X, y, weight, clusters, criterion_weight = self.problems
+        rows = (pick(X), pick(y))
+        theta = theta.to(X.device) if self.space.batched else theta[0].to(X.device)
+        own, call = pick(weight), self.space.call
+        if regs is not None:
+            answer = call(theta, "path", *rows, regs.to(X), clusters, own)
+        elif self.score.takes_fit:
+            answer = call(theta, "solve", *rows, own)
+        elif clusters is not None:
+            answer = call(theta, "lco", *rows, clusters, own)
+        else:
+            answer = call(theta, "loo", *rows, own)
+        values = self.score(answer, pick(criterion_weight))
+        return values.reshape(*values.shape[: regs is not None], -1)
+
+    def _picker(self, problem: Tensor) -> Callable[[Any], Any]:
+        """Rows of the candidates' problems; a single problem is shared, without a copy."""
+        first = int(problem[0])
+        if bool((problem == first).all()):
+            return lambda t: t[first] if isinstance(t, Tensor) else t
+        return lambda t: t[problem.to(t.device)] if isinstance(t, Tensor) else t
+
+    def anchor(self, theta: Tensor, spread: Tensor) -> None:
+        """Where the hyper-prior has its centre, (P, p), and the unit of the criterion there, (P,)."""
+        self.centre, self._scale = theta, spread
+
+    def _penalty(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """The hyper-prior (B,) and its gradient (B, p); see `select`."""
+        zero = torch.zeros(len(theta), dtype=torch.float64), torch.zeros_like(theta)
+        if self.prior is None:
+            return zero
+        theta = theta.clone().requires_grad_(gradient)
+        if callable(self.prior):
+            logs = {e.name: theta[:, e.part].reshape(-1, *e.shape) for e in self.space.entries if e.log}
+            penalty = self.prior(logs)
+            if not isinstance(penalty, Tensor) or penalty.shape != (len(theta),):
+                got = tuple(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
+                raise ValueError(
+                    f"{self.space.function}: prior must return one penalty for each of {len(theta)} "
+                    f"candidates, got {got}"
+                )
+        else:
+            parts = [e.part for e in self.space.entries if e.log and e.kernel]
+            away = theta - self.centre[problem]
+            square = sum((away[:, part].square().sum(-1) for part in parts), zero[0])
+            rows = self.problems.X.shape[-2]
+            penalty = self.prior * self._scale[problem] / rows * square
+        if not gradient or not penalty.requires_grad:
+            return penalty.detach(), zero[1]
+        return penalty.detach(), torch.autograd.grad(penalty.sum(), theta)[0]
+
+    def _enter(self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None) -> Tensor:
+        """Note candidates and what they are worth; the values to minimise, infinite where there are none."""
+        if penalty is None:
+            penalty, _ = self._penalty(theta, problem, False)
+        objective = self.score.sign * values + penalty
+        objective = torch.where(objective.isfinite(), objective, torch.inf)
+        for i, (number, total, value) in enumerate(
+            zip(problem.tolist(), objective.tolist(), values.tolist(), strict=True)
+        ):
+            self.evaluations[number] += 1
+            if len(self.best) == 1:
+                shown = value if total < float("inf") else self.score.sign * float("inf")
+                named = self.space.named(theta[i])
+                self.history.append(Evaluation(self.evaluations[0], shown, total, named))
+            if total < self.best[number].objective:
+                self.best[number] = Best(theta[i].clone(), total, value)
+        self._show(len(values))
+        return objective
+
+    def _show(self, count: int) -> None:
+        known = [best.value for best in self.best if best.theta is not None]
+        if known:
+            name = "best" if len(self.best) == 1 else "mean best"
+            self.bar.set_postfix_str(f"{name} {sum(known) / len(known):.6g}", refresh=False)
+        self.bar.update(count)

@@ -1,0 +1,142 @@
+"""The outer loop: every split prepared, searched and scored by itself, splits of one shape together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchloo.decision import shifted, threshold
+from torchloo.guards import host_labels
+from torchloo.held_out import HeldOut
+from torchloo.kernels import Precomputed
+from torchloo.machine import KernelMachine
+from torchloo.search.parameters import Space
+from torchloo.search.problems import stack, weight_of
+from torchloo.search.run import Plan, run
+from torchloo.search.score import Score
+from torchloo.splits import Split
+
+__all__ = ["Outer", "columns_of"]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One split, prepared by its training rows alone."""
+
+    number: int
+    X: Tensor
+    y: Tensor
+    X_test: Tensor
+    y_test: Tensor
+    weight: Any
+    criterion_weight: Any
+    clusters: Any
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What is the same in all splits."""
+
+    space: Space
+    score: Score
+    metric: Score
+    shift_metric: Score | None
+    X: Tensor
+    y: Tensor
+    clusters: object | None
+    weight: Any
+    criterion_weight: Any
+    columns: Tensor | None
+
+    def run(self, plan: Plan, pairs: dict[int, Split], rows: dict[int, dict[str, Any]]) -> bool:
+        """Search and score splits of one shape; True if the search was interrupted."""
+        parts = [self._part(number, split) for number, split in pairs.items()]
+        problems = stack(
+            [part.X for part in parts],
+            [part.y for part in parts],
+            [part.weight for part in parts],
+            parts[0].clusters,
+            [part.criterion_weight for part in parts],
+        )
+        objective, interrupted = run(plan, self.space, problems, self.score)
+        for part, best, evaluations in zip(parts, objective.best, objective.evaluations, strict=True):
+            assert best.theta is not None
+            machine = self.space.machine_at(best.theta)
+            row: dict[str, Any] = {"split": part.number, "train": len(part.y), "test": len(part.y_test)}
+            row |= self._scores(machine, part) | {"criterion": best.value, "evaluations": evaluations}
+            rows[part.number] = row | self.space.named(best.theta)
+        return interrupted
+
+    def _part(self, number: int, split: Split) -> _Part:
+        train, test = (index.to(self.X.device) for index in split)
+        if _given_matrix(self.space.machine):
+            X, X_test = self.X[train][:, train], self.X[test][:, train]
+        else:
+            X, X_test = self.X[train], self.X[test]
+        if self.columns is not None:
+            X, X_test = _standardised(X, X_test, self.columns)
+        y = self.y[train]
+
+        def own(name: str, weight: Any) -> Any:
+            if isinstance(weight, Tensor):
+                weight = weight_of("validate", name, weight, self.y)[train]
+            return weight_of("validate", name, weight, y)
+
+        labels = None
+        if self.clusters is not None:
+            labels = host_labels("validate", self.clusters, len(self.X))[split.train.numpy()]
+        weights = own("weight", self.weight), own("criterion_weight", self.criterion_weight)
+        return _Part(number, X, y, X_test, self.y[test], *weights, labels)
+
+    def _scores(self, machine: Any, part: _Part) -> dict[str, float]:
+        """The metric on the test rows, with the shift that the training rows ask for."""
+        with torch.no_grad():
+            outputs = machine.fit(part.X, part.y, part.weight)(part.X_test)
+            tested = _as_held_out(outputs, part.y_test)
+            plain = float(self.metric(tested))
+            if self.shift_metric is None:
+                return {"score": plain}
+            if part.clusters is None:
+                held_out = machine.loo(part.X, part.y, part.weight)
+            else:
+                held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
+            shift = threshold(held_out, self.shift_metric.criterion)
+            score = float(self.metric(shifted(tested, shift)))
+        shown: Any = shift.item() if shift.ndim == 0 else shift.tolist()
+        return {"score": score, "unshifted": plain, "shift": shown}
+
+
+def _as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
+    """Outputs on rows that were not trained on, every row counting once."""
+    ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
+    return HeldOut(outputs, y - outputs, y, ones, None, torch.full_like(outputs, torch.nan), ones > 1)
+
+
+def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns about the training mean, over the training deviation; a constant one is only centred."""
+    centre, scale = X[:, columns].mean(0), X[:, columns].std(0)
+    scale = torch.where(scale > 0, scale, 1.0)
+    results = [X.clone(), X_test.clone()]
+    for result in results:
+        result[:, columns] = (result[:, columns] - centre) / scale
+    return results[0], results[1]
+
+
+def _given_matrix(machine: KernelMachine) -> bool:
+    return any(isinstance(module, Precomputed) for module in machine.modules())
+
+
+def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | None:
+    """Numbers of the columns of X to standardise; None for none."""
+    if standardise is False or _given_matrix(machine):
+        return None
+    d = X.shape[1]
+    if standardise is True:
+        return torch.arange(d, device=X.device)
+    columns = torch.as_tensor(standardise, device=X.device)
+    if columns.ndim != 1 or columns.is_floating_point() or not bool(((columns >= 0) & (columns < d)).all()):
+        raise ValueError(
+            f"validate: standardise must be True, False or numbers of columns under {d}, got {standardise!r}"
+        )
+    return columns.long()

@@ -1,0 +1,76 @@
+"""Problems of one shape that are searched together, and the checks of what a search is given."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.guards import Guard, require_floating
+from torchloo.search.score import Score
+
+__all__ = ["Problems", "Weighting", "check_clusters", "check_rows", "stack", "weight_of"]
+
+Weighting = Tensor | Callable[[Tensor], Tensor] | None
+"""Row weights, or a function of the targets that gives them, such as `balanced_weight`."""
+
+
+class Problems(NamedTuple):
+    """P problems of one shape, which are searched together."""
+
+    X: Tensor
+    """(P, n, d)."""
+    y: Tensor
+    """(P, n) or (P, n, c)."""
+    weight: Tensor | None
+    """Training weights, (P, n)."""
+    clusters: object | None
+    """Labels (n,) of what is left out together, the same in all problems."""
+    criterion_weight: Any
+    """Weights of the criterion, (P, n); "own" takes the training weights, None none."""
+
+
+def check_rows(function: str, X: Tensor, y: Tensor) -> None:
+    """Demand inputs (n, d) and targets (n,) or (n, c), all finite."""
+    require_floating(function, X=X, y=y)
+    if X.ndim != 2 or 0 in X.shape or len(X) < 3:
+        raise ValueError(f"{function}: X must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
+    if y.ndim not in (1, 2) or len(y) != len(X) or 0 in y.shape:
+        raise ValueError(
+            f"{function}: y must be (n,) or (n, c) with the {len(X)} rows of X, got shape {tuple(y.shape)}"
+        )
+    guard = Guard(function)
+    guard.finite(X=X, y=y)
+    guard.check()
+
+
+def check_clusters(function: str, score: Score, clusters: object | None) -> None:
+    """Refuse clusters that a criterion of the Fit would leave out of account."""
+    if clusters is not None and score.takes_fit:
+        raise ValueError(f"{function}: clusters must be None for {score.name}, which leaves out pairs")
+
+
+def weight_of(function: str, name: str, weight: Any, y: Tensor) -> Any:
+    """Weights (n,) that were given or that a function makes of y; strings and None as they are."""
+    if weight is None or (isinstance(weight, str) and weight == "own" and name == "criterion_weight"):
+        return weight
+    values = weight(y) if callable(weight) else weight
+    if not isinstance(values, Tensor):
+        raise TypeError(
+            f"{function}: {name} must be a tensor or a callable of y, got {type(values).__name__}"
+        )
+    require_floating(function, y=y, **{name: values})
+    if values.shape != y.shape[:1]:
+        raise ValueError(f"{function}: {name} must have shape ({len(y)},), got {tuple(values.shape)}")
+    return values
+
+
+def stack(
+    X: list[Tensor], y: list[Tensor], weight: list[Any], clusters: object | None, of: list[Any]
+) -> Problems:
+    """Problems of one shape, behind one another."""
+
+    def together(values: list[Any]) -> Any:
+        return torch.stack(values) if isinstance(values[0], Tensor) else values[0]
+
+    return Problems(torch.stack(X), torch.stack(y), together(weight), clusters, together(of))

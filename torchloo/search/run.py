@@ -1,0 +1,130 @@
+"""One search over many problems of one shape: what `select` does once and `validate` for its splits."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchloo.search import gradient, grid, nelder_mead
+from torchloo.search.objective import Objective, Prior
+from torchloo.search.parameters import Space
+from torchloo.search.problems import Problems
+from torchloo.search.score import Score
+from torchloo.search.starts import first_start, further_starts
+
+__all__ = ["Plan", "run", "warn_interrupted"]
+
+SEARCHES = ("gradient", "nelder-mead", "grid")
+
+_DECADES = 6.0  # how far from the first start a search may go, either way
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to search; the arguments are those of `select`."""
+
+    function: str
+    search: str = "gradient"
+    starts: int = 1
+    start: str = "auto"
+    bounds: Mapping[str, tuple[float, float]] | None = None
+    grid: Mapping[str, Iterable[Any]] | None = None
+    prior: Prior = None
+    max_evaluations: int | None = None
+    tolerance: float = 1e-6
+    generator: torch.Generator | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.search not in SEARCHES:
+            raise ValueError(
+                f"{self.function}: search must be one of {', '.join(SEARCHES)}, got {self.search!r}"
+            )
+        if self.start not in ("auto", "machine"):
+            raise ValueError(f"{self.function}: start must be 'auto' or 'machine', got {self.start!r}")
+        for name in ("starts", "max_evaluations"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{self.function}: {name} must be a whole number from 1 on, got {value!r}")
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"{self.function}: tolerance must lie between 0 and 1, got {self.tolerance!r}")
+        if not (self.prior is None or callable(self.prior)):
+            number = isinstance(self.prior, float | int) and not isinstance(self.prior, bool)
+            if not number or not 0 <= self.prior < math.inf:
+                raise ValueError(
+                    f"{self.function}: prior must be a number from 0 on or a callable, got {self.prior!r}"
+                )
+        if self.grid is not None and self.search != "grid":
+            raise ValueError(
+                f"{self.function}: grid must be left out unless search='grid', got {self.search!r}"
+            )
+
+    def evaluations(self, size: int) -> int:
+        """The most evaluations of one run."""
+        if self.max_evaluations is not None:
+            return self.max_evaluations
+        return 200 if self.search == "gradient" else 200 * size
+
+
+def run(plan: Plan, space: Space, problems: Problems, score: Score) -> tuple[Objective, bool]:
+    """Search all problems; the objective that knows the best of each, and whether it was interrupted."""
+    if plan.search == "gradient":
+        score.require_differentiable()
+    first = torch.stack(
+        [
+            first_start(space, X, y) if plan.start == "auto" else space.vector()
+            for X, y in zip(problems.X, problems.y, strict=True)
+        ]
+    )  # (P, p)
+    box = space.bounds(first, plan.bounds, _DECADES)  # (2, P, p)
+    first = torch.clamp(first, box[0], box[1])
+    with tqdm(desc=plan.search, unit="loo", disable=not plan.progress, leave=False) as bar:
+        objective = Objective(space, problems, score, plan.prior, bar)
+        try:
+            _search(plan, objective, first, box)
+        except KeyboardInterrupt:
+            if any(best.theta is None for best in objective.best):
+                raise
+            return objective, True
+    for best in objective.best:
+        if best.theta is None:
+            reason = objective.failure or "the criterion is not finite"
+            raise ValueError(
+                f"{space.function}: no candidate could be evaluated: {reason}"
+            ) from objective.failure
+    return objective, False
+
+
+def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> None:
+    space = objective.space
+    if plan.prior is not None and not callable(plan.prior):
+        _centre_prior(objective, first)
+    if plan.search == "grid":
+        axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
+        grid.scan(objective, first, axes, plan.grid is None, box)
+        return
+    starts = further_starts(space, first, plan.starts, plan.generator)  # (P, S, p)
+    starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1)).flatten(0, 1)
+    problem = torch.arange(len(first)).repeat_interleave(plan.starts)
+    search = gradient.descend if plan.search == "gradient" else nelder_mead.walk
+    boxes = box.repeat_interleave(plan.starts, 1)
+    limit = plan.evaluations(space.size)
+    search(objective, starts, problem, boxes, space.units(), limit, plan.tolerance)
+
+
+def _centre_prior(objective: Objective, first: Tensor) -> None:
+    """The hyper-prior lies about the first starts and is measured by the criterion there."""
+    strength, objective.prior = objective.prior, None
+    values, _ = objective(first, torch.arange(len(first)))
+    objective.prior = strength
+    objective.anchor(first, torch.where(values.isfinite(), values.abs(), 1.0))
+
+
+def warn_interrupted(function: str, stacklevel: int = 3) -> None:
+    """Say that what comes back is the best so far."""
+    warnings.warn(f"{function}: interrupted; this is the best so far", RuntimeWarning, stacklevel=stacklevel)

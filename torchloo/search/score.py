@@ -1,0 +1,106 @@
+"""Criteria as a search sees them: which way is better, and one number for each entry of a batch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchloo import criteria
+from torchloo.held_out import HeldOut
+
+__all__ = ["Score"]
+
+_SMOOTH = {
+    "error_rate": "smooth_error",
+    "balanced_error_rate": "smooth_error with criterion_weight=tl.balanced_weight",
+    "wmw": "smooth_wmw",
+    "auc": "smooth_wmw",
+    "leave_pair_out_auc": "smooth_wmw",
+    "kendall_tau": "mse",
+}
+
+
+class Score:
+    """A criterion of torchloo.criteria, by itself or by name, or any callable of a HeldOut.
+
+    A callable of your own is called with one unbatched HeldOut at a time and taken to be better where it is
+    lower, unless it has an attribute `lower_is_better`.
+
+    Attributes:
+        sign: 1 where lower is better, else -1, so that sign * value is to be minimised.
+    """
+
+    def __init__(self, function: str, argument: str, criterion: Any) -> None:
+        if isinstance(criterion, str):
+            known = [name for name in criteria.__all__ if hasattr(getattr(criteria, name), "takes_fit")]
+            if criterion not in known:
+                raise ValueError(
+                    f"{function}: {argument} must be one of {', '.join(known)}, or a callable of a HeldOut, "
+                    f"got {criterion!r}"
+                )
+            criterion = getattr(criteria, criterion)
+        if not callable(criterion):
+            got = type(criterion).__name__
+            raise TypeError(f"{function}: {argument} must be a name or a callable of a HeldOut, got {got}")
+        self.function, self.argument, self.criterion = function, argument, criterion
+        marked = criterion
+        while isinstance(marked, functools.partial):
+            marked = marked.func
+        self.batched = hasattr(marked, "takes_fit")
+        self.takes_fit: bool = getattr(marked, "takes_fit", False)
+        self.differentiable: bool = getattr(marked, "differentiable", True)
+        self.sign = 1.0 if getattr(marked, "lower_is_better", True) else -1.0
+        self.name: str = getattr(marked, "__name__", type(marked).__name__)
+
+    def require_differentiable(self) -> None:
+        """Raise where a gradient is asked of a criterion that has none, naming one that has."""
+        if not self.differentiable:
+            smooth = _SMOOTH.get(self.name)
+            instead = f"{self.argument}=tl.criteria.{smooth}, or " if smooth else ""
+            raise ValueError(
+                f"{self.function}: {self.argument} must be differentiable for search='gradient', got "
+                f"{self.name}; use {instead}search='nelder-mead'"
+            )
+
+    def __call__(self, held_out: Any, weight: Any = "own") -> Tensor:
+        """Values of batch shape, for a HeldOut (or the Fit, where the criterion takes one) of any batch."""
+        own = isinstance(weight, str) and weight == "own"
+        call: Callable[..., Any] = self.criterion
+        if self.batched or self.takes_fit:
+            return call(held_out) if own else call(held_out, weight=weight)
+        batch = held_out.weight.shape[:-1]
+        flat = [
+            call(one) if own else call(one, weight=_entry(weight, i, batch))
+            for i, one in enumerate(_unbatched(held_out, batch))
+        ]
+        values = [
+            torch.as_tensor(v, dtype=held_out.outputs.dtype, device=held_out.outputs.device) for v in flat
+        ]
+        for value in values:
+            if value.ndim:
+                raise ValueError(
+                    f"{self.function}: {self.argument} must return one number, got shape {tuple(value.shape)}"
+                )
+        return torch.stack(values).reshape(batch)
+
+
+def _unbatched(held_out: Any, batch: torch.Size) -> list[HeldOut]:
+    """The entries of a batch, each a HeldOut of its own."""
+    if not batch:
+        return [held_out]
+    flat = {
+        name: value.flatten(0, len(batch) - 1)
+        for name, value in held_out._asdict().items()
+        if isinstance(value, Tensor) and name != "clusters"
+    }
+    return [
+        held_out._replace(**{name: value[i] for name, value in flat.items()}) for i in range(batch.numel())
+    ]
+
+
+def _entry(weight: Tensor | None, i: int, batch: torch.Size) -> Tensor | None:
+    if weight is None or weight.ndim == 1:
+        return weight
+    return weight.expand(*batch, weight.shape[-1]).flatten(0, -2)[i]

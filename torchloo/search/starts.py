@@ -1,0 +1,121 @@
+"""Where a search begins, without being asked.
+
+Note [first start]
+On up to 300 rows, evenly spread over the training rows:
+
+* a shared lengthscale is the median distance between rows; with one lengthscale for each input (ARD) it is
+  the median distance of the standardised rows times the input's standard deviation;
+* the regularisation is q k, with k the mean diagonal of the centred kernel matrix and q the noise of the
+  targets relative to their variance, where half the mean squared difference between each row's target and
+  that of its nearest neighbour in the kernel's metric stands for the noise; q is kept within 0.01 and 10.
+  A least-squares machine is linear in its targets, so their unit plays no part. C of an SVM is 1 / (q k).
+
+All other parameters begin at the machine's own values. Further starts are N(0, 1) away in every logarithm,
+and half their size away in the weights of networks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchloo.fisher import KFD
+from torchloo.kernels import RBF, Kernel, Matern, Precomputed, Product, Scaled, Sum
+from torchloo.search.parameters import Space
+
+__all__ = ["first_start", "further_starts", "scales_differ", "spread_rows"]
+
+_ROWS = 300
+_WILD = 100.0  # ratio of standard deviations that is worth a warning
+
+
+def first_start(space: Space, X: Tensor, y: Tensor) -> Tensor:
+    """The start (p,) of Note [first start] for X (n, d) and y (n,) or (n, c)."""
+    theta = space.vector()
+    machine = space.machine_at(theta)
+    parameters = dict(machine.named_parameters())
+    names = {id(parameters[entry.path]): entry for entry in space.entries}
+    rows, n = spread_rows(len(X), X.device), len(X)
+    X, y = X[rows][:, rows] if isinstance(machine.kernel, Precomputed) else X[rows], y[rows]
+    with torch.no_grad():
+        for kernel, Z in _embedded(machine.kernel, X):
+            if isinstance(kernel, RBF | Matern) and id(kernel.log_lengthscale) in names:
+                scale = _lengthscale(Z.double(), ard=kernel.log_lengthscale.ndim > 0)
+                kernel.log_lengthscale.copy_(scale.log())
+                theta[names[id(kernel.log_lengthscale)].part] = scale.log().cpu()
+        K = machine.kernel(X).double()
+        if isinstance(machine, KFD):
+            K = K @ K.mT * (n / len(rows))  # what all n columns would give
+        reg = _regularisation(K, y.double())
+    for entry in space.entries:
+        if entry.log and entry.name in ("reg", "C"):
+            theta[entry.part] = torch.log(reg if entry.name == "reg" else 1 / reg).cpu()
+    return theta
+
+
+def further_starts(space: Space, first: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Starts (P, count, p) around the first ones (P, p), which come first; alike in all problems."""
+    unit = space.units()
+    for entry in space.entries:
+        if not entry.log:
+            unit[entry.part] *= 0.5
+    device = generator.device if generator is not None else None
+    away = torch.randn(count - 1, space.size, dtype=torch.float64, generator=generator, device=device).cpu()
+    return first.unsqueeze(1) + torch.cat([torch.zeros(1, space.size), away * unit])
+
+
+def scales_differ(space: Space, X: Tensor) -> tuple[float, float] | None:
+    """The least and the largest standard deviation of the columns of X where they are far apart.
+
+    None where they are not, or where the kernel does not care: one lengthscale for each input, features of
+    its own, a given matrix.
+    """
+    kernels = [module for module in space.machine.modules() if isinstance(module, Kernel)]
+    for kernel in kernels:
+        ard = isinstance(kernel, RBF | Matern) and kernel.log_lengthscale.ndim > 0
+        if ard or isinstance(kernel, Precomputed) or kernel.features is not None:
+            return None
+    deviation = X.double().std(-2)  # (d,)
+    deviation = deviation[deviation > 0]
+    if len(deviation) == 0 or deviation.max() <= _WILD * deviation.min():
+        return None
+    return deviation.min().item(), deviation.max().item()
+
+
+def spread_rows(n: int, device: torch.device) -> Tensor:
+    """At most 300 of n row numbers, evenly spread."""
+    return torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float64, device=device).round().long()
+
+
+def _embedded(kernel: Kernel, X: Tensor) -> Iterator[tuple[Kernel, Tensor]]:
+    """Every kernel of a composition and the inputs that reach it."""
+    Z = X if kernel.features is None else kernel.features(X)
+    yield kernel, Z
+    parts = [kernel.kernel] if isinstance(kernel, Scaled) else []
+    for part in kernel.kernels if isinstance(kernel, Sum | Product) else parts:
+        yield from _embedded(part, Z)
+
+
+def _lengthscale(Z: Tensor, ard: bool) -> Tensor:
+    """Median distance between the rows of Z (m, d), shape (); or one for each column, (d,)."""
+    spread = torch.ones_like(Z[0])
+    if ard and len(Z) > 1:
+        spread = Z.std(0)
+        spread = torch.where(spread > 0, spread, 1.0)
+    distance = torch.nn.functional.pdist(Z / spread)
+    distance = distance[distance > 0]
+    median = distance.median() if len(distance) else Z.new_ones(())
+    return median * spread if ard else median
+
+
+def _regularisation(K: Tensor, y: Tensor) -> Tensor:
+    """q k of Note [first start] for a kernel matrix (m, m) and targets (m,) or (m, c)."""
+    diagonal, Y = K.diagonal(), y.reshape(len(y), -1)
+    size = (diagonal.mean() - K.mean()).clamp(min=1e-12 * diagonal.abs().mean() + 1e-300)
+    square = diagonal.unsqueeze(0) + diagonal.unsqueeze(1) - 2 * K
+    square.fill_diagonal_(torch.inf)
+    nearest = square.argmin(1)
+    noise = (Y - Y[nearest]).square().sum() / 2
+    total = (Y - Y.mean(0)).square().sum()
+    ratio = noise / (total - noise).clamp(min=0.05 * total)
+    return size * ratio.nan_to_num(1.0).clamp(0.01, 10.0)

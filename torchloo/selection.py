@@ -1,0 +1,137 @@
+"""select: hyper-parameters by a leave-one-out criterion."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo import criteria
+from torchloo.machine import KernelMachine
+from torchloo.search.objective import Evaluation, Prior
+from torchloo.search.parameters import Space
+from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, weight_of
+from torchloo.search.run import Plan, run, warn_interrupted
+from torchloo.search.score import Score
+from torchloo.search.starts import scales_differ
+
+__all__ = ["Selection", "select"]
+
+
+class Selection(NamedTuple):
+    """What a search found."""
+
+    machine: Any
+    """A new machine with the best hyper-parameters, fitted to all rows."""
+
+    value: float
+    """Its criterion, without the hyper-prior; optimistic, since it was searched for: see `validate`."""
+
+    history: list[Evaluation]
+    """Every evaluation in the order it was made: number, value, objective, parameters by name."""
+
+    evaluations: int
+    """The number of leave-one-out evaluations, one for each candidate, with or without gradient."""
+
+    def __str__(self) -> str:
+        best = self.machine
+        return f"{best}\ncriterion {self.value:.6g} after {self.evaluations} leave-one-out evaluations"
+
+
+def select(
+    machine: KernelMachine,
+    X: Tensor,
+    y: Tensor,
+    criterion: Any = criteria.press,
+    search: str = "gradient",
+    *,
+    clusters: object | None = None,
+    weight: Weighting = None,
+    criterion_weight: Any = "own",
+    starts: int = 1,
+    start: str = "auto",
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    grid: Mapping[str, Iterable[Any]] | None = None,
+    prior: Prior = None,
+    max_evaluations: int | None = None,
+    tolerance: float = 1e-6,
+    generator: torch.Generator | None = None,
+    progress: bool = True,
+) -> Selection:
+    """Choose all trainable parameters of a machine by a leave-one-out criterion, and fit it.
+
+    Searched are all parameters that require a gradient: positive ones on the scale of their logarithms,
+    within a box; weights of networks given as `features=` as they are. The machine itself stays as it is.
+
+    Args:
+        machine: any machine of torchloo.
+        X: inputs, (n, d). y: targets, (n,) or (n, c).
+        criterion: one of tl.criteria, its name, or a callable of a HeldOut that returns one number, lower
+            being better unless it has an attribute lower_is_better = False.
+        search: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
+            evaluations by far. "nelder-mead": the simplex method, for any criterion and few parameters.
+            "grid": every point of `grid`; the axis "reg" comes from one decomposition (`path`).
+        clusters: labels (n,) of what is left out together: leave-cluster-out.
+        weight: training weights (n,), or a function of y, such as tl.balanced_weight.
+        criterion_weight: weights of the criterion: "own" takes the training weights, None counts every row
+            once; or as `weight`.
+        starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
+            where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
+            values; the others at random around it, drawn from `generator`.
+        bounds: {name: (low, high)}; by default six decades either way of the first start.
+        grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
+            unique; a value of several numbers sets the entries of an ARD kernel. Default: 25 half decades of
+            reg or C and 9 factors of two of every other parameter around the first start.
+        prior: hyper-prior against over-fitting of the criterion Q. A strength s adds
+            s |Q(t0)| / n * sum_j (t_j - t0_j)^2 over the logarithms t of the kernel's parameters, t0 being
+            the first start: to first order, n/2 log Q plus a Gaussian prior of precision s on each. Or a
+            callable, which gets the logarithms by name, (B,) or (B, d), and returns penalties (B,) to be
+            added (subtracted where higher is better).
+        max_evaluations: of each run, by default 200 with gradient, else 200 for each parameter.
+        tolerance: relative change of the criterion at which a run stops.
+
+    Returns:
+        Selection: machine (new, fitted), value, history, evaluations. Ctrl-C gives the best so far. A
+        candidate whose factorisation fails is infeasible and stands in the history with an infinite value.
+
+    Cost: one `loo` for each evaluation, small problems in batches, large ones one by one (Note [one batched
+    evaluation] in search/objective.py); memory that of one `loo`.
+
+    Reference: Cawley 2006, IV (Nelder and Mead on PRESS); Cawley and Talbot 2007 (hyper-prior).
+
+    Example:
+        >>> import torchloo as tl
+        >>> X, y = tl.datasets.motorcycle()
+        >>> chosen = select(tl.LSSVM(tl.kernels.RBF()), X, y, progress=False)
+        >>> print(f"{chosen.value:.0f}, lengthscale {chosen.machine.kernel.lengthscale:.2f}")
+        70551, lengthscale 7.57
+    """
+    plan = Plan(
+        "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress
+    )
+    score = Score("select", "criterion", criterion)
+    space = Space("select", machine)
+    check_rows("select", X, y)
+    differ = scales_differ(space, X)
+    if differ:
+        low, high = differ
+        warnings.warn(
+            f"select: the columns of X have standard deviations from {low:.3g} to {high:.3g}, and the "
+            "largest rule this kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel "
+            "one lengthscale for each column",
+            UserWarning,
+            stacklevel=2,
+        )
+    own = weight_of("select", "weight", weight, y)
+    of_criterion = weight_of("select", "criterion_weight", criterion_weight, y)
+    check_clusters("select", score, clusters)
+    problems = stack([X], [y], [own], clusters, [of_criterion])
+    objective, interrupted = run(plan, space, problems, score)
+    if interrupted:
+        warn_interrupted("select")
+    best = objective.best[0]
+    assert best.theta is not None
+    fitted: Any = space.machine_at(best.theta)
+    fitted.fit(X, y, own)
+    return Selection(fitted, best.value, objective.history, objective.evaluations[0])

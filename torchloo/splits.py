@@ -1,0 +1,112 @@
+"""Splits of an outer loop: pairs of row numbers, to train on and to test on.
+
+>>> [test.tolist() for train, test in k_fold(5, 5, generator=torch.Generator().manual_seed(0))]
+[[1], [2], [4], [3], [0]]
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchloo.clusters import folds
+from torchloo.guards import host_labels
+
+__all__ = ["Split", "hold_out", "k_fold", "leave_cluster_out", "resolve"]
+
+
+class Split(NamedTuple):
+    """Rows to train on and rows to test on, int64 on the host."""
+
+    train: Tensor
+    test: Tensor
+
+
+def hold_out(
+    n: int,
+    repeats: int = 100,
+    fraction: float = 0.1,
+    *,
+    clusters: object | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Split]:
+    """Repeated hold-out: so many times, a random `fraction` of the n rows is tested on (Cawley 2006, IV).
+
+    Args:
+        clusters: labels (n,); where given, that fraction of the clusters is held out, each as a whole, so
+            that no row is tested by a machine that saw its cluster. Splits then differ in size.
+        generator: source of randomness; None takes torch's global one.
+    """
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"hold_out: repeats must be a whole number from 1 on, got {repeats!r}")
+    if not 0 < fraction < 1:
+        raise ValueError(f"hold_out: fraction must lie between 0 and 1, got {fraction!r}")
+    labels = np.arange(n) if clusters is None else host_labels("hold_out", clusters, n)
+    member = torch.from_numpy(np.unique(labels, return_inverse=True)[1])  # (n,)
+    units = int(member.max()) + 1 if n else 0
+    if units < 2:
+        raise ValueError(f"hold_out: needs at least 2 rows or clusters, got {units}")
+    held = min(units - 1, max(1, round(fraction * units)))
+    splits = []
+    for _ in range(repeats):
+        chosen = torch.zeros(units, dtype=torch.bool)
+        chosen[torch.randperm(units, generator=generator)[:held]] = True
+        splits.append(_split(chosen[member]))
+    return splits
+
+
+def k_fold(n: int, k: int, repeats: int = 1, *, generator: torch.Generator | None = None) -> list[Split]:
+    """Every row is tested on once: k random folds whose sizes differ by at most one; so many times."""
+    labels = [folds(n, k, generator) for _ in range(repeats)]
+    return [_split(label == fold) for label in labels for fold in range(k)]
+
+
+def leave_cluster_out(clusters: object) -> list[Split]:
+    """Every cluster is tested on once, by labels (n,)."""
+    rows = len(clusters) if hasattr(clusters, "__len__") else 0
+    labels = torch.from_numpy(host_labels("leave_cluster_out", clusters, rows))
+    distinct = labels.unique()
+    if len(distinct) < 2:
+        raise ValueError(f"leave_cluster_out: clusters must have at least 2 labels, got {len(distinct)}")
+    return [_split(labels == label) for label in distinct]
+
+
+def resolve(splits: Any, n: int, clusters: object | None, generator: torch.Generator | None) -> list[Split]:
+    """The splits that the argument of `validate` stands for, checked."""
+    if isinstance(splits, int) and not isinstance(splits, bool):
+        return hold_out(n, splits, clusters=clusters, generator=generator)
+    if isinstance(splits, str):
+        if splits != "leave-cluster-out" or clusters is None:
+            raise ValueError(
+                f"validate: splits must be a number, 'leave-cluster-out' with clusters given, or pairs "
+                f"(train, test), got {splits!r}"
+            )
+        return leave_cluster_out(clusters)
+    try:
+        pairs = [Split(*(_index(rows, n) for rows in pair)) for pair in splits]
+    except (TypeError, ValueError) as fault:
+        raise ValueError(f"validate: splits must be pairs (train, test) of row numbers: {fault}") from None
+    if not pairs:
+        raise ValueError("validate: splits must hold one pair (train, test) at least, got none")
+    for number, pair in enumerate(pairs):
+        if len(pair.train) < 3 or not len(pair.test):
+            raise ValueError(
+                f"validate: split {number} must have 3 rows to train on and 1 to test on at least"
+            )
+        if bool(torch.isin(pair.test, pair.train).any()):
+            raise ValueError(f"validate: split {number} tests on rows that it trains on")
+    return pairs
+
+
+def _index(rows: Any, n: int) -> Tensor:
+    index = torch.as_tensor(rows).detach().cpu()
+    if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        raise ValueError(f"expected integer row numbers, got {index.dtype} of shape {tuple(index.shape)}")
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < n:
+        raise ValueError(f"row numbers must lie between 0 and {n - 1}")
+    return index.long()
+
+
+def _split(tested: Tensor) -> Split:
+    return Split((~tested).nonzero()[:, 0], tested.nonzero()[:, 0])

@@ -1,0 +1,187 @@
+"""validate: an honest estimate, by an outer loop that repeats the whole selection in every split."""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchloo import criteria
+from torchloo.machine import KernelMachine
+from torchloo.search.outer import Outer, columns_of
+from torchloo.search.parameters import Space
+from torchloo.search.problems import Weighting, check_clusters, check_rows
+from torchloo.search.run import Plan
+from torchloo.search.score import Score
+from torchloo.splits import Split, resolve
+
+__all__ = ["Validation", "validate"]
+
+
+class Validation(NamedTuple):
+    """Scores of an outer loop, on rows that no part of the selection has seen."""
+
+    scores: Tensor
+    """The metric on the test rows of every split, (S,)."""
+
+    mean: float
+    """Their mean: the estimate."""
+
+    stderr: float
+    """Its standard error, s / sqrt(S), as if the splits were independent; overlapping ones are not quite."""
+
+    table: list[dict[str, Any]]
+    """A row for each split: split, train, test (numbers of rows), score, criterion (the selected, optimistic
+    one), with a threshold also shift and unshifted (the score without it), evaluations, and the chosen
+    hyper-parameters by name."""
+
+    metric: str
+    """Name of the metric."""
+
+    criterion: str
+    """Name of the criterion of the selection."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.metric} {self.mean:.4g} +- {self.stderr:.2g} ({len(self.scores)} splits)"]
+        if self.table and "unshifted" in self.table[0]:
+            plain = sum(row["unshifted"] for row in self.table) / len(self.table)
+            lines.append(f"without the threshold {plain:.4g}")
+        inner = sum(row["criterion"] for row in self.table) / max(1, len(self.table))
+        lines.append(f"selected by {self.criterion}, {inner:.4g} on average")
+        return "\n".join([*lines, "", *_rendered(self.table)])
+
+
+def _rendered(table: list[dict[str, Any]], most: int = 12) -> list[str]:
+    """The rows of a table as aligned text, the middle of a long one left out."""
+    names = [name for name, value in table[0].items() if not isinstance(value, list)] if table else []
+    cells = [names, *([_cell(row[name]) for name in names] for row in table)]
+    widths = [max(len(row[j]) for row in cells) for j in range(len(names))]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+    return lines if len(lines) <= most + 1 else [*lines[: most - 1], "...", *lines[-1:]]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def validate(
+    machine: KernelMachine,
+    X: Tensor,
+    y: Tensor,
+    splits: int | str | Iterable[tuple[Any, Any]] = 100,
+    criterion: Any = criteria.press,
+    metric: Any = None,
+    search: str = "gradient",
+    *,
+    clusters: object | None = None,
+    weight: Weighting = None,
+    criterion_weight: Any = "own",
+    standardise: bool | Sequence[int] = True,
+    threshold: Any = None,
+    generator: torch.Generator | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Validation:
+    """Estimate how well a machine does on new rows when its hyper-parameters are chosen by `select`.
+
+    In every split the whole selection is made anew from the training rows: standardisation, weights,
+    starts, search, threshold. Splits with equally many training rows are searched as one batch, all their
+    runs together; with clusters, whose shapes differ, one after another.
+
+    Args:
+        machine, X, y, criterion, search, clusters, weight, criterion_weight: as in `select`, with X (n, d).
+            Functions of y, such as tl.balanced_weight, are called with the training rows of each split.
+        splits: a number: so many random hold-outs of 10 % (of the clusters, where given);
+            "leave-cluster-out"; or pairs (train, test) of row numbers, such as tl.splits.hold_out, k_fold and
+            leave_cluster_out give.
+        metric: of the test rows, each counting once: one of tl.criteria, its name, or a callable of a
+            HeldOut. Default: error_rate where y holds -1 and +1 only, else mse.
+        standardise: centre and scale the columns of X (True: all; or their numbers) by mean and standard
+            deviation of the training rows. Not done to the matrix of a Precomputed kernel.
+        threshold: a metric by which the outputs are shifted, see `tl.threshold`, fitted in each split to the
+            held-out outputs of its training rows.
+        generator: source of randomness for splits and starts; None takes torch's global one.
+        options: further arguments of `select`: starts, start, bounds, grid, prior, max_evaluations,
+            tolerance.
+
+    Returns:
+        Validation: scores, mean, stderr, table; str() of it is readable. Ctrl-C gives the splits whose search
+        has begun, with the best so far in each.
+
+    Cost: that of `select` in each split, and two solutions more. Memory: X once for each split of a batch,
+    and that of one `loo`.
+
+    Reference: Cawley 2006, I-B and IV; Cawley and Talbot 2010 on selection bias.
+
+    Example:
+        >>> import torchloo as tl
+        >>> X, y = tl.datasets.motorcycle()
+        >>> folds = tl.splits.k_fold(len(y), 5, generator=torch.Generator().manual_seed(0))
+        >>> estimate = validate(tl.LSSVM(tl.kernels.RBF()), X, y, folds, progress=False)
+        >>> len(estimate.scores)
+        5
+    """
+    plan = Plan("validate", search=search, generator=generator, progress=progress, **_known(options))
+    check_rows("validate", X, y)
+    space, score = Space("validate", machine), Score("validate", "criterion", criterion)
+    check_clusters("validate", score, clusters)
+    outer = Outer(space, score, _metric(metric, y), _shift_metric(threshold), X, y, clusters, weight,
+                   criterion_weight, columns_of(standardise, machine, X))  # fmt: skip
+    pairs = resolve(splits, len(X), clusters, generator)
+    rows: dict[int, dict[str, Any]] = {}
+    state = None if generator is None else generator.get_state()
+    groups = _groups(pairs, clusters)
+    bar = tqdm(total=len(pairs), desc="splits", unit="split", disable=not progress or len(groups) < 2)
+    with bar:
+        for group in groups:
+            if generator is not None and state is not None:
+                generator.set_state(state)  # all splits begin alike, however they are grouped
+            interrupted = outer.run(plan, {k: pairs[k] for k in group}, rows)
+            bar.update(len(group))
+            if interrupted:
+                _warn_interrupted(len(rows), len(pairs))
+                break
+    table = [rows[k] for k in sorted(rows)]
+    scores = torch.tensor([row["score"] for row in table], dtype=torch.float64)
+    spread = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
+    return Validation(scores, scores.mean().item(), spread, table, outer.metric.name, score.name)
+
+
+def _warn_interrupted(done: int, asked: int) -> None:
+    partly = "the last of them searched in part"
+    message = f"validate: interrupted; these are {done} of {asked} splits, {partly}"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _metric(metric: Any, y: Tensor) -> Score:
+    if metric is None:
+        metric = "error_rate" if bool((y.abs() == 1).all()) else "mse"
+    score = Score("validate", "metric", metric)
+    if score.takes_fit:
+        raise ValueError(f"validate: metric must be of outputs, got {score.name}, which takes a Fit")
+    return score
+
+
+def _shift_metric(metric: Any) -> Score | None:
+    return None if metric is None else Score("validate", "threshold", metric)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    known = ("starts", "start", "bounds", "grid", "prior", "max_evaluations", "tolerance")
+    for name in options:
+        if name not in known:
+            raise TypeError(f"validate: unknown argument {name!r}; options of select are {', '.join(known)}")
+    return options
+
+
+def _groups(pairs: list[Split], clusters: object | None) -> list[list[int]]:
+    """Numbers of the splits that are searched together: those with equally many training rows."""
+    if clusters is not None:
+        return [[k] for k in range(len(pairs))]
+    by_size: dict[int, list[int]] = {}
+    for k, pair in enumerate(pairs):
+        by_size.setdefault(len(pair.train), []).append(k)
+    return list(by_size.values())
