@@ -106,6 +106,25 @@ def test_kernel_matrix_equals_formula_by_loops(name):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_diagonal_is_that_of_the_matrix(name, batch):
+    kernel, X = FORMULAS[name][0], points(*batch, 70, D)
+    assert_close(kernel.diagonal(X), kernel(X).diagonal(dim1=-2, dim2=-1), rtol=1e-13, atol=1e-14)
+
+
+def test_diagonal_of_batches_of_kernels_of_features_and_of_kernels_of_your_own():
+    class Mine(Kernel):
+        def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+            return X @ (X if Z is None else Z).mT + 1
+
+    X, rates = points(70, D), torch.tensor([0.1, 0.2], dtype=torch.float64)
+    net = nn.Linear(D, 2).double()
+    for kernel in (Boolean(rates), rates * RBF(rates.unsqueeze(-1)), Mine(), Polynomial(features=net)):
+        assert_close(kernel.diagonal(X), kernel(X).diagonal(dim1=-2, dim2=-1))
+    assert_close(Precomputed().diagonal(X @ X.T), X.square().sum(-1))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize(("x_batch", "z_batch"), [((2, 3), (2, 3)), ((2, 1), (3,)), ((), (2,))])
 def test_batch_equals_its_loop(name, x_batch, z_batch):
     kernel = FORMULAS[name][0]

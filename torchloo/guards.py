@@ -82,7 +82,8 @@ class Guard:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
             # A NaN or infinity makes the sum one too: no boolean copy of a large matrix is needed.
-            total = tensor.detach().sum(dtype=torch.float64)
+            entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
+            total = entries.detach().sum(dtype=torch.float64)
             self.require(total.isfinite(), f"{name} must be finite, got NaN or infinity")
 
     def symmetric(self, **matrices: Tensor) -> None:

@@ -4,6 +4,10 @@ Leading dimensions of X (..., n, d) and Z (..., m, d) are batch and broadcast. Z
 is then exactly symmetric. Positive parameters are copied and kept as logarithms, `log_lengthscale` and so on,
 in float64, so any optimiser moves them safely. Values of X are not looked at: machines do that, once.
 
+X and Z may also be sparse rows, (n, d) of layout torch.sparse_csr, for Linear, Polynomial and Boolean, for
+RBF and Matern with one lengthscale, and for what is composed of them. The matrix is dense, and differentiable
+in the parameters of the kernel and in dense points, not in sparse rows.
+
 >>> kernel = 2.0 * RBF(lengthscale=0.5) + Linear()
 >>> kernel(torch.zeros(3, 2)).shape
 torch.Size([3, 3])
@@ -17,6 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from torchloo import csr
 from torchloo.distances import matern_of_square, squared_distance
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.precision import full_precision
@@ -84,8 +89,18 @@ class Kernel(nn.Module):
         with full_precision(X):
             return self._evaluate(left, right)
 
+    def diagonal(self, X: Tensor) -> Tensor:
+        """k(x_i, x_i), (..., n), without the matrix."""
+        X = self._embed("X", X)
+        with full_precision(X):
+            return self._diagonal(X)
+
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        blocks = (self._evaluate(rows, None) for rows in X.split(64, dim=-2))
+        return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
 
     @property
     def is_linear(self) -> bool:
@@ -133,6 +148,7 @@ class Kernel(nn.Module):
 
     def _embed(self, name: str, X: Tensor) -> Tensor:
         require_floating(self._get_name(), **{name: X})
+        csr.require_layout(self._get_name(), name, X)
         self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
         for own in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
             if own.device != X.device:
@@ -147,17 +163,32 @@ class Kernel(nn.Module):
 
 def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
     """x_i . z_j, (..., n, m); exactly symmetric if Z is None, as a matmul need not be."""
+    if csr.is_csr(X) or csr.is_csr(Z):
+        return csr.inner(X, Z)
     if Z is not None:
         return X @ Z.mT
     half = (0.5 * X) @ X.mT
     return half + half.mT
 
 
-class Linear(Kernel):
-    """k(x, z) = x . z (CRITERIA eq. 2)."""
+class _OfInner(Kernel):
+    """A function of the inner product x . z, given by `_of_inner`, entry by entry."""
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return _inner(X, Z)
+        return self._of_inner(_inner(X, Z))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return self._of_inner(csr.square_length(X).unsqueeze(-1))[..., 0]
+
+
+class Linear(_OfInner):
+    """k(x, z) = x . z (CRITERIA eq. 2)."""
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return inner
 
     @property
     def is_linear(self) -> bool:
@@ -165,11 +196,11 @@ class Linear(Kernel):
         return True
 
     def feature_map(self, X: Tensor) -> Tensor:
-        """X itself, or its features."""
-        return self._embed("X", X)
+        """X itself, or its features; sparse rows made dense."""
+        return csr.dense(self._embed("X", X))
 
 
-class Polynomial(Kernel):
+class Polynomial(_OfInner):
     """k(x, z) = (x . z + offset)^degree (CRITERIA eq. 3), offset >= 0 of shape (...).
 
     Zero has no logarithm to train: if any offset is 0 then all are fixed, and `log_offset` is a buffer (-inf
@@ -192,11 +223,11 @@ class Polynomial(Kernel):
         zero = offset == 0 if number else values_visible(values) and bool((values == 0).any())
         self.log_offset = (nn.Buffer if zero else nn.Parameter)(values.log())
 
-    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return (_inner(X, Z) + self._lift("offset", X)) ** self.degree
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return (inner + self._lift("offset", inner)) ** self.degree
 
 
-class Boolean(Kernel):
+class Boolean(_OfInner):
     """k(x, z) = (1 + rate)^(x . z) (CRITERIA, below eq. 3), rate > 0 of shape (...).
 
     For x in {0, 1}^d: every conjunction of s of the d variables is a feature, of squared weight rate^s.
@@ -207,13 +238,17 @@ class Boolean(Kernel):
     def __init__(self, rate: Values = 1.0, *, features: Features = None) -> None:
         super().__init__(features=features, rate=rate)
 
-    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return (self._lift("rate", X).log1p() * _inner(X, Z)).exp_()
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return (self._lift("rate", inner).log1p() * inner).exp_()
 
 
 class _Stationary(Kernel):
     lengthscale = _exp_of("log_lengthscale")
     log_lengthscale: Tensor
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        batch = self._batch(lengthscale=self.log_lengthscale.shape[:-1], X=X.shape[:-2])
+        return torch.ones((*batch, X.shape[-2]), dtype=X.dtype, device=X.device)
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
@@ -224,11 +259,31 @@ class _Stationary(Kernel):
             self._require(scale.shape[-1] in (1, d), expected, scale.shape)
             scale = scale.unsqueeze(-2)  # (..., 1, d)
         batch = self._batch(**shapes)
+        if csr.is_csr(X) or csr.is_csr(Z):
+            return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
         centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
         left = ((X.double() - centre) / scale).expand(*batch, *X.shape[-2:])
         right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
         return squared_distance(left, right, same=Z is None, direct=direct, factor=factor, dtype=X.dtype)
+
+    def _sparse_distance(
+        self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
+    ) -> Tensor:
+        """The same from |x|^2 + |z|^2 - 2 x . z; zeros must stay zeros, so nothing can be centred."""
+        single = scale.numel() == 1 and scale.ndim < 3
+        if direct or not single:
+            raise ValueError(
+                f"{self._get_name()}: X of sparse rows needs one lengthscale and nu > 1/2, "
+                f"got {self.extra_repr()}; make it dense by X.to_dense()"
+            )
+        X64, Z64 = X.double(), None if Z is None else Z.double()
+        left = csr.square_length(X64)
+        right = left if Z64 is None else csr.square_length(Z64)
+        square = (left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)).clamp_(min=0)
+        if Z is None:
+            square.fill_diagonal_(0)
+        return (square * (factor / scale.reshape(()).square())).to(X.dtype)
 
 
 class RBF(_Stationary):
@@ -298,6 +353,12 @@ class Precomputed(Kernel):
             self._require(X.shape[-1] == n, f"X must have {n} columns, one for each row of Z", X.shape)
         return X
 
+    def _embed(self, name: str, X: Tensor) -> Tensor:
+        return csr.dense(super()._embed(name, X))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return X.diagonal(dim1=-2, dim2=-1)
+
 
 class Scaled(Kernel):
     """scale * kernel, scale > 0 of shape (...)."""
@@ -311,6 +372,10 @@ class Scaled(Kernel):
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         K = self.kernel(X, Z)
         return self._lift("scale", K) * K
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        k = self.kernel.diagonal(X).unsqueeze(-1)
+        return (self._lift("scale", k) * k)[..., 0]
 
     @property
     def is_linear(self) -> bool:
@@ -334,6 +399,9 @@ class _Composite(Kernel):
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
 
 
 class Sum(_Composite):

@@ -1,5 +1,6 @@
 """The shell of every machine: parameters, buffers, and one call of a pure function each."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from torchloo import csr
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
@@ -38,7 +40,8 @@ class KernelMachine(nn.Module):
         kernel: a kernel of torchloo.kernels.
 
     Shape:
-        X (..., n, d); y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
+        X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
+        y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
         clusters (n,). Leading dimensions are batch.
     """
 
@@ -65,6 +68,7 @@ class KernelMachine(nn.Module):
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         require_floating(self._function, X=X, coef=self.coef)
+        csr.require_layout(self._function, "X", X)
         guard = Guard(self._function)
         guard.finite(X=X)
         guard.check()
@@ -84,7 +88,7 @@ class KernelMachine(nn.Module):
         Of a linear machine, the support is the centre (..., 1, d) of the features.
         """
         if isinstance(self.kernel, Precomputed):
-            support = support[..., :1]  # only the number of its rows is asked for
+            support = csr.dense(support)[..., :1]  # only the number of its rows is asked for
         with torch.inference_mode(False):
             self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
         self._flat, self._linear = flat, linear
@@ -92,6 +96,7 @@ class KernelMachine(nn.Module):
     def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
         require_floating(self._function, X=X, y=y)
+        csr.require_layout(self._function, "X", X)
         if X.ndim < 2 or 0 in X.shape:
             raise ValueError(
                 f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
@@ -114,6 +119,15 @@ class KernelMachine(nn.Module):
     def set_extra_state(self, state: dict[str, bool]) -> None:
         """Restore what `get_extra_state` gave."""
         self._flat, self._linear = state["flat"], state["linear"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for buffer in self.buffers(recurse=False):
+            if csr.is_csr(buffer):  # which torch does not copy deeply by itself
+                memo[id(buffer)] = buffer.clone()
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the coefficients of a fitted machine, whatever this one holds."""
@@ -195,8 +209,13 @@ class LeastSquares(KernelMachine):
         reg = self.reg.detach()
         return f"reg={reg.item():.4g}" if reg.ndim == 0 and values_visible(reg) else f"reg={tuple(reg.shape)}"
 
+    def _by_features(self, X: Tensor) -> bool:
+        """Whether to work with explicit features: not with sparse rows of which they would be too many."""
+        fewer = X.shape[-1] + self._has_bias < X.shape[-2]
+        return self.kernel.is_linear and (fewer or not csr.is_csr(X))
+
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
-        if self.kernel.is_linear:
+        if self._by_features(X):
             Z = self.kernel.feature_map(X)
             return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
         return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
@@ -205,6 +224,6 @@ class LeastSquares(KernelMachine):
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
         """How a path is computed, from which matrix, and for which targets."""
-        if self.kernel.is_linear:
+        if self._by_features(X):
             return path_features, self.kernel.feature_map(X), Y
         return path_dual, self.kernel(X), Y

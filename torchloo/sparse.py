@@ -7,6 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from torchloo import csr
+from torchloo.basis import Selector
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
@@ -132,8 +134,13 @@ class SparseLSSVM(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
-        basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter, or the
-            number m of training rows to take, the first ones.
+        basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
+            of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
+            `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
+
+    Held-out outputs are those for the basis as it is. A selector looks at the inputs of all rows (and
+    `pruned` at all targets), so what it chooses is not chosen anew without each row. To train by a
+    held-out criterion, choose once: ``basis=X[selector(kernel, X).indices]``.
     """
 
     _function = "sparse_lssvm"
@@ -142,7 +149,7 @@ class SparseLSSVM(LeastSquares):
 
     kept: Tensor | None
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor) -> None:
+    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor | Selector) -> None:
         super().__init__(kernel, reg)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
@@ -150,17 +157,18 @@ class SparseLSSVM(LeastSquares):
                 "SparseLSSVM: kernel must be evaluated at the basis; "
                 "with precomputed matrices call torchloo.functional.sparse_lssvm"
             )
-        self.rows: int | None = None
+        self.rows: int | Selector | None = None
         if isinstance(basis, nn.Parameter):
             self.basis: Tensor | None = basis
         elif isinstance(basis, Tensor):
             self.register_buffer("basis", basis)
-        elif isinstance(basis, int) and not isinstance(basis, bool) and basis > 0:
+        elif isinstance(basis, Selector) or (type(basis) is int and basis > 0):
             self.rows = basis
             self.basis = None
         else:
             raise ValueError(
-                f"SparseLSSVM: basis must be a tensor or a positive number of rows, got {basis!r}"
+                "SparseLSSVM: basis must be a tensor or a positive number of rows, or a selector of "
+                f"torchloo.basis, got {basis!r}"
             )
 
     @property
@@ -173,28 +181,40 @@ class SparseLSSVM(LeastSquares):
     @torch.no_grad()
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the basis and its coefficients; an error leaves the machine as it was."""
-        fit = self.solve(X, y, weight)
-        self._store(self._basis_of(X), fit.columns, fit.offset, fit.flat)
+        guard, Y, flat = self._checked(X, y)
+        basis = self._basis_of(X, Y, weight)
+        fit = self._solve(guard, X, Y, weight, basis).checked()
+        self._store(basis, fit.columns, fit.offset, flat)
         self.kept = fit.kept
         return self
 
-    def _basis_of(self, X: Tensor) -> Tensor:
+    def _basis_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:
             return self.basis
+        if isinstance(self.rows, Selector):
+            indices = self.rows(self.kernel, X, Y, weight).indices  # (..., m)
+            batch = indices.shape[:-1]
+            if csr.is_csr(X):
+                return csr.take(X, indices)
+            return X.expand(*batch, *X.shape[-2:]).take_along_dim(indices.unsqueeze(-1), -2)
         assert self.rows is not None
         if self.rows > X.shape[-2]:
             raise ValueError(
                 f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
             )
-        return X[..., : self.rows, :]
+        return (
+            csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
+        )
 
-    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
-        basis = self._basis_of(X)
+    def _solve(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, basis: Tensor | None = None
+    ) -> Fit:
+        basis = self._basis_of(X, Y, weight) if basis is None else basis
         return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
 
     def _route(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        basis = self._basis_of(X)
+        basis = self._basis_of(X, Y, weight)
         Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
         return path_features, Z, Y

@@ -5,6 +5,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from torchloo import csr
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import KernelMachine, log_parameter
 from torchloo.svm.fit import SVMFit, svm
@@ -51,7 +52,9 @@ class SVC(KernelMachine):
             support = X  # the columns of a given matrix cannot be chosen among
         else:
             used = (fit.coef != 0).flatten(0, -2).any(0) if fit.coef.ndim > 1 else fit.coef != 0
-            support, coef = X[..., used, :], coef[..., used, :]
+            rows = used.nonzero()[:, 0]
+            support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
+            coef = coef[..., rows, :]
         self._store(support, coef, fit.bias.unsqueeze(-1), flat=True)
         return self
 
