@@ -11,6 +11,8 @@ from torchloo.rls import RLS
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
+from torchloo.stream import Stream
+from torchloo.streaming import StreamFit
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
 from torchloo.validation import Validation, validate
 
@@ -27,6 +29,8 @@ __all__ = [
     "SVMHeldOut",
     "Selection",
     "SparseLSSVM",
+    "Stream",
+    "StreamFit",
     "Validation",
     "balanced_weight",
     "basis",

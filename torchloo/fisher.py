@@ -9,10 +9,12 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
+from torchloo.machines import Expansion
 from torchloo.precision import full_precision
 from torchloo.problem import check_dual
 from torchloo.smoothers import Fit, solve_dual
 from torchloo.spectral import path_dual
+from torchloo.stream import Stream
 
 __all__ = ["KFD", "kfd"]
 
@@ -85,3 +87,9 @@ class KFD(LeastSquares):
         targets = _code(guard, K, Y, weight)
         with full_precision(K):
             return path_dual, K @ K.mT, targets
+
+    def _expansion(self, stream: Stream) -> Expansion:
+        raise TypeError(
+            "kfd: a stream needs a machine with few features; use SparseLSSVM(kernel, reg, basis=...) "
+            "with y coded as s/s_1 and -s/s_2"
+        )

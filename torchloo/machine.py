@@ -4,18 +4,22 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from torchloo import csr
+from torchloo.collective import Alone
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
+from torchloo.machines import Expansion
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
+from torchloo.stream import Stream
+from torchloo.streaming import StreamFit, gather_moments
 
 __all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
 
@@ -93,7 +97,7 @@ class KernelMachine(nn.Module):
             self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
         self._flat, self._linear = flat, linear
 
-    def _checked(self, X: Tensor, y: Tensor) -> tuple[Guard, Tensor, bool]:
+    def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
         require_floating(self._function, X=X, y=y)
         csr.require_layout(self._function, "X", X)
@@ -157,52 +161,128 @@ class LeastSquares(KernelMachine):
         """Regularisation, exp(log_reg)."""
         return self.log_reg.exp()
 
-    def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Fit:
-        """The solved machine, differentiable in X, y, weight and all parameters."""
+    @overload
+    def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Fit: ...
+
+    @overload
+    def solve(self, X: Stream) -> StreamFit: ...
+
+    def solve(
+        self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None
+    ) -> Fit | StreamFit:
+        """The solved machine, differentiable in X, y, weight and all parameters.
+
+        From a `Stream`, which brings y and weight, a StreamFit, without a graph.
+        """
+        if isinstance(X, Stream):
+            self._only_stream(y, weight)
+            return self._solve_stream(X)
         guard, Y, flat = self._checked(X, y)
         return replace(self._solve(guard, X, Y, weight), flat=flat).checked()
 
-    def loo(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> HeldOut:
-        """What the machine would have said of every row, had it not seen it; differentiable."""
+    def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
+        """What the machine would have said of every row, had it not seen it; differentiable.
+
+        From a `Stream` without a graph; see `StreamFit.held_out`.
+        """
         return self._held_out(X, y, weight, None)
 
-    def lco(self, X: Tensor, y: Tensor, clusters: object, weight: Tensor | None = None) -> HeldOut:
+    def lco(
+        self,
+        X: Tensor | Stream,
+        y: Tensor | None = None,
+        clusters: object = None,
+        weight: Tensor | None = None,
+    ) -> HeldOut:
         """What the machine would have said of every row, had it not seen the row's cluster."""
         if clusters is None:
             raise TypeError(f"{self._function}: clusters must be integer labels, got None; use loo")
         return self._held_out(X, y, weight, clusters)
 
-    def _held_out(self, X: Tensor, y: Tensor, weight: Tensor | None, clusters: object | None) -> HeldOut:
+    def _held_out(
+        self, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None, clusters: object | None
+    ) -> HeldOut:
         """All values of one call are looked at together, at its end."""
+        if isinstance(X, Stream):
+            self._only_stream(y, weight)
+            return self.solve(X).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
         return replace(self._solve(guard, X, Y, weight), flat=flat).held_out(clusters)
 
     def path(
         self,
-        X: Tensor,
-        y: Tensor,
-        regs: Tensor,
+        X: Tensor | Stream,
+        y: Tensor | None = None,
+        regs: Tensor | None = None,
         clusters: object | None = None,
         weight: Tensor | None = None,
     ) -> HeldOut:
         """Held-out outputs for every regularisation, (R,) or (R, c), in front of all other axes.
 
         The machine's own reg is not used. One decomposition serves them all, and a few are factorised
-        one by one. Differentiable, but on the decomposition only once; see `path_dual`.
+        one by one. Differentiable, but on the decomposition only once; see `path_dual`. From a `Stream`
+        without a graph.
         """
+        if regs is None:
+            raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
+        if isinstance(X, Stream):
+            self._only_stream(y, weight)
+            return self.solve(X).path(regs, clusters)
         guard, Y, flat = self._checked(X, y)
         path, matrix, targets = self._route(guard, X, Y, weight)
         return path(guard, matrix, targets, regs, weight, self._has_bias, clusters, flat)
 
     @torch.no_grad()
-    def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
-        """Store the coefficients of the solved machine; an error leaves it as it was."""
+    def fit(
+        self, X: Tensor | Stream | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
+    ) -> Self:
+        """Store the coefficients of the solved machine; an error leaves it as it was.
+
+        Args:
+            X: the rows, or a `Stream` of them, or what `solve` of this machine made of a stream.
+            y: targets; None for a stream, which brings them.
+            weight: row weights; None for a stream, or to weigh all alike.
+        """
+        if isinstance(X, Stream | StreamFit):
+            self._only_stream(y, weight)
+            self._keep(self.solve(X) if isinstance(X, Stream) else X)
+        else:
+            self._fit(X, y, weight)
+        return self
+
+    def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
         if fit.features is None:
             self._store(X, fit.columns, fit.offset, fit.flat)
         else:
             self._store(fit.features.centre, fit.features.coef, fit.features.offset, fit.flat, linear=True)
-        return self
+
+    def _keep(self, solved: StreamFit) -> None:
+        """Store what was solved from a stream."""
+        solved.checked_for(self)
+        parts = (solved.moments.mean_z.mT, solved.coef, solved.offset)
+        centre, coef, offset = (t.to(solved.dtype) for t in parts)
+        self._store(centre, coef, offset, solved.stream.flat, linear=True)
+
+    @torch.no_grad()
+    def _solve_stream(self, stream: Stream, others: Alone | None = None) -> StreamFit:
+        """The machine solved from its own rows, and those that the other processes have."""
+        expansion = self._expansion(stream)
+        moments = gather_moments(self._function, stream, expansion, self._has_bias)
+        return StreamFit(self, self._function, stream, expansion, moments, self.reg, others or Alone())
+
+    def _only_stream(self, y: object, weight: object) -> None:
+        if y is not None or weight is not None:
+            raise TypeError(f"{self._function}: a stream brings its own y and weight; leave them None")
+
+    def _expansion(self, stream: Stream) -> Expansion:
+        """The features of the rows of a stream."""
+        if not self.kernel.is_linear:
+            raise TypeError(
+                f"{self._function}: a stream needs a machine with few features: a linear kernel, or "
+                f"SparseLSSVM(kernel, reg, basis=...); got the kernel {self.kernel}"
+            )
+        return Expansion(lambda X: self.kernel.feature_map(X).to(torch.float64, copy=True).mT)
 
     def extra_repr(self) -> str:
         """Current regularisation."""

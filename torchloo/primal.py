@@ -35,10 +35,10 @@ from torchloo.clusters import Partition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
-__all__ = ["Primal", "primal"]
+__all__ = ["REFIT_BELOW", "Primal", "primal", "sum_of_others"]
 
 # Below this 1 - h the form has lost too many of the 16 digits, and the rows are refitted.
-_REFIT_BELOW = 1e-6
+REFIT_BELOW = 1e-6
 
 # How many numbers the sets that are left out together by sums may take at once.
 _CHUNK = 1 << 23
@@ -139,7 +139,7 @@ class _Blocks(Function):
             return -2 * zeta * (G - ZQ), Q, zetabar, *[None] * (1 + len(index))
 
 
-def _sum_of_others(parts: Tensor) -> Tensor:
+def sum_of_others(parts: Tensor) -> Tensor:
     """For each of the parts (..., g, p, c), the sum of the others, without subtracting anything."""
     none = torch.zeros_like(parts[..., :1, :, :])
     before = torch.cat([none, parts[..., :-1, :, :]], -3).cumsum(-3)
@@ -170,8 +170,8 @@ def _left_out_chunk(
     g, c = len(rows), Y.shape[-1]
     outside = weight.index_fill(-1, rows.flatten(), 0.0)  # (..., n), without any of the sets
     zeta, Z_L, Y_L = weight[..., rows].unsqueeze(-1), Z[..., rows, :], Y[..., rows, :]  # (..., g, s, .)
-    C = _normal(Z, R, outside).unsqueeze(-3) + _sum_of_others(Z_L.mT @ (zeta * Z_L))
-    right = (Z.mT @ (outside.unsqueeze(-1) * Y)).unsqueeze(-3) + _sum_of_others(Z_L.mT @ (zeta * Y_L))
+    C = _normal(Z, R, outside).unsqueeze(-3) + sum_of_others(Z_L.mT @ (zeta * Z_L))
+    right = (Z.mT @ (outside.unsqueeze(-1) * Y)).unsqueeze(-3) + sum_of_others(Z_L.mT @ (zeta * Y_L))
     L, info = torch.linalg.cholesky_ex(C)
     guard.require(info == 0, NOT_DEFINITE)
     coef = torch.cholesky_solve(right, L)  # (..., g, p, c)
@@ -261,7 +261,7 @@ class Primal(NamedTuple):
             remainder = (root * block * root.mT).detach()  # (..., g, s, s), I - H_LL
             L, info = torch.linalg.cholesky_ex(remainder)
             pivot = L.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-            flags.append((info != 0) | ~(pivot > _REFIT_BELOW))
+            flags.append((info != 0) | ~(pivot > REFIT_BELOW))
         return flags
 
     def _refitted(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,12 @@ from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import LeastSquares
+from torchloo.machines import Expansion
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_features
 from torchloo.spectral import path_features
+from torchloo.stream import Stream
+from torchloo.streaming import StreamFit
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
 
@@ -55,6 +58,17 @@ def _independent(guard: Guard, Kzz: Tensor) -> Tensor:
     return kept
 
 
+def _factor(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor L (..., m, m) of Note [sparse features], in float64, and what was kept (..., m)."""
+    visible = values_visible(Kzz)
+    kept = _independent(guard, Kzz.detach()) if visible else torch.ones_like(Kzz[..., 0], dtype=torch.bool)
+    mask = kept.double()
+    pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
+    L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
+    guard.require(info == 0, "Kzz must be positive semi-definite")
+    return L, kept
+
+
 def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Features Z (..., n, m) with Z Z^T = K_xz K_zz^{-1} K_zx, the factor of K_zz, and what was kept.
 
@@ -75,15 +89,9 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
     guard.symmetric(Kzz=Kzz)
     guard.finite(Kxz=Kxz)
     with full_precision(Kzz):
-        visible = values_visible(Kzz)
-        kept = (
-            _independent(guard, Kzz.detach()) if visible else torch.ones_like(Kzz[..., 0], dtype=torch.bool)
-        )
-        mask = kept.double()
-        pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
-        L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
-        guard.require(info == 0, "Kzz must be positive semi-definite")
-        Z = torch.linalg.solve_triangular(L, (Kxz.double() * mask.unsqueeze(-2)).mT, upper=False).mT
+        L, kept = _factor(guard, Kzz)
+        mask = kept.double().unsqueeze(-2)
+        Z = torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
     return Z.to(Kxz.dtype), L, kept
 
 
@@ -178,15 +186,53 @@ class SparseLSSVM(LeastSquares):
             raise RuntimeError("SparseLSSVM: not fitted; call fit(X, y) first")
         return (~self.kept).sum(-1)
 
-    @torch.no_grad()
-    def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
-        """Store the basis and its coefficients; an error leaves the machine as it was."""
+    def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         guard, Y, flat = self._checked(X, y)
         basis = self._basis_of(X, Y, weight)
         fit = self._solve(guard, X, Y, weight, basis).checked()
         self._store(basis, fit.columns, fit.offset, flat)
         self.kept = fit.kept
-        return self
+
+    def _keep(self, solved: StreamFit) -> None:
+        """Store the basis and its coefficients, solved from a stream."""
+        expansion, p = solved.expansion, solved.checked_for(self).coef
+        assert expansion.factor is not None
+        assert expansion.kept is not None
+        assert expansion.support is not None
+        beta = torch.linalg.solve_triangular(expansion.factor.mT, p, upper=True)
+        bias = solved.offset - (solved.moments.mean_z.mT @ p)[0]
+        coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
+        self._store(expansion.support, coef, bias.to(solved.dtype), solved.stream.flat)
+        self.kept = expansion.kept
+
+    def _expansion(self, stream: Stream) -> Expansion:
+        """Features of Note [sparse features], for a basis that does not need all rows to be found."""
+        basis = self.basis
+        if isinstance(self.rows, Selector):
+            raise TypeError(
+                f"{self._function}: basis must be a tensor or a number of rows for a stream, got a selector; "
+                "choose first, from rows that fit in memory: basis=X[selector(kernel, X).indices]"
+            )
+        if basis is None:
+            assert self.rows is not None
+            basis = stream.head(self._function, self.rows)
+        guard = Guard(self._function)
+        Kzz = self.kernel(basis)
+        if Kzz.ndim > 2:
+            raise ValueError(
+                f"{self._function}: basis must be (m, d) for a stream, got shape {tuple(basis.shape)}"
+            )
+        guard.symmetric(Kzz=Kzz)
+        L, kept = _factor(guard, Kzz)
+        guard.check()
+        mask = kept.double().unsqueeze(-1)
+
+        def columns(X: Tensor) -> Tensor:
+            K = self.kernel(basis, X).double()  # (m, b)
+            return K if all_kept else K * mask
+
+        all_kept = bool(kept.all())
+        return Expansion(columns, L, basis, kept)
 
     def _basis_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:

@@ -1,0 +1,358 @@
+"""Streams give what the whole gives, in blocks; or say which rows are bad and change nothing."""
+
+import copy
+import gc
+import resource
+
+import numpy as np
+import pytest
+import reference
+import torch
+from cases import gram
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchloo as tl
+
+ROWS, COLUMNS, BASIS = 90, 3, 7
+
+
+def rows(c=2, n=ROWS, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    X = torch.randn(n, COLUMNS, generator=generator, dtype=torch.float64)
+    noise = torch.randn(n, c, generator=generator, dtype=torch.float64)
+    Y = torch.stack([(k + X[:, 0]).sin() for k in range(c)], 1) + 0.1 * noise
+    weight = 0.25 + torch.rand(n, generator=generator, dtype=torch.float64)
+    return X.to(dtype), Y.to(dtype), weight.to(dtype)
+
+
+MACHINES = {
+    "sparse": lambda: tl.SparseLSSVM(tl.kernels.RBF(lengthscale=1.3), reg=0.1, basis=BASIS),
+    "sparse with a given basis": lambda: tl.SparseLSSVM(
+        tl.kernels.Matern(nu=2.5, lengthscale=2.0), reg=0.01, basis=rows()[0][10:35] + 0.1
+    ),
+    "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
+    "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
+}
+CLUSTERS = {
+    "straddling blocks": torch.arange(ROWS) * 7 % 11 - 5,
+    "larger than the features": torch.arange(ROWS) % 2,
+    "ragged": torch.cat([torch.zeros(41), torch.arange(49) // 3]).long().flip(0),
+}
+
+
+def batches(X, Y, weight):
+    """A DataLoader whose batches are no multiple of any block."""
+    return DataLoader(TensorDataset(X, Y, weight), batch_size=13)
+
+
+def mapped(folder, *tensors):
+    """Read-only memory maps of .npy files."""
+    paths = [folder / f"{k}.npy" for k in range(len(tensors))]
+    for path, tensor in zip(paths, tensors, strict=True):
+        np.save(path, tensor.numpy())
+    return [np.load(path, mmap_mode="r") for path in paths]
+
+
+def sources(folder, X, Y, weight, block=16):
+    quiet = {"block": block, "progress": False}
+    return {
+        "tensors": tl.Stream(X, Y, weight, **quiet),
+        "memory maps": tl.Stream(*mapped(folder, X, Y, weight), **quiet),
+        "batches": tl.Stream(batches(X, Y, weight), **quiet),
+    }
+
+
+def assert_same(received, expected, relative=1e-10):
+    """All fields; values to 1e-10 of the largest."""
+    for name in ("outputs", "residuals", "variance"):
+        a, b = getattr(received, name), getattr(expected, name).detach()
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        torch.testing.assert_close(a, b, rtol=0, atol=relative * b.abs().max().item())
+    assert torch.equal(received.targets, expected.targets)
+    assert torch.equal(received.weight, expected.weight)
+    assert torch.equal(received.refitted, expected.refitted)
+    assert received.clusters is expected.clusters or torch.equal(received.clusters, expected.clusters)
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("source", ["tensors", "memory maps", "batches"])
+def test_streamed_loo_equals_the_whole(make, source, tmp_path):
+    X, Y, weight = rows()
+    machine = make()
+    assert_same(machine.loo(sources(tmp_path, X, Y, weight)[source]), machine.loo(X, Y, weight))
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("clusters", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("source", ["tensors", "batches"])
+def test_streamed_lco_equals_the_whole(make, clusters, source, tmp_path):
+    X, Y, weight = rows()
+    machine = make()
+    received = machine.lco(sources(tmp_path, X, Y, weight)[source], clusters=clusters)
+    assert_same(received, machine.lco(X, Y, clusters, weight))
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("regs", [[0.01, 0.1, 1.0], [[0.01, 3.0], [1.0, 0.2]]], ids=["shared", "by output"])
+@pytest.mark.parametrize("clusters", [None, *CLUSTERS.values()], ids=["single", *CLUSTERS])
+def test_streamed_path_equals_the_whole(make, regs, clusters):
+    X, Y, weight = rows()
+    machine, regs = make(), torch.tensor(regs, dtype=torch.float64)
+    stream = tl.Stream(X, Y, weight, block=32, progress=False)
+    assert_same(machine.path(stream, None, regs, clusters), machine.path(X, Y, regs, clusters, weight))
+
+
+@pytest.mark.parametrize("clusters", [None, CLUSTERS["ragged"]], ids=["single", "ragged"])
+def test_streamed_held_out_is_delete_and_refit(clusters):
+    X, Y, weight = rows()
+    Z = X[:BASIS]
+    expected = reference.sparse_lssvm(gram(Z, Z, "rbf"), gram(X, Z, "rbf"), Y, 0.1, weight, clusters)
+    solved = MACHINES["sparse"]().solve(tl.Stream(X, Y, weight, block=20, progress=False))
+    torch.testing.assert_close(solved.held_out(clusters).outputs, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+def test_fit_of_a_stream_predicts_as_fit_of_the_whole(make):
+    X, Y, weight = rows()
+    stream = tl.Stream(X, Y, weight, block=16, progress=False)
+    streamed, whole = make().fit(stream), make().fit(X, Y, weight)
+    torch.testing.assert_close(streamed(X), whole(X), rtol=0, atol=1e-11)
+    restored = make()
+    restored.load_state_dict(streamed.state_dict())
+    assert torch.equal(restored(X), streamed(X))
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+def test_targets_without_an_output_axis_come_back_so(make):
+    X, Y, _ = rows(c=1)
+    machine, stream = make(), tl.Stream(X, Y[:, 0], progress=False)
+    solved = machine.solve(stream)
+    assert_same(solved.held_out(), machine.loo(X, Y[:, 0]))
+    assert machine.fit(solved)(X).shape == (ROWS,)
+
+
+def test_one_solution_gives_held_out_rows_path_and_coefficients():
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    solved = machine.solve(tl.Stream(X, Y, weight, progress=False))
+    regs = torch.tensor([0.1], dtype=torch.float64)
+    assert_same(solved.held_out(), machine.loo(X, Y, weight))
+    assert_same(solved.path(regs), machine.path(X, Y, regs, weight=weight))
+    machine.fit(solved)
+    assert torch.isfinite(machine(X)).all()
+
+
+def test_features_far_from_the_origin_keep_their_digits():
+    X, Y, weight = rows()
+    order = X[:, 0].argsort()  # every block has a mean of its own
+    X, machine = X[order] + 1e6, MACHINES["lssvm"]()
+    stream = tl.Stream(X, Y, weight, block=8, progress=False)
+    assert_same(machine.loo(stream), machine.loo(X, Y, weight))
+
+
+@pytest.mark.parametrize("name", [None, "straddling blocks", "larger than the features"])
+def test_lost_rows_are_refitted_as_in_the_whole(name):
+    X, Y, weight = rows()
+    machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=0.2), reg=1e-8, basis=BASIS)
+    clusters = CLUSTERS.get(name)
+    received = machine.solve(tl.Stream(X, Y, weight, block=16, progress=False)).held_out(clusters)
+    expected = machine.solve(X, Y, weight).held_out(clusters)
+    assert bool(expected.refitted.any()) == (name != "larger than the features")
+    # 1 - h is about 1e-8 here, and so are the digits that the problem itself leaves.
+    assert_same(received, expected, relative=1e-7)
+
+
+def test_a_nearly_dependent_basis_does_no_harm():
+    X, Y, weight = rows(n=200)
+    machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=30.0), reg=1e-3, basis=40)
+    received = machine.loo(tl.Stream(X, Y, weight, block=64, progress=False))
+    # The features themselves are known to 1e-16 over the root of the smallest pivot, 1e-5.
+    assert_same(received, machine.loo(X, Y, weight), relative=1e-9)
+    assert int(machine.fit(tl.Stream(X, Y, weight, progress=False)).dropped) > 0
+
+
+def test_float32_rows_are_added_up_in_float64():
+    X, Y, weight = rows()
+    exact = MACHINES["lssvm"]().loo(X.float().double(), Y.float().double(), weight.float().double())
+    stream = tl.Stream(X.float(), Y.float(), weight.float(), block=16, progress=False)
+    received = MACHINES["lssvm"]().loo(stream)
+    assert received.outputs.dtype == torch.float32
+    torch.testing.assert_close(received.outputs, exact.outputs.float(), rtol=0, atol=5e-7)
+
+
+def test_held_out_rows_go_to_memory_mapped_files(tmp_path):
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    stream = tl.Stream(X, Y, weight, block=16, progress=False)
+    received = machine.solve(stream).held_out(out=tmp_path / "loo")
+    assert_same(received, machine.loo(X, Y, weight))
+    names = {"outputs", "residuals", "variance", "refitted", "targets", "weight"}
+    assert {path.name for path in (tmp_path / "loo").iterdir()} == {f"{name}.npy" for name in names}
+    stored = np.load(tmp_path / "loo" / "outputs.npy", mmap_mode="r")
+    assert np.array_equal(stored[0], received.outputs.numpy())
+
+
+def test_the_input_is_left_alone():
+    X, Y, weight = rows()
+    before = [t.clone() for t in (X, Y, weight)]
+    for make in MACHINES.values():
+        make().solve(tl.Stream(X, Y, weight, block=16, progress=False)).held_out(CLUSTERS["ragged"])
+    assert all(torch.equal(a, b) for a, b in zip((X, Y, weight), before, strict=True))
+
+
+def test_memory_does_not_grow_with_the_rows():
+    machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=2.0), reg=1.0, basis=50)
+
+    def peak(n):
+        X, Y, _ = rows(c=1, n=n)
+        gc.collect()
+        machine.loo(tl.Stream(X, Y, block=256, progress=False))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    peak(2_000)
+    small, large = peak(20_000), peak(60_000)
+    # Rows, outputs and everything else of order n take 12 numbers a row; features would take 50 more.
+    assert large - small < 40_000 * 50 * 8
+
+
+# Errors ---------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Batches that end in an error of their own."""
+
+    def __init__(self, X, Y, after):
+        self.X, self.Y, self.after = X, Y, after
+
+    def __iter__(self):
+        for start in range(0, self.after, 10):
+            yield self.X[start : start + 10], self.Y[start : start + 10]
+        raise OSError("the disk is gone")
+
+
+def fitted_state(machine):
+    return copy.deepcopy(machine.state_dict())
+
+
+def assert_unchanged(machine, before):
+    after = machine.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda X, Y, w: X[57].fill_(torch.nan),
+            "X must be finite.* at row 57 in the block of rows 48 to 63",
+        ),
+        (
+            lambda X, Y, w: Y[58].fill_(torch.inf),
+            "y must be finite.* at row 58 in the block of rows 48 to 63",
+        ),
+        (lambda X, Y, w: w[3].fill_(-1.0), "weight must be positive.* at row 3 in the block of rows 0 to 15"),
+    ],
+    ids=["X", "y", "weight"],
+)
+def test_a_bad_row_is_named_and_nothing_changes(make, spoil, message, tmp_path):
+    X, Y, weight = rows()
+    machine = make().fit(X, Y, weight)
+    before = fitted_state(machine)
+    spoil(X, Y, weight)
+    for stream in sources(tmp_path, X, Y, weight).values():
+        with pytest.raises(ValueError, match=message):
+            machine.fit(stream)
+    assert_unchanged(machine, before)
+
+
+def test_a_failing_source_is_told_where_it_failed():
+    X, Y, weight = rows()
+    machine = MACHINES["lssvm"]().fit(X, Y, weight)
+    before = fitted_state(machine)
+    with pytest.raises(
+        RuntimeError, match="lssvm: the stream failed after 50 rows, with OSError: the disk is gone"
+    ):
+        machine.fit(tl.Stream(Failing(X, Y, 50), progress=False))
+    assert_unchanged(machine, before)
+
+
+def test_files_of_a_failed_pass_do_not_appear(tmp_path):
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(X, Y, weight, progress=False))
+    X[5] = torch.nan
+    with pytest.raises(ValueError, match="at row 5"):
+        solved.held_out(out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_change_between_passes_are_found():
+    X, Y, _ = rows()
+
+    class Shuffled:
+        def __iter__(self):
+            order = torch.randperm(ROWS)
+            yield X[order[:50]], Y[order[:50]]
+            yield X[order[50:]], Y[order[50:]]
+
+    with pytest.raises(ValueError, match="same order, but rows 0 to 15 have changed; do not shuffle"):
+        MACHINES["lssvm"]().loo(tl.Stream(Shuffled(), block=16, progress=False))
+    loader = DataLoader(TensorDataset(X, Y), shuffle=True)
+    with pytest.raises(ValueError, match="shuffle=False"):
+        tl.Stream(loader)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda X, Y: (X[0], Y), ValueError, r"X must be \(n, d\)"),
+        (lambda X, Y: (X, Y[1:]), ValueError, "y must have 90 rows"),
+        (lambda X, Y: (X, None), TypeError, "y must be a tensor or an array, got NoneType"),
+        (lambda X, Y: (X, Y, Y), ValueError, "weight must have 90 entries"),
+        (lambda X, Y: (3.0,), TypeError, "got float"),
+        (lambda X, Y: (iter([(X, Y)]),), TypeError, "an iterator, which can be used once"),
+        (lambda X, Y: ([(X, Y)], Y), TypeError, "y and weight must be None"),
+    ],
+)
+def test_streams_refuse_what_they_cannot_read(arguments, error, message):
+    X, Y, _ = rows()
+    with pytest.raises(error, match=message):
+        tl.Stream(*arguments(X, Y))
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        (lambda X, Y: [], ValueError, "must give the same rows, got 0"),
+        (lambda X, Y: [X, Y], TypeError, r"must be \(X, y\) or \(X, y, weight\), got Tensor at row 0"),
+        (lambda X, Y: [(X, Y), (X[:, :2], Y)], ValueError, "from row 90.* is unlike the first"),
+        (lambda X, Y: [(X, Y), (X, Y.float())], ValueError, "dtypes, but that from row 90"),
+        (lambda X, Y: [(X, Y[2:])], ValueError, "y must have 90 rows .* at row 0"),
+        (lambda X, Y: [(X.long(), Y.long())], TypeError, "X must be float32 or float64"),
+    ],
+)
+def test_batches_are_checked(batches, error, message):
+    X, Y, _ = rows()
+    with pytest.raises(error, match=message):
+        MACHINES["lssvm"]().fit(tl.Stream(batches(X, Y), progress=False))
+
+
+def test_machines_without_few_features_say_what_to_use():
+    X, Y, _ = rows(c=1)
+    stream = tl.Stream(X, Y, progress=False)
+    for machine in (tl.LSSVM(tl.kernels.RBF()), tl.RLS(tl.kernels.RBF()), tl.KFD(tl.kernels.Linear())):
+        with pytest.raises(TypeError, match="SparseLSSVM"):
+            machine.loo(stream)
+    with pytest.raises(TypeError, match="a stream brings its own y and weight"):
+        tl.LSSVM(tl.kernels.Linear()).loo(stream, Y)
+    with pytest.raises(ValueError, match="basis must be at most the number of rows, 90, got 91"):
+        tl.SparseLSSVM(tl.kernels.RBF(), basis=91).loo(stream)
+    with pytest.raises(ValueError, match="reg must be one number"):
+        tl.LSSVM(tl.kernels.Linear(), reg=torch.ones(2)).loo(stream)
+    solved = tl.LSSVM(tl.kernels.Linear()).solve(stream)
+    with pytest.raises(ValueError, match="solve of the same machine"):
+        tl.LSSVM(tl.kernels.Linear()).fit(solved)
+    with pytest.raises(ValueError, match="regs must have shape"):
+        solved.path(torch.ones(2, 3))

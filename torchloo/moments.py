@@ -1,0 +1,146 @@
+"""Normal equations gathered block by block, in float64, and the products they are made of.
+
+Note [moments]
+What a ridge regression needs to know of its rows is their total weight w, the weighted means of
+features and targets, and S = sum zeta (z - mean)(z - mean)^T, T = sum zeta (z - mean)(y - mean)^T. With an
+unpenalised bias, these centred sums give the coefficients alone, and the bias is the mean of the
+targets. Two sets of rows, the means d apart, join by adding their sums and w1 w2 / (w1 + w2) d d^T: no
+large numbers are subtracted, wherever the origin is. Without a bias the means stay zero.
+
+Features stand in columns (p, b), so that panels of features are contiguous.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from torchloo.collective import Alone
+
+__all__ = ["LowerInverse", "Moments", "add_symmetric", "times_lower"]
+
+# Features in one panel: wide enough for full speed, narrow enough to leave out most of the triangle
+# that is not needed (scripts/bench/scale.py measures what is saved).
+_PANEL = 200
+
+# Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
+_CONDITION = 1e5
+
+
+def _panels(p: int) -> list[tuple[int, int]]:
+    count = max(1, round(p / _PANEL))
+    edges = [round(k * p / count) for k in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def add_symmetric(S: Tensor, V: Tensor) -> None:
+    """Add V V^T for V (p, b) to the lower triangle of S (p, p), at 0.6 of the work of a general product.
+
+    What stands above the diagonal afterwards has no meaning.
+    """
+    for start, stop in _panels(len(V)):
+        S[start:stop, :stop].addmm_(V[start:stop], V[:stop].mT)
+
+
+def times_lower(T: Tensor, V: Tensor) -> Tensor:
+    """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
+    out = torch.empty_like(V)
+    for start, stop in _panels(len(T)):
+        torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
+    return out
+
+
+class LowerInverse:
+    """L^{-1} V for a lower triangular L (p, p), panel by panel.
+
+    Panels on the diagonal that are well conditioned are inverted once: a product is faster than a
+    solution, and then as accurate.
+    """
+
+    def __init__(self, L: Tensor) -> None:
+        self.L = L.contiguous()
+        self._inverses: list[Tensor | None] = []
+        for start, stop in _panels(len(L)):
+            panel = self.L[start:stop, start:stop]
+            unit = torch.eye(stop - start, dtype=L.dtype, device=L.device)
+            inverse = torch.linalg.solve_triangular(panel, unit, upper=False)
+            condition = torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse)
+            self._inverses.append(inverse if bool(condition < _CONDITION) else None)
+
+    def __call__(self, V: Tensor) -> Tensor:
+        """L^{-1} V for V (p, b)."""
+        out = torch.empty_like(V)
+        for (start, stop), inverse in zip(_panels(len(V)), self._inverses, strict=True):
+            rest = V[start:stop]
+            if start:
+                rest = torch.addmm(rest, self.L[start:stop, :start], out[:start], alpha=-1)
+            if inverse is None:
+                panel = self.L[start:stop, start:stop]
+                out[start:stop] = torch.linalg.solve_triangular(panel, rest, upper=False)
+            else:
+                torch.mm(inverse, rest, out=out[start:stop])
+        return out
+
+
+class Moments:
+    """Total weight, means and centred sums of squares of rows; see Note [moments].
+
+    Args:
+        like: a float64 tensor of the device.
+        p: number of features.
+        c: number of outputs.
+        dtype: of the rows as they came.
+        centre: False keeps the means at zero, for a machine without a bias.
+    """
+
+    def __init__(self, like: Tensor, p: int, c: int, dtype: torch.dtype, centre: bool) -> None:
+        self.centre, self.dtype = centre, dtype
+        self.weight = like.new_zeros(())
+        self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
+        self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
+        self.squares = like.new_zeros(c)
+
+    def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
+        """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""
+        weight = zeta.sum()
+        total, root = self.weight + weight, zeta.sqrt()
+        if self.centre:
+            mean_z, mean_y = (Z @ zeta.unsqueeze(-1)) / weight, (zeta @ Y).unsqueeze(0) / weight
+            apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
+            self._shift(apart_z, apart_y, self.weight * weight / total)
+            self.mean_z = self.mean_z + weight / total * apart_z
+            self.mean_y = self.mean_y + weight / total * apart_y
+            Z, Y = Z.sub_(mean_z), Y - mean_y
+        self.weight, Z, Y = total, Z.mul_(root), Y * root.unsqueeze(-1)
+        add_symmetric(self.S, Z)
+        self.T.addmm_(Z, Y)
+        self.squares += Y.square().sum(0)
+
+    def _shift(self, z: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Add weight d d^T for a difference of means d, z (p, 1) and y (1, c)."""
+        self.S.addmm_(z, weight * z.mT)
+        self.T.addmm_(z, weight * y)
+        self.squares += weight * y[0].square()
+
+    def about(self, mean_z: Tensor, mean_y: Tensor) -> None:
+        """Take all sums about other means (p, 1) and (1, c)."""
+        self._shift(self.mean_z - mean_z, self.mean_y - mean_y, self.weight)
+        self.mean_z, self.mean_y = mean_z, mean_y
+
+    def join(self, others: Alone) -> None:
+        """Add the rows of the other processes: one all-reduce, after a small one for the means."""
+        parts = (self.weight, self.weight * self.mean_z, self.weight * self.mean_y)
+        weight, mean_z, mean_y = others.sums(*parts)
+        if self.centre:
+            self.about(mean_z / weight, mean_y / weight)
+        self.weight, self.S, self.T, self.squares = others.sums(self.weight, self.S, self.T, self.squares)
+
+    @property
+    def spread(self) -> Tensor:
+        """Root mean square of the targets about their mean, (c,)."""
+        return (self.squares / self.weight).sqrt()
+
+    def symmetric(self) -> Tensor:
+        """S with both triangles, (p, p)."""
+        lower = self.S.tril(-1)
+        return lower + lower.mT + self.S.diagonal().diag_embed()

@@ -1,0 +1,189 @@
+"""Where the rows of a stream come from: arrays that can be indexed, or batches that come in order."""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+__all__ = ["Arrays", "Batches", "Raw", "Rows", "open_array", "temporary_array"]
+
+Rows = Tensor | np.ndarray
+"""Rows in a tensor or in an array, memory-mapped or not."""
+
+Raw = tuple[Tensor, Tensor, Tensor | None]
+"""X (b, d), y (b,) or (b, c), and the weights (b,) where there are any."""
+
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
+
+
+def open_array(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    """A new memory-mapped .npy file."""
+    return np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
+
+
+def temporary_array(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    """A memory-mapped array in a file without a name, which is gone when the array is."""
+    with tempfile.TemporaryFile() as file:
+        return np.memmap(file, mode="w+", dtype=_NUMPY[dtype], shape=shape)
+
+
+def _pick(array: Rows, index: slice | Tensor) -> Tensor:
+    """Rows of a tensor, or a copy of those of an array."""
+    if isinstance(array, Tensor):
+        return array.detach()[index.to(array.device) if isinstance(index, Tensor) else index]
+    return torch.from_numpy(np.array(array[index.numpy() if isinstance(index, Tensor) else index]))
+
+
+def _check_shapes(function: str, X: Rows, y: Rows, weight: Rows | None, where: str = "") -> None:
+    if X.ndim != 2 or 0 in X.shape:
+        raise ValueError(f"{function}: X must be (n, d) with at least one row, got {tuple(X.shape)}{where}")
+    if y.ndim not in (1, 2) or len(y) != len(X) or 0 in y.shape:
+        raise ValueError(
+            f"{function}: y must have {len(X)} rows to match X, (n,) or (n, c), got {tuple(y.shape)}{where}"
+        )
+    if weight is not None and tuple(weight.shape) != (len(X),):
+        raise ValueError(
+            f"{function}: weight must have {len(X)} entries to match X, got {tuple(weight.shape)}{where}"
+        )
+
+
+class Arrays:
+    """X, y and weight as tensors or arrays."""
+
+    def __init__(self, X: Rows, y: Rows | None, weight: Rows | None = None) -> None:
+        for name, given in (("y", y), ("weight", weight)):
+            if not isinstance(given, Rows) and (name == "y" or given is not None):
+                raise TypeError(f"Stream: {name} must be a tensor or an array, got {type(given).__name__}")
+        assert y is not None
+        _check_shapes("Stream", X, y, weight)
+        self.X, self.y, self.weight = X, y, weight
+        self.n: int | None = len(X)
+        self.flat = y.ndim == 1
+
+    def pick(self, index: slice | Tensor) -> Raw:
+        """The rows of an index on the host, in its order."""
+        weight = None if self.weight is None else _pick(self.weight, index)
+        return _pick(self.X, index), _pick(self.y, index), weight
+
+    def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
+        """Number of the first row, and rows."""
+        for start in range(0, len(self.X), size):
+            yield start, self.pick(slice(start, start + size))
+
+
+class Batches:
+    """Batches (X, y) or (X, y, weight) of any sizes, found to be the same in every pass."""
+
+    def __init__(self, batches: Any, y: object, weight: object) -> None:
+        if not isinstance(batches, Iterable):
+            raise TypeError(
+                "Stream: X must be a tensor, an array or an iterable of batches, "
+                f"got {type(batches).__name__}"
+            )
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                "Stream: X must be iterable anew for every pass, got an iterator, which can be used once only"
+            )
+        if y is not None or weight is not None:
+            raise TypeError("Stream: y and weight must be None for an iterable of batches, which brings them")
+        if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler):
+            raise ValueError("Stream: the DataLoader must keep the order of rows; take shuffle=False")
+        self.batches = batches
+        self.n: int | None = None
+        self._flat: bool | None = None
+        self._sums: dict[tuple[int, int], float] = {}
+
+    @property
+    def flat(self) -> bool:
+        """Whether the targets come without an output axis."""
+        assert self._flat is not None, "known after the first block"
+        return self._flat
+
+    def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
+        """Number of the first row, and rows, `size` of them but for the last."""
+        start, count, waiting = 0, 0, []
+        for batch in self._each(function):
+            waiting.append(batch)
+            count += len(batch[0])
+            while count >= size:
+                X, y, weight = _joined(waiting)
+                yield start, self._same(function, start, (X[:size], y[:size], _part(weight, 0, size)))
+                start, count = start + size, count - size
+                waiting = [(X[size:], y[size:], _part(weight, size, None))] if count else []
+        if count:
+            yield start, self._same(function, start, _joined(waiting))
+        n = start + count
+        if n == 0 or self.n not in (None, n):
+            before = "" if self.n is None else f" after {self.n} in the first"
+            raise ValueError(
+                f"{function}: every pass over the stream must give the same rows, got {n}{before}"
+            )
+        self.n = n
+
+    def _each(self, function: str) -> Iterator[Raw]:
+        """The batches as tensors of equal kinds; a failing source is told where it failed."""
+        source, row, first = iter(self.batches), 0, None
+        while True:
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise RuntimeError(
+                    f"{function}: the stream failed after {row} rows, with {type(error).__name__}: {error}"
+                ) from error
+            raw = _as_raw(function, batch, row)
+            kind = [None if t is None else (t.shape[1:], t.dtype) for t in raw]
+            first = first or kind
+            if kind != first:
+                raise ValueError(
+                    f"{function}: batches must agree in columns, outputs, weights and dtypes, "
+                    f"but that from row {row}, X {tuple(raw[0].shape)} and y {tuple(raw[1].shape)}, "
+                    "is unlike the first"
+                )
+            self._flat = raw[1].ndim == 1
+            yield raw
+            row += len(raw[0])
+
+    def _same(self, function: str, start: int, raw: Raw) -> Raw:
+        """The block, once its sums are found to be those of the first pass; NaN is told of elsewhere."""
+        total = sum(float(t.sum(dtype=torch.float64)) for t in raw if t is not None)
+        stop = start + len(raw[0])
+        before = self._sums.setdefault((start, stop), total)
+        if before != total and total == total:
+            raise ValueError(
+                f"{function}: every pass over the stream must give the same rows in the same order, but rows "
+                f"{start} to {stop - 1} have changed; do not shuffle or augment them"
+            )
+        return raw
+
+
+def _as_raw(function: str, batch: Any, row: int) -> Raw:
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise TypeError(
+            f"{function}: batches must be (X, y) or (X, y, weight), got {type(batch).__name__} at row {row}"
+        )
+    tensors: list[Any] = [torch.from_numpy(np.array(t)) if isinstance(t, np.ndarray) else t for t in batch]
+    for name, tensor in zip(("X", "y", "weight"), tensors, strict=False):
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{function}: {name} must be a tensor or an array, got {kind} at row {row}")
+    X, y, weight = (*(t.detach() for t in tensors), None)[:3]
+    _check_shapes(function, X, y, weight, f" at row {row}")
+    return X, y, weight
+
+
+def _part(tensor: Tensor | None, start: int, stop: int | None) -> Tensor | None:
+    return None if tensor is None else tensor[start:stop]
+
+
+def _joined(waiting: list[Raw]) -> Raw:
+    if len(waiting) == 1:
+        return waiting[0]
+    X, y, weight = zip(*waiting, strict=True)
+    return torch.cat(X), torch.cat(y), None if weight[0] is None else torch.cat(weight)

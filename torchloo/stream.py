@@ -1,0 +1,154 @@
+"""Rows that need not fit in memory: tensors, memory-mapped arrays or a DataLoader, block by block."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchloo.guards import Guard, require_floating
+from torchloo.sources import Arrays, Batches, Raw, Rows, temporary_array
+
+__all__ = ["Block", "Stream"]
+
+
+class Block(NamedTuple):
+    """Rows of a stream, looked at and found good."""
+
+    start: int
+    """Number of the first row, where they are consecutive."""
+    X: Tensor
+    """Inputs, (b, d)."""
+    Y: Tensor
+    """Targets, (b, c)."""
+    weight: Tensor
+    """Row weights, (b,); ones where none were given."""
+
+    @property
+    def rows(self) -> slice:
+        """Where consecutive rows stand among all."""
+        return slice(self.start, self.start + len(self.X))
+
+
+class Stream:
+    """Rows for a least-squares machine, read in blocks, once for every pass over them.
+
+    Give it to `fit`, `solve`, `loo`, `lco` or `path` of a machine in place of X; `StreamFit` says what
+    is computed and in which memory. No graph is kept.
+
+    Args:
+        X: inputs (n, d) as a tensor or a NumPy array, memory-mapped or not; or an iterable of batches
+            (X, y) or (X, y, weight), such as a DataLoader, that brings the same rows in the same order
+            every time it is iterated.
+        y: targets (n,) or (n, c), of the dtype of X; None where the batches bring them.
+        weight: row weights (n,), positive.
+        block: rows read at once; None takes as many as make 16 MB of features.
+        device: where the blocks are computed on; None leaves them where they are.
+        progress: show a bar with rows per second for every pass that takes longer than a second.
+
+    Example:
+        >>> X = torch.arange(8.0).reshape(4, 2).numpy()  # np.load("X.npy", mmap_mode="r") of a large file
+        >>> Stream(X, X[:, 0], block=3)
+        Stream(4 rows, block=3)
+    """
+
+    def __init__(
+        self,
+        X: Rows | Iterable[Any],
+        y: Rows | None = None,
+        weight: Rows | None = None,
+        *,
+        block: int | None = None,
+        device: torch.device | str | None = None,
+        progress: bool = True,
+    ) -> None:
+        if block is not None and (not isinstance(block, int) or block < 1):
+            raise ValueError(f"Stream: block must be a positive number of rows, got {block!r}")
+        self.block, self.device, self.progress = block, device, progress
+        self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
+
+    @property
+    def n(self) -> int | None:
+        """Number of rows; of batches, None until the first pass has counted them."""
+        return self._source.n
+
+    @property
+    def flat(self) -> bool:
+        """Whether the targets come without an output axis; of batches, known after the first block."""
+        return self._source.flat
+
+    def __repr__(self) -> str:
+        return f"Stream({'rows not yet counted' if self.n is None else f'{self.n} rows'}, block={self.block})"
+
+    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
+        """All rows, `size` at a time, under a bar that says what is done with them.
+
+        Args:
+            function: name that errors carry.
+            size: rows at once; the stream's own `block` goes before it.
+            what: label of the progress bar.
+        """
+        with tqdm(
+            total=self.n, desc=what, unit="row", unit_scale=True, delay=1.0, disable=not self.progress
+        ) as bar:
+            for start, raw in self._source.blocks(function, self.block or size):
+                yield self._checked(function, raw, start)
+                bar.update(len(raw[0]))
+
+    def head(self, function: str, count: int) -> Tensor:
+        """The first rows of X, (count, d)."""
+        parts, found = [], 0
+        for start, raw in self._source.blocks(function, self.block or count):
+            parts.append(self._checked(function, raw, start).X[: count - found])
+            found += len(parts[-1])
+            if found == count:
+                return torch.cat(parts)
+        raise ValueError(f"{function}: basis must be at most the number of rows, {found}, got {count}")
+
+    def take(self, function: str, index: Tensor) -> Block:
+        """The rows of an index (b,), in its order; batches are spooled first, see `spool`."""
+        assert isinstance(self._source, Arrays)
+        return self._checked(function, self._source.pick(index.cpu()), index)
+
+    def spool(self, function: str, size: int) -> None:
+        """Write batches, if that is what there is, to temporary files, whose rows `take` can reach."""
+        if isinstance(self._source, Arrays):
+            return
+        flat = self.flat
+        arrays: list[np.ndarray] = []
+        for part in self.blocks(function, size, "spooling"):
+            values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
+            if not arrays:
+                assert self.n is not None
+                arrays = [temporary_array((self.n, *v.shape[1:]), v.dtype) for v in values]
+            for array, v in zip(arrays, values, strict=True):
+                array[part.rows] = v.numpy(force=True)
+        self._source = Arrays(*arrays)
+
+    def _checked(self, function: str, raw: Raw, place: int | Tensor) -> Block:
+        """A block of rows with a first number, or with a number for each."""
+        X, y, weight = raw
+        if self.device is not None:
+            X, y, weight = (None if t is None else t.to(self.device) for t in raw)  # type: ignore[assignment]
+        require_floating(function, X=X, y=y, **({} if weight is None else {"weight": weight}))
+        zeta = torch.ones_like(X[:, 0]) if weight is None else weight
+        Y = y.unsqueeze(-1) if y.ndim == 1 else y
+        guard = Guard(function)
+        guard.finite(X=X, y=y)
+        guard.positive(weight=zeta)
+        try:
+            guard.check()
+        except ValueError as error:
+            fine = X.isfinite().all(1) & Y.isfinite().all(1) & (zeta > 0) & (zeta < torch.inf)
+            bad = (~fine).nonzero()[:, 0].cpu()
+            if not len(bad):  # entries so large that their sum is not finite
+                raise
+            numbers = place[bad].tolist() if isinstance(place, Tensor) else (bad + place).tolist()
+            shown = ", ".join(str(k) for k in numbers[:5]) + (", ..." if len(numbers) > 5 else "")
+            within = (
+                "" if isinstance(place, Tensor) else f" in the block of rows {place} to {place + len(X) - 1}"
+            )
+            raise ValueError(f"{error} at row {shown}{within}") from None
+        return Block(place if isinstance(place, int) else 0, X, Y, zeta)

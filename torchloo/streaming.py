@@ -1,0 +1,234 @@
+"""Machines solved by passes over a stream of rows, and their exact held-out outputs.
+
+Note [passes]
+The first pass gathers the normal equations (Note [moments]). The second gives every row its residual e
+and leverage h, and so its held-out residual e / (1 - h); see Note [primal form]. It also gathers what a
+step of iterative refinement needs: if that step could move a held-out output by more than `_SETTLED` of
+the spread of the targets, one more pass applies it, so the squared condition number of normal equations
+does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [leaving out by sums]) in two more.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from torchloo.collective import Alone
+from torchloo.guards import Guard
+from torchloo.held_out import HeldOut
+from torchloo.machines import Expansion, Machines, one_machine, path_machines
+from torchloo.moments import Moments
+from torchloo.primal import REFIT_BELOW
+from torchloo.sink import Sink
+from torchloo.stream import Block, Stream
+from torchloo.stream_refit import Lost, refit
+from torchloo.stream_sets import leave_out_sets
+
+__all__ = ["StreamFit", "gather_moments"]
+
+# Part of the spread of the targets by which no held-out output may be in doubt.
+_SETTLED = 1e-11
+
+
+class StreamFit:
+    """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
+
+    Nothing here keeps a graph. Memory: a few (m, m) matrices and a few blocks of m features, whatever
+    the number n of rows, in float64; and what comes back, of order n c for each regularisation.
+
+    Args:
+        machine: whose it is.
+        function: name that errors carry.
+        stream: the rows.
+        expansion: their features.
+        moments: what the first pass gathered of them.
+        reg: regularisation, a 0-dimensional tensor.
+        others: the processes that hold the other rows.
+    """
+
+    def __init__(
+        self,
+        machine: object,
+        function: str,
+        stream: Stream,
+        expansion: Expansion,
+        moments: Moments,
+        reg: Tensor,
+        others: Alone,
+    ) -> None:
+        if reg.ndim:
+            raise ValueError(f"{function}: reg must be one number for a stream, got shape {tuple(reg.shape)}")
+        moments.join(others)
+        self.function, self.stream, self.expansion, self.moments = function, stream, expansion, moments
+        self.others, self._owner = others, machine
+        self._machine = one_machine(Guard(function), expansion, moments, reg.to(moments.S))
+
+    def checked_for(self, machine: object) -> Self:
+        """The same, if it is this machine that was solved."""
+        if machine is not self._owner:
+            raise ValueError(f"{self.function}: fit takes only what solve of the same machine gave")
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and targets."""
+        return self.moments.dtype
+
+    @property
+    def size(self) -> int:
+        """Rows in a block."""
+        return self.stream.block or self.expansion.size
+
+    @property
+    def coef(self) -> Tensor:
+        """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
+        return self._refined(self._machine).coefficients()[0]
+
+    @property
+    def offset(self) -> Tensor:
+        """Output at the mean of the features, (c,)."""
+        return self._refined(self._machine).offset[0]
+
+    def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
+        """What the machine would have said of every row, had it not seen it or its cluster.
+
+        Args:
+            clusters: integer labels (n,) on the host, in any order; None leaves every row out alone.
+                Rows of a cluster are gathered wherever they stand: those of arrays by indexing; batches
+                are first spooled to a temporary file, of n (d + c + 1) numbers.
+            out: folder for outputs.npy, residuals.npy, variance.npy, refitted.npy, targets.npy and
+                weight.npy, whose memory the HeldOut then shares; None keeps everything in memory.
+
+        Returns:
+            HeldOut in the order of the rows.
+
+        Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
+        """
+        return self._held_out(self._machine, clusters, out, path=False)
+
+    def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
+        """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
+
+        One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
+        machine's own reg is not used.
+        """
+        c, like = self.moments.T.shape[1], self.moments.S
+        regs = torch.as_tensor(regs, dtype=like.dtype, device=like.device).detach()
+        if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, c)):
+            raise ValueError(
+                f"{self.function}: regs must have shape (R,), or (R, {c}) with one for each output, "
+                f"got {tuple(regs.shape)}"
+            )
+        guard = Guard(self.function)
+        guard.positive(regs=regs)
+        guard.check()
+        machines = path_machines(self.expansion, self.moments, regs if regs.ndim == 2 else regs.unsqueeze(-1))
+        return self._held_out(machines, clusters, out, path=True)
+
+    def blocks(self, what: str) -> Iterator[Block]:
+        """The blocks of one pass, under a bar that says what it is for."""
+        return self.stream.blocks(self.function, self.size, what)
+
+    @property
+    def per_weight(self) -> Tensor:
+        """What the bias adds to z^T C^{-1} z: 1 / w, or 0 without one."""
+        return self.moments.centre / self.moments.weight
+
+    @torch.no_grad()
+    def _held_out(
+        self, machines: Machines, clusters: object | None, out: str | Path | None, path: bool
+    ) -> HeldOut:
+        n = self.stream.n
+        assert n is not None
+        R, c = machines.offset.shape
+        with Sink((R, n, c), machines.regs.shape[1], self.dtype, self.moments.S.device, out) as sink:
+            labels = None
+            if clusters is None:
+                self._leave_one_out(machines, sink)
+            else:
+                labels = leave_out_sets(self, self._refined(machines), clusters, sink)
+        return sink.held_out(labels, self.stream.flat, path)
+
+    def _leave_one_out(self, machines: Machines, sink: Sink) -> None:
+        n = sum(self.others.gather(self.stream.n))
+        if n < 2:
+            raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
+        gradient = _Gradient(machines)
+        lost: Lost = {}
+        worst = torch.zeros_like(machines.regs)  # (R, c'), of what a step is multiplied by
+        for part in self.blocks("leave-one-out"):
+            u = machines.rotated(part.X)
+            e, zeta = machines.residuals(u, part), part.weight.double()
+            norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
+            one = 1 - zeta * norm
+            cancelled = ~(one > REFIT_BELOW)
+            one.masked_fill_(cancelled, 1.0)
+            sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
+            for r, j, i in cancelled.nonzero().tolist():
+                lost.setdefault((r, j), []).append((torch.tensor([part.start + i]), True))
+            worst = torch.maximum(worst, (norm.sqrt_() / one).amax(-1))
+            gradient.add(u, e.mul_(zeta))
+        step = self._step(machines, gradient)
+        if not machines.refined and self._matters(machines, *step, worst):
+            self._correct(machines, sink, *step)
+        machines.move(*step)
+        refit(self, machines, sink, lost)
+
+    def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
+        """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
+        regs = machines.regs.unsqueeze(-1)
+        for part in self.blocks("correction"):
+            change = machines.outputs(machines.rotated(part.X), step) + shift.unsqueeze(-1)  # (R, c, b)
+            r, variance = (t[:, part.rows].to(change).mT for t in (sink.residuals, sink.variance))
+            sink.write(part, r - change * variance * part.weight.double() / regs, variance, part.rows)
+
+    def _refined(self, machines: Machines) -> Machines:
+        """The machines, after a pass for a step of refinement if there was none yet."""
+        if not machines.refined:
+            gradient = _Gradient(machines)
+            with torch.no_grad():
+                for part in self.blocks("refinement"):
+                    u = machines.rotated(part.X)
+                    gradient.add(u, machines.residuals(u, part).mul_(part.weight.double()))
+                machines.move(*self._step(machines, gradient))
+        return machines
+
+    def _step(self, machines: Machines, gradient: "_Gradient") -> tuple[Tensor, Tensor]:
+        """What refinement adds to the coefficients, (R, c, p), and to the offset, (R, c)."""
+        by_feature, total = self.others.sums(gradient.by_feature, gradient.total)
+        return machines.step(by_feature), total * self.per_weight
+
+    def _matters(self, machines: Machines, step: Tensor, shift: Tensor, worst: Tensor) -> bool:
+        """Whether a step could move a held-out output by more than `_SETTLED`.
+
+        By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
+        """
+        length = (step.square() / machines.f).sum(-1).sqrt()  # (R, c)
+        moved = worst * (length + shift.abs() * self.moments.weight.sqrt())
+        return any(self.others.gather(bool((moved > _SETTLED * machines.spread).any())))
+
+
+class _Gradient:
+    """sum zeta e u^T, (R, c, p), and sum zeta e, (R, c), over blocks."""
+
+    def __init__(self, machines: Machines) -> None:
+        self.by_feature, self.total = torch.zeros_like(machines.q), torch.zeros_like(machines.offset)
+
+    def add(self, u: Tensor, weighted: Tensor) -> None:
+        """Add rows with rotated features (p, b) and weighted residuals (R, c, b)."""
+        self.by_feature += (weighted.flatten(0, 1) @ u.mT).unflatten(0, weighted.shape[:2])
+        self.total += weighted.sum(-1)
+
+
+def gather_moments(function: str, stream: Stream, expansion: Expansion, bias: bool) -> Moments:
+    """The first pass of Note [passes]: n m^2 multiplications, half as many again for sparse features."""
+    moments = None
+    for part in stream.blocks(function, expansion.size, "normal equations"):
+        Z = expansion.features(expansion.columns(part.X))
+        if moments is None:
+            moments = Moments(Z, len(Z), part.Y.shape[1], part.X.dtype, centre=bias)
+        moments.add(Z, part.Y.double(), part.weight.double())
+    assert moments is not None
+    return moments
