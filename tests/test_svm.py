@@ -382,8 +382,10 @@ def test_labels_in_columns_are_refused():
         SVC(tl.kernels.RBF(1.0)).loo(X, y[:, None])
 
 
-def test_more_problems_than_are_followed_together():
-    """A smooth kernel and many support vectors: blocks are refilled and packed while paths exchange."""
+def test_more_problems_than_are_followed_together(monkeypatch):
+    """A smooth kernel and many support vectors: blocks are joined and packed while paths exchange."""
+    monkeypatch.setattr("torchloo.svm.path._BLOCK", 64)
+    monkeypatch.setattr("torchloo.svm.path._WORTH_PACKING", 1000)
     X, y = toy(23, n=180, noise=3.0)
     K, C = rbf(X, 3.0), torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
     together = svm_loo(K, y, C)
