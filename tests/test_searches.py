@@ -11,6 +11,7 @@ from torchloo.search.gradient import descend
 from torchloo.search.nelder_mead import walk
 from torchloo.search.objective import Objective
 from torchloo.search.parameters import Space
+from torchloo.search.prior import HyperPrior
 from torchloo.search.problems import stack
 from torchloo.search.score import Score
 
@@ -165,6 +166,7 @@ def objective_of(machine, criterion=tl.criteria.squared_hinge, clusters=None, we
     weight = [0.5 + torch.rand(14, dtype=DOUBLE) if weights else None for _ in X]
     space = Space("select", machine)
     score = Score("select", "criterion", criterion)
+    prior = HyperPrior(prior, space, 14)
     return Objective(space, stack(X, y, weight, clusters, ["own"]), score, prior, Silent())
 
 
@@ -235,7 +237,8 @@ def test_a_failed_factorisation_makes_its_candidate_infinite_and_no_other():
     assert values[3] == torch.inf
     others = torch.arange(7) != 3
     torch.testing.assert_close(values[others], expected[others], rtol=1e-9, atol=0)
-    assert "take a larger reg" in str(objective.failure)
+    assert list(objective.failures) == [1]
+    assert "take a larger reg" in str(objective.failures[1])
 
 
 def test_a_path_with_a_failed_regularisation_keeps_the_others():
@@ -250,7 +253,7 @@ def test_a_path_with_a_failed_regularisation_keeps_the_others():
 def test_prior_has_its_gradient():
     objective = objective_of(MACHINES["rls-ard"](), tl.criteria.mse, prior=2.0)
     theta, problem = candidates(objective.space, 1)
-    objective.anchor(theta.repeat(2, 1) + 0.7, torch.tensor([3.0, 3.0], dtype=DOUBLE))
+    objective.prior.anchor(theta.repeat(2, 1) + 0.7, torch.tensor([3.0, 3.0], dtype=DOUBLE))
     plain = objective_of(MACHINES["rls-ard"](), tl.criteria.mse)
     value, slope = objective(theta, problem, gradient=True)
     bare, bare_slope = plain(theta, problem, gradient=True)

@@ -101,8 +101,6 @@ def test_standardisation_is_of_the_training_rows_and_can_be_chosen():
     plain, scaled = (validate(machine, Z, y, splits, metric="mse") for Z in (X, wild))
     torch.testing.assert_close(plain.scores, scaled.scores, rtol=1e-5, atol=0)
     some = validate(machine, wild, y, splits, metric="mse", standardise=[1, 2])
-    by_hand = wild.clone()
-    by_hand[:, 0] = X[:, 0]
     raw = validate(machine, X, y, splits, metric="mse", standardise=False)
     assert not torch.allclose(some.scores, raw.scores)
     first = [select_first(machine, Z, y, splits, s) for Z, s in ((wild, [1, 2]), (X, False), (X, True))]
@@ -351,3 +349,23 @@ def test_threshold_maximises_what_is_better_higher_and_refuses_what_it_cannot_us
     X, y = labelled(30)
     with pytest.raises(ValueError, match="threshold: held_out must hold decision values"):
         tl.threshold(svc.loo(X, y, values=False), "error_rate")
+
+
+def test_a_split_that_cannot_be_used_is_named():
+    X, y = labelled()
+    both = [int((y > 0).nonzero()[0]), int((y < 0).nonzero()[0])]
+    negative = (y < 0).nonzero()[:, 0].tolist()
+    others = [i for i in range(50) if i not in negative[:5]]
+    pairs = [([i for i in range(50) if i not in both], both), (others, negative[:5])]
+    with pytest.raises(ValueError, match="validate: split 1 cannot be scored: auc: targets must hold both"):
+        validate(tl.LSSVM(K.RBF()), X, y, pairs, metric="auc", max_evaluations=2)
+    pairs = [(others[:25], negative[:5]), (negative[5:30], others[:5])]
+    with pytest.raises(ValueError, match="no candidate could be evaluated in split 1: kfd: y must hold both"):
+        validate(tl.KFD(K.RBF()), X, y, pairs, max_evaluations=2)
+
+
+def test_wild_scales_are_warned_of_where_nothing_is_standardised():
+    X, y = labelled()
+    X = X * torch.tensor([1.0, 1e4, 1.0], dtype=DOUBLE)
+    with pytest.warns(UserWarning, match="validate: the columns of X have standard deviations"):
+        validate(tl.LSSVM(K.RBF()), X, y, 2, standardise=False, max_evaluations=1, generator=seeded())

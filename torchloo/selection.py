@@ -1,6 +1,5 @@
 """select: hyper-parameters by a leave-one-out criterion."""
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,12 +8,13 @@ from torch import Tensor
 
 from torchloo import criteria
 from torchloo.machine import KernelMachine
-from torchloo.search.objective import Evaluation, Prior
+from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
+from torchloo.search.prior import Prior
 from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, weight_of
 from torchloo.search.run import Plan, run, warn_interrupted
 from torchloo.search.score import Score
-from torchloo.search.starts import scales_differ
+from torchloo.search.starts import warn_of_scales
 
 __all__ = ["Selection", "select"]
 
@@ -85,9 +85,9 @@ def select(
             reg or C and 9 factors of two of every other parameter around the first start.
         prior: hyper-prior against over-fitting of the criterion Q. A strength s adds
             s |Q(t0)| / n * sum_j (t_j - t0_j)^2 over the logarithms t of the kernel's parameters, t0 being
-            the first start: to first order, n/2 log Q plus a Gaussian prior of precision s on each. Or a
-            callable, which gets the logarithms by name, (B,) or (B, d), and returns penalties (B,) to be
-            added (subtracted where higher is better).
+            the first start: s is the precision of a Gaussian prior on each (Note [hyper-prior] in
+            search/prior.py). Or a callable, which gets the logarithms by name, (B,) or (B, d), and returns
+            penalties (B,) to be added (subtracted where higher is better).
         max_evaluations: of each run, by default 200 with gradient, else 200 for each parameter.
         tolerance: relative change of the criterion at which a run stops.
 
@@ -113,16 +113,7 @@ def select(
     score = Score("select", "criterion", criterion)
     space = Space("select", machine)
     check_rows("select", X, y)
-    differ = scales_differ(space, X)
-    if differ:
-        low, high = differ
-        warnings.warn(
-            f"select: the columns of X have standard deviations from {low:.3g} to {high:.3g}, and the "
-            "largest rule this kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel "
-            "one lengthscale for each column",
-            UserWarning,
-            stacklevel=2,
-        )
+    warn_of_scales(space, X)
     own = weight_of("select", "weight", weight, y)
     of_criterion = weight_of("select", "criterion_weight", criterion_weight, y)
     check_clusters("select", score, clusters)

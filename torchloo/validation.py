@@ -16,6 +16,7 @@ from torchloo.search.parameters import Space
 from torchloo.search.problems import Weighting, check_clusters, check_rows
 from torchloo.search.run import Plan
 from torchloo.search.score import Score
+from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, resolve
 
 __all__ = ["Validation", "validate"]
@@ -130,6 +131,8 @@ def validate(
     check_clusters("validate", score, clusters)
     outer = Outer(space, score, _metric(metric, y), _shift_metric(threshold), X, y, clusters, weight,
                    criterion_weight, columns_of(standardise, machine, X))  # fmt: skip
+    if outer.columns is None:
+        warn_of_scales(space, X)
     pairs = resolve(splits, len(X), clusters, generator)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()

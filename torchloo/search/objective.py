@@ -13,7 +13,7 @@ A candidate that cannot be evaluated (a factorisation fails, a kernel overflows)
 infinite. As one such candidate makes the call of its chunk fail, the chunk is halved until it stands alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,14 +22,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.search.parameters import Space
+from torchloo.search.prior import HyperPrior
 from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 
-__all__ = ["Best", "Evaluation", "Objective", "Prior"]
+__all__ = ["Best", "Evaluation", "Objective"]
 
 ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
-
-Prior = float | Callable[[Mapping[str, Tensor]], Tensor] | None
 
 
 class Evaluation(NamedTuple):
@@ -61,16 +60,14 @@ class Objective:
     """
 
     def __init__(
-        self, space: Space, problems: Problems, score: Score, prior: Prior, bar: "tqdm[Any]"
+        self, space: Space, problems: Problems, score: Score, prior: HyperPrior, bar: "tqdm[Any]"
     ) -> None:
         self.space, self.problems, self.score, self.prior, self.bar = space, problems, score, prior, bar
         count = len(problems.X)
         self.best = [Best() for _ in range(count)]
         self.evaluations = [0] * count
         self.history: list[Evaluation] = []
-        self.failure: Exception | None = None
-        self.centre = torch.zeros(count, space.size, dtype=torch.float64)
-        self._scale = torch.ones(count, dtype=torch.float64)
+        self.failures: dict[int, Exception] = {}
 
     def __call__(self, theta: Tensor, problem: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Values (B,) and gradients (B, p), zeros unless asked for, of theta (B, p) in problem (B,)."""
@@ -89,14 +86,14 @@ class Objective:
         for part, of in zip(theta.split(width), problem.split(width), strict=True):
             with_regs = part.unsqueeze(1).repeat(1, len(regs), 1)  # (b, R, p)
             with_regs[..., own] = regs.log().unsqueeze(-1)
+            each = with_regs.flatten(0, 1), of.repeat_interleave(len(regs))
             try:
-                values = self._held_out_values(part, of, regs).T.detach().cpu().double()
+                with torch.no_grad():
+                    values = self._held_out_values(part, of, regs).T.cpu().double()
+                objective = self._enter(*each, values.flatten())
             except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-                flat = (with_regs.flatten(0, 1), of.repeat_interleave(len(regs)))
-                rows.append(self(*flat)[0].view(len(part), -1))
-                continue
-            flat = (with_regs.flatten(0, 1), of.repeat_interleave(len(regs)))
-            rows.append(self._enter(*flat, values.flatten()).view(len(part), -1))
+                objective, _ = self(*each)
+            rows.append(objective.view(len(part), -1))
         return torch.cat(rows)
 
     def _width(self) -> int:
@@ -117,9 +114,9 @@ class Objective:
                     for part in (slice(None, half), slice(half, None))
                 ]
                 return torch.cat([v for v, _ in parts]), torch.cat([g for _, g in parts])
-            self.failure = failure
+            self.failures[int(problem)] = failure
             values, gradients = torch.full((1,), torch.nan, dtype=torch.float64), torch.zeros_like(theta)
-        penalty, slope = self._penalty(theta, problem, gradient)
+        penalty, slope = self.prior(theta, problem, gradient)
         return self._enter(theta, problem, values, penalty), self.score.sign * gradients + slope
 
     def _evaluate(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -162,39 +159,10 @@ class Objective:
             return lambda t: t[first] if isinstance(t, Tensor) else t
         return lambda t: t[problem.to(t.device)] if isinstance(t, Tensor) else t
 
-    def anchor(self, theta: Tensor, spread: Tensor) -> None:
-        """Where the hyper-prior has its centre, (P, p), and the unit of the criterion there, (P,)."""
-        self.centre, self._scale = theta, spread
-
-    def _penalty(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-        """The hyper-prior (B,) and its gradient (B, p); see `select`."""
-        zero = torch.zeros(len(theta), dtype=torch.float64), torch.zeros_like(theta)
-        if self.prior is None:
-            return zero
-        theta = theta.clone().requires_grad_(gradient)
-        if callable(self.prior):
-            logs = {e.name: theta[:, e.part].reshape(-1, *e.shape) for e in self.space.entries if e.log}
-            penalty = self.prior(logs)
-            if not isinstance(penalty, Tensor) or penalty.shape != (len(theta),):
-                got = tuple(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__
-                raise ValueError(
-                    f"{self.space.function}: prior must return one penalty for each of {len(theta)} "
-                    f"candidates, got {got}"
-                )
-        else:
-            parts = [e.part for e in self.space.entries if e.log and e.kernel]
-            away = theta - self.centre[problem]
-            square = sum((away[:, part].square().sum(-1) for part in parts), zero[0])
-            rows = self.problems.X.shape[-2]
-            penalty = self.prior * self._scale[problem] / rows * square
-        if not gradient or not penalty.requires_grad:
-            return penalty.detach(), zero[1]
-        return penalty.detach(), torch.autograd.grad(penalty.sum(), theta)[0]
-
     def _enter(self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None) -> Tensor:
         """Note candidates and what they are worth; the values to minimise, infinite where there are none."""
         if penalty is None:
-            penalty, _ = self._penalty(theta, problem, False)
+            penalty, _ = self.prior(theta, problem)
         objective = self.score.sign * values + penalty
         objective = torch.where(objective.isfinite(), objective, torch.inf)
         for i, (number, total, value) in enumerate(

@@ -5,16 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from torchloo.decision import shifted, threshold
 from torchloo.guards import host_labels
 from torchloo.held_out import HeldOut
-from torchloo.kernels import Precomputed
 from torchloo.machine import KernelMachine
 from torchloo.search.parameters import Space
 from torchloo.search.problems import stack, weight_of
 from torchloo.search.run import Plan, run
 from torchloo.search.score import Score
+from torchloo.search.starts import given_matrix
 from torchloo.splits import Split
 
 __all__ = ["Outer", "columns_of"]
@@ -59,18 +60,22 @@ class Outer:
             parts[0].clusters,
             [part.criterion_weight for part in parts],
         )
-        objective, interrupted = run(plan, self.space, problems, self.score)
-        for part, best, evaluations in zip(parts, objective.best, objective.evaluations, strict=True):
-            assert best.theta is not None
+        names = [f" in split {part.number}" for part in parts]
+        objective, interrupted = run(plan, self.space, problems, self.score, names)
+        found = zip(parts, objective.best, objective.evaluations, strict=True)
+        bar = tqdm(found, "scores", len(parts), unit="split", leave=False, disable=not plan.progress)
+        for part, best, evaluations in bar:
+            if best.theta is None:  # interrupted before it began
+                continue
             machine = self.space.machine_at(best.theta)
             row: dict[str, Any] = {"split": part.number, "train": len(part.y), "test": len(part.y_test)}
-            row |= self._scores(machine, part) | {"criterion": best.value, "evaluations": evaluations}
+            row |= self._named_scores(machine, part) | {"criterion": best.value, "evaluations": evaluations}
             rows[part.number] = row | self.space.named(best.theta)
         return interrupted
 
     def _part(self, number: int, split: Split) -> _Part:
         train, test = (index.to(self.X.device) for index in split)
-        if _given_matrix(self.space.machine):
+        if given_matrix(self.space.machine):
             X, X_test = self.X[train][:, train], self.X[test][:, train]
         else:
             X, X_test = self.X[train], self.X[test]
@@ -89,7 +94,13 @@ class Outer:
         weights = own("weight", self.weight), own("criterion_weight", self.criterion_weight)
         return _Part(number, X, y, X_test, self.y[test], *weights, labels)
 
-    def _scores(self, machine: Any, part: _Part) -> dict[str, float]:
+    def _named_scores(self, machine: Any, part: _Part) -> dict[str, Any]:
+        try:
+            return self._scores(machine, part)
+        except ValueError as fault:
+            raise ValueError(f"validate: split {part.number} cannot be scored: {fault}") from fault
+
+    def _scores(self, machine: Any, part: _Part) -> dict[str, Any]:
         """The metric on the test rows, with the shift that the training rows ask for."""
         with torch.no_grad():
             outputs = machine.fit(part.X, part.y, part.weight)(part.X_test)
@@ -103,8 +114,7 @@ class Outer:
                 held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
             shift = threshold(held_out, self.shift_metric.criterion)
             score = float(self.metric(shifted(tested, shift)))
-        shown: Any = shift.item() if shift.ndim == 0 else shift.tolist()
-        return {"score": score, "unshifted": plain, "shift": shown}
+        return {"score": score, "unshifted": plain, "shift": shift.tolist()}
 
 
 def _as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
@@ -123,13 +133,9 @@ def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, T
     return results[0], results[1]
 
 
-def _given_matrix(machine: KernelMachine) -> bool:
-    return any(isinstance(module, Precomputed) for module in machine.modules())
-
-
 def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | None:
     """Numbers of the columns of X to standardise; None for none."""
-    if standardise is False or _given_matrix(machine):
+    if standardise is False or given_matrix(machine):
         return None
     d = X.shape[1]
     if standardise is True:

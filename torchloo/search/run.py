@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.search import gradient, grid, nelder_mead
-from torchloo.search.objective import Objective, Prior
+from torchloo.search.objective import Objective
 from torchloo.search.parameters import Space
+from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 from torchloo.search.starts import first_start, further_starts
@@ -71,8 +72,14 @@ class Plan:
         return 200 if self.search == "gradient" else 200 * size
 
 
-def run(plan: Plan, space: Space, problems: Problems, score: Score) -> tuple[Objective, bool]:
-    """Search all problems; the objective that knows the best of each, and whether it was interrupted."""
+def run(
+    plan: Plan, space: Space, problems: Problems, score: Score, names: Sequence[str] = ("",)
+) -> tuple[Objective, bool]:
+    """Search all problems; the objective that knows the best of each, and whether it was interrupted.
+
+    Names of the problems, such as " in split 3", go into errors. After an interrupt some problems may have
+    no best; where none has one, the interrupt goes on.
+    """
     if plan.search == "gradient":
         score.require_differentiable()
     first = torch.stack(
@@ -83,27 +90,29 @@ def run(plan: Plan, space: Space, problems: Problems, score: Score) -> tuple[Obj
     )  # (P, p)
     box = space.bounds(first, plan.bounds, _DECADES)  # (2, P, p)
     first = torch.clamp(first, box[0], box[1])
+    prior = HyperPrior(plan.prior, space, problems.X.shape[-2])
     with tqdm(desc=plan.search, unit="loo", disable=not plan.progress, leave=False) as bar:
-        objective = Objective(space, problems, score, plan.prior, bar)
+        objective = Objective(space, problems, score, prior, bar)
         try:
             _search(plan, objective, first, box)
         except KeyboardInterrupt:
-            if any(best.theta is None for best in objective.best):
+            if all(best.theta is None for best in objective.best):
                 raise
             return objective, True
-    for best in objective.best:
+    for number, best in enumerate(objective.best):
         if best.theta is None:
-            reason = objective.failure or "the criterion is not finite"
-            raise ValueError(
-                f"{space.function}: no candidate could be evaluated: {reason}"
-            ) from objective.failure
+            failure = objective.failures.get(number)
+            reason = failure or "the criterion is not finite"
+            message = f"{space.function}: no candidate could be evaluated{names[number]}: {reason}"
+            raise ValueError(message) from failure
     return objective, False
 
 
 def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> None:
     space = objective.space
-    if plan.prior is not None and not callable(plan.prior):
-        _centre_prior(objective, first)
+    if objective.prior.wants_centre:
+        values, _ = objective(first, torch.arange(len(first)))
+        objective.prior.anchor(first, values)
     if plan.search == "grid":
         axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
         grid.scan(objective, first, axes, plan.grid is None, box)
@@ -115,14 +124,6 @@ def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> Non
     boxes = box.repeat_interleave(plan.starts, 1)
     limit = plan.evaluations(space.size)
     search(objective, starts, problem, boxes, space.units(), limit, plan.tolerance)
-
-
-def _centre_prior(objective: Objective, first: Tensor) -> None:
-    """The hyper-prior lies about the first starts and is measured by the criterion there."""
-    strength, objective.prior = objective.prior, None
-    values, _ = objective(first, torch.arange(len(first)))
-    objective.prior = strength
-    objective.anchor(first, torch.where(values.isfinite(), values.abs(), 1.0))
 
 
 def warn_interrupted(function: str, stacklevel: int = 3) -> None:

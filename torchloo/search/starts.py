@@ -14,6 +14,7 @@ All other parameters begin at the machine's own values. Further starts are N(0, 
 and half their size away in the weights of networks.
 """
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from torchloo.fisher import KFD
 from torchloo.kernels import RBF, Kernel, Matern, Precomputed, Product, Scaled, Sum
+from torchloo.machine import KernelMachine
 from torchloo.search.parameters import Space
 
-__all__ = ["first_start", "further_starts", "scales_differ", "spread_rows"]
+__all__ = ["first_start", "further_starts", "given_matrix", "warn_of_scales"]
 
 _ROWS = 300
 _WILD = 100.0  # ratio of standard deviations that is worth a warning
@@ -35,12 +37,12 @@ def first_start(space: Space, X: Tensor, y: Tensor) -> Tensor:
     machine = space.machine_at(theta)
     parameters = dict(machine.named_parameters())
     names = {id(parameters[entry.path]): entry for entry in space.entries}
-    rows, n = spread_rows(len(X), X.device), len(X)
-    X, y = X[rows][:, rows] if isinstance(machine.kernel, Precomputed) else X[rows], y[rows]
+    rows, n = _spread_rows(len(X), X.device), len(X)
+    X, y = X[rows][:, rows] if given_matrix(machine) else X[rows], y[rows]
     with torch.no_grad():
         for kernel, Z in _embedded(machine.kernel, X):
             if isinstance(kernel, RBF | Matern) and id(kernel.log_lengthscale) in names:
-                scale = _lengthscale(Z.double(), ard=kernel.log_lengthscale.ndim > 0)
+                scale = _lengthscale(Z.double(), ard=kernel.log_lengthscale.numel() > 1)
                 kernel.log_lengthscale.copy_(scale.log())
                 theta[names[id(kernel.log_lengthscale)].part] = scale.log().cpu()
         K = machine.kernel(X).double()
@@ -64,25 +66,35 @@ def further_starts(space: Space, first: Tensor, count: int, generator: torch.Gen
     return first.unsqueeze(1) + torch.cat([torch.zeros(1, space.size), away * unit])
 
 
-def scales_differ(space: Space, X: Tensor) -> tuple[float, float] | None:
-    """The least and the largest standard deviation of the columns of X where they are far apart.
+def given_matrix(machine: KernelMachine) -> bool:
+    """Whether X holds kernel values, so that its columns are rows too."""
+    return any(isinstance(module, Precomputed) for module in machine.modules())
 
-    None where they are not, or where the kernel does not care: one lengthscale for each input, features of
-    its own, a given matrix.
+
+def warn_of_scales(space: Space, X: Tensor) -> None:
+    """Warn where columns of X on scales far apart meet a kernel that takes them all alike.
+
+    Kernels that do not: those with one lengthscale for each input, with features of their own, and
+    Precomputed.
     """
-    kernels = [module for module in space.machine.modules() if isinstance(module, Kernel)]
-    for kernel in kernels:
-        ard = isinstance(kernel, RBF | Matern) and kernel.log_lengthscale.ndim > 0
-        if ard or isinstance(kernel, Precomputed) or kernel.features is not None:
-            return None
+    for kernel in space.machine.modules():
+        ard = isinstance(kernel, RBF | Matern) and kernel.log_lengthscale.numel() > 1
+        if ard or isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
+            return
     deviation = X.double().std(-2)  # (d,)
     deviation = deviation[deviation > 0]
-    if len(deviation) == 0 or deviation.max() <= _WILD * deviation.min():
-        return None
-    return deviation.min().item(), deviation.max().item()
+    if len(deviation) and deviation.max() > _WILD * deviation.min():
+        span = f"from {deviation.min().item():.3g} to {deviation.max().item():.3g}"
+        warnings.warn(
+            f"{space.function}: the columns of X have standard deviations {span}, and the largest rule this "
+            "kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel one lengthscale for "
+            "each column",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
-def spread_rows(n: int, device: torch.device) -> Tensor:
+def _spread_rows(n: int, device: torch.device) -> Tensor:
     """At most 300 of n row numbers, evenly spread."""
     return torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float64, device=device).round().long()
 
