@@ -51,6 +51,7 @@ def table(seed: int = 0, n: int = N) -> "pd.DataFrame":
             "grade": np.digitize(signal_, [-0.3, 0.7]),
             "day": np.arange(n) // 6,
             "w": draw.uniform(0.5, 2, n),
+            "half": np.arange(n) % 2,
         }
     )
 
@@ -82,7 +83,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def select(target: str, *options: object, out: str = "out") -> int:
     others = [word for name in TARGETS if name != target for word in ("--drop", name)]
-    drop = others + [word for name in ("day", "w") if name not in options for word in ("--drop", name)]
+    drop = others + [
+        word for name in ("day", "w", "half") if name not in options for word in ("--drop", name)
+    ]
     return run("select", "data.csv", "--target", target, "--out", out, *drop, *QUICK, *options)
 
 
@@ -123,7 +126,7 @@ def test_held_out_outputs_are_those_of_refits(folder, machine):
     """Read back the model, leave out a row by hand, refit, and compare."""
     assert select("good", "--machine", machine, "--outer", "0") == 0
     schema, fitted = load(Path("out/model.pt"), "cpu")
-    frame = read_table(Path("data.csv"))[0].drop(columns=["price", "grade", "day", "w"])
+    frame = read_table(Path("data.csv"))[0].drop(columns=["price", "grade", "day", "w", "half"])
     X, y = torch.tensor(schema.design(frame)), torch.tensor(schema.codes(frame["good"]))
     held_out = pd.read_csv("out/held_out.csv")
     if machine == "sparse":
@@ -210,6 +213,7 @@ def test_an_archive_is_a_table_too(folder):
         (["--target", "price", "--basis", "5"], "--basis is for --machine sparse"),
         (["--target", "price", "--machine", "sparse", "--basis", "30"], "at most half of the rows, 24"),
         (["--target", "price", "--outer", "-1"], "must be a whole number from 0 on"),
+        (["--target", "price", "--clusters", "half"], "at least 3 clusters, got 2"),
         (["--target", "price", "--prior", "0"], "must be a positive number, got '0'"),
         (["--target", "price", "--device", "cuda:9"], "--device cuda:9"),
         (["--target", "price", "--device", "teapot"], "--device teapot"),
@@ -322,7 +326,7 @@ def test_an_interrupt_ends_without_a_traceback_and_writes_nothing(folder):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, target):
-    new = table(seed=1).drop(columns=["always", "day", "w"])
+    new = table(seed=1).drop(columns=["always", "day", "w", "half"])
     new.drop(columns=[name for name in TARGETS if name != target]).to_csv("new.csv", index=False)
     assert run("predict", models[target], "new.csv", "--out", "p.csv") == 0
     out, err = capsys.readouterr()
@@ -341,7 +345,9 @@ def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, 
 
 def test_predictions_of_the_training_rows_are_the_fit(folder, models):
     schema, machine = load(models["price"], "cpu")
-    table().drop(columns=["always", "good", "grade", "day", "w", "price"]).to_csv("new.csv", index=False)
+    table().drop(columns=["always", "good", "grade", "day", "w", "half", "price"]).to_csv(
+        "new.csv", index=False
+    )
     assert run("predict", models["price"], "new.csv") == 0
     predicted = torch.tensor(pd.read_csv("predictions.csv")["prediction"].to_numpy())
     X, y = torch.tensor(schema.design(table()[["x", "z", "shop"]])), torch.tensor(table()["price"].to_numpy())

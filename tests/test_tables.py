@@ -51,6 +51,18 @@ def test_constant_columns_and_names_are_left_out_and_reported():
     )
 
 
+def test_copies_of_rows_are_reported_where_they_are_no_chance():
+    draw = np.random.default_rng(0)
+    table = pd.DataFrame({"x": draw.normal(size=40), "y": draw.normal(size=40), "g": np.arange(40) // 2})
+    assert prepare(table, Roles("y")).notes == ()
+    table.loc[7, ["x", "y"]] = table.loc[6, ["x", "y"]]
+    (note,) = prepare(table, Roles("y", drop=("g",))).notes
+    assert note.startswith("1 row is a copy of another")
+    assert prepare(table, Roles("y", clusters="g")).notes == ()
+    coarse = pd.DataFrame({"x": [1.5, 2.5] * 20, "y": [3.5, 4.5, 5.5, 6.5] * 10})
+    assert prepare(coarse, Roles("y")).notes == ()
+
+
 def test_dropped_cluster_and_weight_columns_are_no_inputs():
     table = frame(group=["a", "b"] * 6, w=np.arange(1.0, N + 1))
     prepared = prepare(table, Roles("y", clusters="group", weights="w", drop=("colour",)))

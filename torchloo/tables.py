@@ -177,6 +177,8 @@ def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Pr
     target = _text(frame[roles.target]) if labels else _numbers(frame[roles.target])
     clusters = None if roles.clusters is None else _clusters(frame[roles.clusters])
     weight = None if roles.weights is None else _weights(frame[roles.weights])
+    if clusters is None:
+        notes += _copies(frame[[column.name for column in columns] + [roles.target]])
     y = schema.codes(frame[roles.target])
     return Prepared(schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes))
 
@@ -313,6 +315,15 @@ def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
     other = [name for name, values in zip(names, raw.T, strict=True) if not np.isin(values, (0, 1)).all()]
     if other:
         raise TableError(f"--kernel boolean needs inputs 0 and 1 only; not so in {listed(other)}")
+
+
+def _copies(frame: "pd.DataFrame") -> list[str]:
+    """Say so if rows are copies of others although their numbers are too fine for that to be chance."""
+    copies = int(frame.duplicated().sum())
+    if not copies or not any(_is_number(frame[name]) and frame[name].nunique() > 20 for name in frame):
+        return []
+    rows = "1 row is a copy" if copies == 1 else f"{copies} rows are copies"
+    return [f"{rows} of another; leave-one-out is flattered if they are the same case, see --clusters"]
 
 
 def _clusters(series: "pd.Series") -> np.ndarray:

@@ -6,6 +6,7 @@ The file is plain data, which torch.load reads with weights_only=True:
      "machine": Spec as a dictionary, "schema": Schema as a dictionary, "state": a state_dict}
 """
 
+import io
 import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -69,7 +70,9 @@ def save(path: Path, spec: Spec, schema: Schema, machine: KernelMachine) -> None
         "schema": schema.as_dict(),
         "state": {name: _on_host(value) for name, value in machine.state_dict().items()},
     }
-    torch.save(content, path)
+    buffer = io.BytesIO()  # torch's own writing to a path fails on a full disk without saying so
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getvalue())
 
 
 def _on_host(value: Any) -> Any:

@@ -139,13 +139,16 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
     if criterion == "leave_pair_out_auc" and args.clusters is not None:
         raise UserError("--criterion leave_pair_out_auc leaves out pairs, not clusters; take wmw")
-    unlearnt = args.machine == "svc" and args.clusters is not None
-    differentiable = getattr(tl.criteria, criterion).differentiable and not unlearnt
+    svc_clusters = args.machine == "svc" and args.clusters is not None
+    differentiable = getattr(tl.criteria, criterion).differentiable and not svc_clusters
     if args.search == "gradient" and not differentiable:
-        what = "svc with clusters" if unlearnt else f"--criterion {criterion}"
+        what = "svc with clusters" if svc_clusters else f"--criterion {criterion}"
         raise UserError(f"{what} has no gradient; take --search nelder-mead")
+    if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
+        raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
     basis = _basis(args, n)
-    _require_memory(args.machine, args.kernel, n)
+    if args.device == "cpu":
+        _require_memory(args.machine, args.kernel, n)
     return Plan(
         spec=Spec(args.machine, args.kernel, d, basis),
         criterion=criterion,
@@ -196,7 +199,7 @@ def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
         outer = estimate(problem, plan, measures(problem.y, len(prepared.schema.labels)))
         check()
         return examine(prepared, plan, problem, choice, outer)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, MemoryError) as error:
         raise UserError(first_line(error)) from error
 
 
