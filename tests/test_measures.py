@@ -79,6 +79,7 @@ def test_splits_with_one_class_have_no_roc_curve_and_are_left_out():
         (Measure("a", len), 12345.6, 250.0, "12346 ± 250"),
         (Measure("a", len), 0.01234, 0.00056, "0.01234 ± 0.00056"),
         (Measure("a", len, places=3), 0.9087, 0.0034, "0.909 ± 0.003"),
+        (Measure("a", len), 3.03e-14, 6.2e-15, "3.03e-14 ± 6.2e-15"),
         (Measure("a", len), 2.5, math.nan, "2.5"),
         (Measure("a", len), math.nan, math.nan, "-"),
     ],

@@ -201,6 +201,23 @@ def test_separators_and_decimal_commas(tmp_path, text):
     assert notes == []
 
 
+def test_a_table_of_an_old_windows_program_is_read_with_a_note(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes("grün;preis\n1,5;2\n2,5;3\n".encode("cp1252"))
+    table, notes = read_table(path)
+    assert table.columns.tolist() == ["grün", "preis"]
+    assert table["grün"].tolist() == [1.5, 2.5]
+    assert notes == ["the file is not UTF-8: read as Windows-1252"]
+
+
+def test_a_column_that_counts_the_rows_is_kept_with_a_word():
+    prepared = prepare(frame(id=np.arange(1, N + 1)), Roles("y"))
+    assert "id" in prepared.schema.inputs
+    assert prepared.notes == (
+        "column 'id' counts the rows; if it is no measurement, leave it out with --drop",
+    )
+
+
 def test_a_nameless_column_of_row_numbers_is_left_out(tmp_path):
     path = tmp_path / "t.csv"
     pd.DataFrame({"a": [5, 6]}).to_csv(path)
@@ -237,7 +254,8 @@ def test_parquet_is_read_where_pyarrow_is(tmp_path):
         ("t.csv", b"a,b\n1,2\n1,2,3\n", "is not a table: Expected 2 fields in line 3, saw 3"),
         ("t.csv", b"a,b\n1,2,3\n4,5,6\n", "more fields than the header has names"),
         ("t.csv", b"a,a\n1,2\n", "several columns named 'a'"),
-        ("t.csv", b"a,b\n\xff\xfe,2\n", "is not UTF-8 text"),
+        ("t.csv", b"a,b\n\xff\x81,2\n", "is not UTF-8 text"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16"), "is not a text file, or not in UTF-8"),
         ("t.csv", b"a\0b\n1\n", "is not a text file"),
         ("t.npz", b"not an archive", "is not an .npz archive"),
         ("t.xlsx", b"", "must be a .csv, .parquet or .npz file"),

@@ -54,19 +54,16 @@ def pandas() -> ModuleType:
 
 def _csv(path: Path) -> tuple["pd.DataFrame", list[str]]:
     pd = pandas()
+    encoding, notes = _encoding(path)
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open(encoding=encoding) as file:
             head = "".join(line for line, _ in zip(file, range(20), strict=False))
-        if "\0" in head:
-            raise TableError(f"{str(path)!r} is not a text file")
         first, _, rest = head.partition("\n")
         separator = max(",;\t|", key=first.count)
         commas = separator == ";" and bool(re.search(r"\d,\d", rest)) and not re.search(r"\d\.\d", rest)
-        options = {"sep": separator, "decimal": "," if commas else ".", "encoding": "utf-8-sig"}
+        options = {"sep": separator, "decimal": "," if commas else ".", "encoding": encoding}
         names = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **options)
         frame = pd.read_csv(path, low_memory=False, skipinitialspace=True, **options)
-    except UnicodeDecodeError as error:
-        raise TableError(f"{str(path)!r} is not UTF-8 text: {error.reason}") from error
     except pd.errors.EmptyDataError as error:
         raise TableError(f"{str(path)!r} is empty") from error
     except pd.errors.ParserError as error:
@@ -76,7 +73,22 @@ def _csv(path: Path) -> tuple["pd.DataFrame", list[str]]:
         raise TableError(f"{str(path)!r} has rows with more fields than the header has names")
     _require_distinct(path, [str(name).strip() for name in names.iloc[0]])
     frame.columns = [str(name).strip() for name in frame.columns]
-    return _without_row_numbers(frame)
+    frame, left = _without_row_numbers(frame)
+    return frame, notes + left
+
+
+def _encoding(path: Path) -> tuple[str, list[str]]:
+    """UTF-8, or Windows-1252 with a note of it."""
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise TableError(f"{str(path)!r} is not a text file, or not in UTF-8")
+    for encoding in ("utf-8-sig", "cp1252"):
+        try:
+            content.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        return encoding, [] if encoding == "utf-8-sig" else ["the file is not UTF-8: read as Windows-1252"]
+    raise TableError(f"{str(path)!r} is not UTF-8 text")
 
 
 def _require_distinct(path: Path, names: list[str]) -> None:

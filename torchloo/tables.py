@@ -283,6 +283,10 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
             continue
         columns.append(column)
         blocks.append(column.encode(series))
+        if column.levels is None and _counts(blocks[-1][:, 0]):
+            notes.append(
+                f"column {name!r} counts the rows; if it is no measurement, leave it out with --drop"
+            )
     if constant:
         notes.insert(0, f"left out as constant: {listed(constant, 20)}")
     if not columns:
@@ -293,6 +297,10 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
     if not np.isfinite(spread).all():
         raise TableError("numbers as large as these cannot be squared; scale the table first")
     return tuple(columns), raw, notes
+
+
+def _counts(values: np.ndarray) -> bool:
+    return values[0] in (0, 1) and np.array_equal(values - values[0], np.arange(len(values)))
 
 
 def _text_column(series: "pd.Series") -> Column | None:

@@ -71,6 +71,8 @@ class Measure(NamedTuple):
         if self.percent:
             return f"{100 * mean:.1f} ± {100 * error:.1f} %"
         places = self.places
+        if places is None and not 1e-3 <= abs(mean) < 1e6:
+            return f"{mean:.3g} ± {error:.2g}"
         if places is None:
             places = max(0, 1 - int(np.floor(np.log10(error)))) if error else 3
         return f"{mean:.{places}f} ± {error:.{places}f}"

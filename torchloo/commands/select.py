@@ -119,7 +119,7 @@ def _folder(args: argparse.Namespace) -> Path:
     try:
         return folder(f"{args.data.stem}-torchloo")
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"{error} (--out names the folder to write)") from None
+        raise UserError(f"{error} with --out") from None
 
 
 def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:

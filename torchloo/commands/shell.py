@@ -73,7 +73,7 @@ def folder(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         if any(path.iterdir()):
-            raise argparse.ArgumentTypeError(f"the folder {text!r} is not empty; name another, or remove it")
+            raise argparse.ArgumentTypeError(f"the folder {text!r} is not empty; remove it, or name another")
     elif path.exists():
         raise argparse.ArgumentTypeError(f"must be a folder, got the file {text!r}")
     _require_folder(path.absolute().parent)

@@ -21,7 +21,7 @@ def described(path: Path, prepared: Prepared) -> str:
     if labels:
         shown = ", ".join(labels[:6]) + (", ..." if len(labels) > 6 else "")
         task = f"{len(labels)} classes of {schema.target!r}: {shown}"
-    lines = [f"{path.name}: {n} rows, {d} inputs, {task}"]
+    lines = [f"{path.name}: {n} rows, {d} input{'s' * (d > 1)}, {task}"]
     return "\n".join([*lines, *(f"  note: {note}" for note in prepared.notes)])
 
 

@@ -51,7 +51,7 @@ def page(findings: Findings, source: Source) -> str:
 </head>
 <body>
 <h1>Predicting {target}</h1>
-<p class="sub">{kind} from {text(source.file)}: {n} rows, {d} inputs</p>
+<p class="sub">{kind} from {text(source.file)}: {n} rows, {d} input{"s" * (d > 1)}</p>
 {"".join(sections)}<footer>Written by torchloo {tl.__version__}. Leave-one-out is exact: what is said of a row
 is what the machine trained without it would say.</footer>
 </body>
