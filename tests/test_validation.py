@@ -170,10 +170,13 @@ def test_weights_are_made_inside_each_split():
     fixed = torch.rand(50, dtype=DOUBLE) + 0.5
     splits = tl.splits.k_fold(50, 2, generator=seeded())
     result = validate(tl.LSSVM(K.RBF()), X, y, splits, weight=fixed, metric="mse", max_evaluations=1)
-    for (train, _), row in zip(splits, result.table, strict=True):
-        Z = (X[train] - X[train].mean(0)) / X[train].std(0)
-        held_out = tl.LSSVM(K.RBF(row["kernel.lengthscale"]), row["reg"]).loo(Z, y[train], fixed[train])
+    for (train, test), row in zip(splits, result.table, strict=True):
+        Z, Z_test = ((X[rows] - X[train].mean(0)) / X[train].std(0) for rows in (train, test))
+        machine = tl.LSSVM(K.RBF(row["kernel.lengthscale"]), row["reg"])
+        held_out = machine.loo(Z, y[train], fixed[train])
         assert row["criterion"] == pytest.approx(tl.criteria.press(held_out).item(), rel=1e-6)
+        outputs = machine.fit(Z, y[train], fixed[train])(Z_test)
+        assert row["score"] == pytest.approx((y[test] - outputs).square().mean().item(), rel=1e-6)
 
 
 def test_clusters_are_left_out_inside_and_outside():
