@@ -7,6 +7,7 @@ Draws the error curves (needs matplotlib). Exits with 1 if a ratio is missed.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -19,6 +20,7 @@ from measure import Table, add_data, best_times
 import torchloo as tl
 
 SEEDS = 10
+QUIET = {"progress": False}
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -35,12 +37,12 @@ def curves(table: Table, data: Path, m: int = 200) -> dict[str, torch.Tensor]:
     X, y = boston(data)
     kernel = tl.kernels.RBF.from_rate(0.05)
     made = {
-        "greedy": [tl.basis.greedy(m)],
-        "stochastic": [tl.basis.stochastic(m, generator=seeded(s)) for s in range(SEEDS)],
-        "pivoted": [tl.basis.pivoted(m)],
-        "rpcholesky": [tl.basis.rpcholesky(m, generator=seeded(s)) for s in range(SEEDS)],
-        "random": [tl.basis.random(m, generator=seeded(s)) for s in range(SEEDS)],
-        "pruned": [tl.basis.pruned(m)],
+        "greedy": [tl.basis.greedy(m, **QUIET)],
+        "stochastic": [tl.basis.stochastic(m, generator=seeded(s), **QUIET) for s in range(SEEDS)],
+        "pivoted": [tl.basis.pivoted(m, **QUIET)],
+        "rpcholesky": [tl.basis.rpcholesky(m, generator=seeded(s), **QUIET) for s in range(SEEDS)],
+        "random": [tl.basis.random(m, generator=seeded(s), **QUIET) for s in range(SEEDS)],
+        "pruned": [tl.basis.pruned(m, **QUIET)],
     }
     errors = {
         name: torch.stack([choose(kernel, X, y).errors for choose in some]) for name, some in made.items()
@@ -57,18 +59,18 @@ def curves(table: Table, data: Path, m: int = 200) -> dict[str, torch.Tensor]:
 
 def speed(table: Table, n: int, m: int, repeats: int) -> None:
     """Time of the choice on n rows; the greedy one, which takes minutes, is measured once."""
-    X = torch.randn(n, 8, dtype=torch.float64, generator=seeded(0))
+    X = torch.randn(n, 8, dtype=torch.float64, generator=seeded(0), **QUIET)
     kernel = tl.kernels.RBF(lengthscale=2.0)
     sides = {
-        "rpcholesky": lambda: tl.basis.rpcholesky(m, generator=seeded(0))(kernel, X),
-        "pivoted": lambda: tl.basis.pivoted(m)(kernel, X),
-        "stochastic": lambda: tl.basis.stochastic(m, generator=seeded(0))(kernel, X),
-        "random": lambda: tl.basis.random(m, generator=seeded(0))(kernel, X),
+        "rpcholesky": lambda: tl.basis.rpcholesky(m, generator=seeded(0), **QUIET)(kernel, X),
+        "pivoted": lambda: tl.basis.pivoted(m, **QUIET)(kernel, X),
+        "stochastic": lambda: tl.basis.stochastic(m, generator=seeded(0), **QUIET)(kernel, X),
+        "random": lambda: tl.basis.random(m, generator=seeded(0), **QUIET)(kernel, X),
     }
     times = best_times(sides, repeats)
     errors = {name: choose().errors[-1].item() for name, choose in sides.items()}
     start = time.perf_counter()
-    errors["greedy"] = tl.basis.greedy(m)(kernel, X).errors[-1].item()
+    errors["greedy"] = tl.basis.greedy(m, **QUIET)(kernel, X).errors[-1].item()
     times["greedy"] = time.perf_counter() - start
     for name, seconds in times.items():
         print(f"  n = {n}, m = {m}: {name} {seconds:.3f} s, error {errors[name]:.3f}")
@@ -86,9 +88,10 @@ def sparse_rows(data: Path, repeats: int) -> None:
         with torch.no_grad():
             gap = ((kernel(S) - kernel(X)).abs().max() / kernel(X).abs().max()).item()
             times = best_times({"dense": lambda k=kernel: k(X), "sparse": lambda k=kernel: k(S)}, repeats)
+        name, ratio = type(kernel).__name__, times["sparse"] / times["dense"]
         print(
-            f"  HIVA {tuple(X.shape)}, {filled:.1%} filled, {type(kernel).__name__}: CSR {times['sparse']:.3f} s, "
-            f"dense {times['dense']:.3f} s, ratio {times['sparse'] / times['dense']:.2f}, gap {gap:.1e}"
+            f"  HIVA {tuple(X.shape)}, {filled:.1%} filled, {name}: CSR {times['sparse']:.3f} s, "
+            f"dense {times['dense']:.3f} s, ratio {ratio:.2f}, gap {gap:.1e}"
         )
 
 
@@ -109,8 +112,8 @@ def draw(errors: dict[str, torch.Tensor], out: Path) -> None:
             axes.fill_between(x, some.amin(0), some.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
         ends.append([middle[-1].log10().item(), name, line.get_color()])
     ends.sort()
-    for before, after in zip(ends, ends[1:], strict=False):  # names one above the other
-        after[0] = max(after[0], before[0] + 0.085)
+    for before, after in itertools.pairwise(ends):  # names one above the other
+        after[0] = max(after[0], before[0] + 0.1)
     for height, name, color in ends:
         axes.text(m + 3, 10**height, name, color=color, va="center")
     axes.set(
