@@ -1,6 +1,6 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import basis, criteria, datasets, functional, kernels, splits
+from torchloo import basis, criteria, datasets, distributed, functional, kernels, splits
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.decision import threshold
@@ -36,6 +36,7 @@ __all__ = [
     "basis",
     "criteria",
     "datasets",
+    "distributed",
     "folds",
     "functional",
     "kernels",

@@ -35,15 +35,20 @@ class Partition:
         return cls((torch.arange(rows, device=device).unsqueeze(0),))
 
     @classmethod
-    def of(cls, function: str, clusters: object | None, rows: int, device: torch.device) -> "Partition":
-        """The partition that the labels describe; None leaves every row out alone."""
+    def of(
+        cls, function: str, clusters: object | None, rows: int, device: torch.device, alone: bool = True
+    ) -> "Partition":
+        """The partition that the labels describe; None leaves every row out alone.
+
+        One set must not hold all rows, unless there are others elsewhere, `alone` being False.
+        """
         if clusters is None:
-            if rows < 2:
+            if rows < 2 and alone:
                 raise ValueError(f"{function}: leave-one-out needs at least 2 rows, got {rows}")
             return cls.single(rows, device)
         labels = host_labels(function, clusters, rows)
         _, members, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        if len(counts) < 2:
+        if len(counts) < 2 and alone:
             raise ValueError(
                 f"{function}: a cluster holds all {rows} rows, so nothing is left to learn from; "
                 f"clusters must have at least 2 distinct labels"

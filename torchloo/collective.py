@@ -1,16 +1,27 @@
 """What passes over rows ask of the other processes, and the answers where there are none."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Alone"]
+from torchloo.clusters import Partition
+
+__all__ = ["Alone", "require_own"]
+
+
+T = TypeVar("T")
 
 
 class Alone:
     """One process, which holds all rows; torchloo.distributed has the same for several."""
 
     rank = 0
+    count = 1
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What the work of this process gives; an error in any of them is raised in all."""
+        return work()
 
     def sums(self, *tensors: Tensor) -> list[Tensor]:
         """Each tensor added up over the processes."""
@@ -19,3 +30,18 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in their order."""
         return [value]
+
+
+def require_own(function: str, others: Alone, partition: Partition) -> None:
+    """Raise, in all processes, if a cluster has rows in two of them, or holds all rows of all."""
+    assert partition.labels is not None
+    seen: dict[int, int] = {}
+    for rank, labels in enumerate(others.gather(partition.labels.unique().tolist())):
+        for label in labels:
+            if seen.setdefault(label, rank) != rank:
+                raise ValueError(
+                    f"{function}: all rows of a cluster must be in one process, but cluster {label} has some "
+                    f"in process {seen[label]} and in process {rank}"
+                )
+    if len(seen) < 2:
+        raise ValueError(f"{function}: a cluster holds all rows, so nothing is left to learn from")

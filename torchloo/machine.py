@@ -15,6 +15,7 @@ from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machines import Expansion
+from torchloo.moments import Moments
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
@@ -267,9 +268,14 @@ class LeastSquares(KernelMachine):
     @torch.no_grad()
     def _solve_stream(self, stream: Stream, others: Alone | None = None) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have."""
-        expansion = self._expansion(stream)
-        moments = gather_moments(self._function, stream, expansion, self._has_bias)
-        return StreamFit(self, self._function, stream, expansion, moments, self.reg, others or Alone())
+        others = others or Alone()
+
+        def first_pass() -> tuple[Expansion, Moments]:
+            expansion = self._expansion(stream)
+            return expansion, gather_moments(self._function, stream, expansion, self._has_bias)
+
+        expansion, moments = others.together(first_pass)
+        return StreamFit(self, self._function, stream, expansion, moments, self.reg, others)
 
     def _only_stream(self, y: object, weight: object) -> None:
         if y is not None or weight is not None:

@@ -207,6 +207,11 @@ class SparseLSSVM(LeastSquares):
 
     def _expansion(self, stream: Stream) -> Expansion:
         """Features of Note [sparse features], for a basis that does not need all rows to be found."""
+        if isinstance(self.rows, Selector):
+            raise ValueError(
+                f"{self._function}: a selector needs all rows at once; for a stream, choose the basis among "
+                "some of them first, e.g. basis=X[:20000][selector(kernel, X[:20000]).indices]"
+            )
         basis = self.basis
         if isinstance(self.rows, Selector):
             raise TypeError(

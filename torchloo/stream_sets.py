@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.clusters import Partition
+from torchloo.collective import require_own
 from torchloo.machines import Machines
 from torchloo.moments import add_symmetric
 from torchloo.primal import REFIT_BELOW
@@ -31,14 +32,29 @@ __all__ = ["leave_out_sets"]
 
 def leave_out_sets(solved: "StreamFit", machines: Machines, clusters: object, sink: Sink) -> Tensor:
     """Write the held-out rows of all clusters; their labels (n,)."""
-    stream, n = solved.stream, solved.stream.n
-    assert n is not None
-    partition = Partition.of(solved.function, clusters, n, torch.device("cpu"))
-    stream.spool(solved.function, solved.size)
     visit = _Visit(solved, machines, sink)
+    partition = solved.others.together(lambda: _partition(solved, clusters))
+    require_own(solved.function, solved.others, partition)
+    solved.others.together(lambda: _visits(visit, partition))
+    refit(solved, machines, sink, visit.lost)
+    assert partition.labels is not None
+    return partition.labels
+
+
+def _partition(solved: "StreamFit", clusters: object) -> Partition:
+    n = solved.stream.n
+    assert n is not None
+    alone = solved.others.count == 1
+    return Partition.of(solved.function, clusters, n, torch.device("cpu"), alone)
+
+
+def _visits(visit: "_Visit", partition: Partition) -> None:
+    """Go to all sets, under a bar."""
+    stream = visit.solved.stream
+    stream.spool(visit.solved.function, visit.solved.size)
     small, large = partition.split(visit.f.shape[-1])
     with tqdm(
-        total=n, desc="clusters", unit="row", unit_scale=True, delay=1.0, disable=not stream.progress
+        total=stream.n, desc="clusters", unit="row", unit_scale=True, delay=1.0, disable=not stream.progress
     ) as bar:
         for sets in small.groups:
             for rows in sets.split(max(1, visit.size // sets.shape[1])):
@@ -48,9 +64,6 @@ def leave_out_sets(solved: "StreamFit", machines: Machines, clusters: object, si
             for rows in sets:
                 visit.large(rows)
                 bar.update(len(rows))
-    refit(solved, machines, sink, visit.lost)
-    assert partition.labels is not None
-    return partition.labels
 
 
 class _Visit:

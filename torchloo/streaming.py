@@ -155,9 +155,17 @@ class StreamFit:
         n = sum(self.others.gather(self.stream.n))
         if n < 2:
             raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
-        gradient = _Gradient(machines)
+        gradient, lost, worst = self.others.together(lambda: self._visit(machines, sink))
+        step = self._step(machines, gradient)
+        if not machines.refined and self._matters(machines, *step, worst):
+            self.others.together(lambda: self._correct(machines, sink, *step))
+        machines.move(*step)
+        refit(self, machines, sink, lost)
+
+    def _visit(self, machines: Machines, sink: Sink) -> "tuple[_Gradient, Lost, Tensor]":
+        """The second pass of Note [passes]; rows that are lost, and the most a step is multiplied by."""
+        gradient, worst = _Gradient(machines), torch.zeros_like(machines.regs)
         lost: Lost = {}
-        worst = torch.zeros_like(machines.regs)  # (R, c'), of what a step is multiplied by
         for part in self.blocks("leave-one-out"):
             u = machines.rotated(part.X)
             e, zeta = machines.residuals(u, part), part.weight.double()
@@ -170,11 +178,7 @@ class StreamFit:
                 lost.setdefault((r, j), []).append((torch.tensor([part.start + i]), True))
             worst = torch.maximum(worst, (norm.sqrt_() / one).amax(-1))
             gradient.add(u, e.mul_(zeta))
-        step = self._step(machines, gradient)
-        if not machines.refined and self._matters(machines, *step, worst):
-            self._correct(machines, sink, *step)
-        machines.move(*step)
-        refit(self, machines, sink, lost)
+        return gradient, lost, worst
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
@@ -187,13 +191,16 @@ class StreamFit:
     def _refined(self, machines: Machines) -> Machines:
         """The machines, after a pass for a step of refinement if there was none yet."""
         if not machines.refined:
-            gradient = _Gradient(machines)
             with torch.no_grad():
-                for part in self.blocks("refinement"):
-                    u = machines.rotated(part.X)
-                    gradient.add(u, machines.residuals(u, part).mul_(part.weight.double()))
-                machines.move(*self._step(machines, gradient))
+                machines.move(*self._step(machines, self.others.together(lambda: self._gradient(machines))))
         return machines
+
+    def _gradient(self, machines: Machines) -> "_Gradient":
+        gradient = _Gradient(machines)
+        for part in self.blocks("refinement"):
+            u = machines.rotated(part.X)
+            gradient.add(u, machines.residuals(u, part).mul_(part.weight.double()))
+        return gradient
 
     def _step(self, machines: Machines, gradient: "_Gradient") -> tuple[Tensor, Tensor]:
         """What refinement adds to the coefficients, (R, c, p), and to the offset, (R, c)."""

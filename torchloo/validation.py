@@ -19,7 +19,7 @@ from torchloo.search.score import Score
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, resolve
 
-__all__ = ["Validation", "validate"]
+__all__ = ["Validation", "summed_up", "validate"]
 
 
 class Validation(NamedTuple):
@@ -147,10 +147,14 @@ def validate(
             if interrupted:
                 _warn_interrupted(len(rows), len(pairs))
                 break
-    table = [rows[k] for k in sorted(rows)]
+    return summed_up([rows[k] for k in sorted(rows)], outer.metric.name, score.name)
+
+
+def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Validation:
+    """The scores of a table, their mean and its standard error."""
     scores = torch.tensor([row["score"] for row in table], dtype=torch.float64)
     spread = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
-    return Validation(scores, scores.mean().item(), spread, table, outer.metric.name, score.name)
+    return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
 
 
 def _warn_interrupted(done: int, asked: int) -> None:

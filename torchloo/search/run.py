@@ -18,11 +18,15 @@ from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 from torchloo.search.starts import first_start, further_starts
 
-__all__ = ["Plan", "run", "warn_interrupted"]
+__all__ = ["NoCandidateError", "Plan", "run", "warn_interrupted"]
 
 SEARCHES = ("gradient", "nelder-mead", "grid")
 
 _DECADES = 6.0  # how far from the first start a search may go, either way
+
+
+class NoCandidateError(ValueError):
+    """A search in which no candidate could be evaluated."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def run(
             failure = objective.failures.get(number)
             reason = failure or "the criterion is not finite"
             message = f"{space.function}: no candidate could be evaluated{names[number]}: {reason}"
-            raise ValueError(message) from failure
+            raise NoCandidateError(message) from failure
     return objective, False
 
 

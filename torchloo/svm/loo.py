@@ -25,6 +25,7 @@ def svm_loo(
     method: str = "auto",
     values: bool = True,
     epsilon: float = 1e-3,
+    rows: Tensor | None = None,
 ) -> SVMHeldOut:
     """Leave-one-out decision values of the SVM of `svm`, or only their signs.
 
@@ -45,6 +46,7 @@ def svm_loo(
         method: "auto", "path" or "smo".
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
+        rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
@@ -67,18 +69,21 @@ def svm_loo(
     few = max(1, _TOGETHER // y.shape[-1] ** 2)
     with torch.no_grad():
         done = on_threads(
-            lambda part: _outcomes(part, method, values, epsilon), share_out(problems, few, K.device)
+            lambda part: _outcomes(part, method, values, epsilon, rows), share_out(problems, few, K.device)
         )
     return assembled(problems, [outcome for part in done for outcome in part], y, weight, values=values)
 
 
-def _outcomes(problems: Sequence[OneProblem], method: str, values: bool, epsilon: float) -> list[RowOutcome]:
+def _outcomes(
+    problems: Sequence[OneProblem], method: str, values: bool, epsilon: float, rows: Tensor | None
+) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
     doubles = [tuple(x.double() for x in problem) for problem in problems]
     if method == "smo":
         return [
-            leave_one_out_by_smo(K, y, box, svm(K, y, 1.0, box), values, epsilon) for K, y, box in doubles
+            leave_one_out_by_smo(K, y, box, svm(K, y, 1.0, box), values, epsilon, only=rows)
+            for K, y, box in doubles
         ]
     machines = [solve_problem("svm_loo", *problem) for problem in doubles]
     trace = values and any(K.requires_grad or box.requires_grad for K, _, box in problems)
-    return leave_one_out_by_path(machines, values, trace, checks=method == "auto")
+    return leave_one_out_by_path(machines, values, trace, checks=method == "auto", only=rows)

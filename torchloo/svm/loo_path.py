@@ -45,10 +45,17 @@ class _Rows:
 
 
 def leave_one_out_by_path(
-    machines: list[tuple[Problem, Exact]], values: bool, trace: bool = False, checks: bool = True
+    machines: list[tuple[Problem, Exact]],
+    values: bool,
+    trace: bool = False,
+    checks: bool = True,
+    only: Tensor | None = None,
 ) -> list[RowOutcome]:
-    """Check 1 and the path; without `values` checks 2, 3 and E2 come between, and errors stop early."""
-    works = [_Work(problem, full, values, trace, checks) for problem, full in machines]
+    """Check 1 and the path; without `values` checks 2, 3 and E2 come between, and errors stop early.
+
+    `only` (n,) is true for the rows that are asked for.
+    """
+    works = [_Work(problem, full, values, trace, checks, only) for problem, full in machines]
     open_works = [work for work in works if len(work.first)]
     ends = unlearn_many([work.task() for work in open_works], values)
     for work, end in zip(open_works, ends, strict=True):
@@ -59,7 +66,9 @@ def leave_one_out_by_path(
 class _Work:
     """Leave-one-out of one machine: what is settled without a path, and what the path settles."""
 
-    def __init__(self, problem: Problem, full: Exact, values: bool, trace: bool, checks: bool) -> None:
+    def __init__(
+        self, problem: Problem, full: Exact, values: bool, trace: bool, checks: bool, only: Tensor | None
+    ) -> None:
         self.problem, self.full = problem, full
         self.rows = rows = _Rows(problem, full)
         self.machines = unchanged_machines(problem, full, rows.y, rows.kept) if trace else None
@@ -74,6 +83,8 @@ class _Work:
             self.machines.clear(alone)
         if checks and not values and bool(inner.any()):
             _settle_by_checks(problem, full, rows)
+        if only is not None:
+            rows.open &= only
         self.first, self.number = _distinct(problem, rows)
 
     def task(self) -> Task:

@@ -46,10 +46,12 @@ def leave_one_out_by_smo(
     values: bool,
     epsilon: float,
     options: SMOOptions = SMOOptions(),  # noqa: B008, immutable
+    only: Tensor | None = None,
 ) -> RowOutcome:
     """Algorithm 1: checks, then a seeded SMO for each open row, stopped by the bound where it helps.
 
-    With `values` only check 1 is used and no problem stops before epsilon-KKT.
+    With `values` only check 1 is used and no problem stops before epsilon-KKT. `only` (n,) is true for the
+    rows that are asked for.
     """
     alpha = (fit.coef * y).clamp_min(0)
     outputs = fit.outputs.clone()
@@ -58,7 +60,7 @@ def leave_one_out_by_smo(
         by[by > code.UNUSED] = -1
     certified = by >= 0
     steps, columns = torch.zeros_like(by), torch.zeros_like(by)
-    rows = (by < 0).nonzero()[:, 0]
+    rows = (by < 0 if only is None else (by < 0) & only).nonzero()[:, 0]
     with_bound = options.bound and not values
     trials = _TRIALS if with_bound else len(rows)
     for part in (rows[:trials], rows[trials:]):

@@ -1,0 +1,172 @@
+"""What each of two processes does for test_distributed.py; its results go to <folder>/<rank>.pt."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torchloo as tl
+
+ROWS, FIRST = 60, 35  # process 0 has the first 35 rows
+REGS = torch.tensor([0.01, 0.3, 4.0], dtype=torch.float64)
+MACHINES = {
+    "sparse": lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1),
+    "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.2, 1e-8),
+    "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
+    "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
+}
+
+
+def sparse(basis, lengthscale, reg):
+    return tl.SparseLSSVM(tl.kernels.RBF(lengthscale), reg, basis=torch.nn.Parameter(basis))
+
+
+def rows():
+    generator = torch.Generator().manual_seed(5)
+    X = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    Y = X[:, :2].sin() + 0.1 * torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
+    weight = 0.25 + torch.rand(ROWS, generator=generator, dtype=torch.float64)
+    return X, Y, weight
+
+
+def clusters():
+    """Small ones, and in process 0 two with more rows than features; none in both processes."""
+    number = torch.arange(ROWS)
+    return torch.where(number < FIRST, torch.where(number < 28, number % 2, number), -1 - number % 6)
+
+
+def own():
+    return slice(0, FIRST) if dist.get_rank() == 0 else slice(FIRST, ROWS)
+
+
+def labels():
+    X, y = tl.datasets.twonorm(40, generator=torch.Generator().manual_seed(1))
+    return X.double(), y.double()
+
+
+def gradients(machine, X):
+    return {name: p.grad for name, p in machine.named_parameters()} | {"X": X.grad}
+
+
+def sharded():
+    """Held-out rows with a graph, by the sum of the losses of both processes."""
+    results = {}
+    for name, make in MACHINES.items():
+        for labels in (None, clusters()):
+            machine, part = make(), own()
+            X, Y, weight = (t[part] for t in rows())
+            X.requires_grad_()
+            if labels is None:
+                held_out = tl.distributed.loo(machine, X, Y, weight)
+            else:
+                held_out = tl.distributed.lco(machine, X, Y, labels[part], weight)
+            tl.criteria.press(held_out).backward()
+            tl.distributed.sum_gradients(machine)
+            detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in held_out]
+            results[name, labels is None] = (tl.HeldOut(*detached), gradients(machine, X))
+    return results
+
+
+def streamed():
+    results = {}
+    for name, make in MACHINES.items():
+        machine, part = make(), own()
+        stream = tl.Stream(*(t[part] for t in rows()), block=7, progress=False)
+        results[name] = {
+            "loo": tl.distributed.loo(machine, stream),
+            "lco": tl.distributed.lco(machine, stream, clusters=clusters()[part]),
+            "path": tl.distributed.path(machine, stream, regs=REGS),
+            "fit": tl.distributed.fit(machine, stream)(rows()[0]).detach(),
+        }
+    return results
+
+
+def gathered():
+    """One loss of all rows, computed alike in both processes."""
+    machine, part = MACHINES["sparse"](), own()
+    X, Y, weight = (t[part] for t in rows())
+    X.requires_grad_()
+    held_out = tl.distributed.gather(tl.distributed.lco(machine, X, Y, clusters()[part], weight))
+    loss = tl.criteria.mse(held_out) ** 2
+    loss.backward()
+    tl.distributed.sum_gradients(machine)
+    return loss.detach(), gradients(machine, X), held_out.clusters, held_out.refitted
+
+
+def shared_out():
+    X, y = labels()
+    svc = tl.SVC(tl.kernels.RBF(3.0), C=2.0)
+    result = tl.distributed.svc_loo(svc, X, y)
+    tl.criteria.hinge(result).backward()
+    tl.distributed.sum_gradients(svc)
+    signs = tl.distributed.svc_loo(svc, X, y, method="smo", values=False)
+    grid = {"reg": [0.1, 1.0, 10.0], "lengthscale": [1.0, 2.0, 4.0, 8.0]}
+    machine = tl.LSSVM(tl.kernels.RBF())
+    chosen = tl.distributed.select(machine, X, y, "press", grid=grid, progress=False)
+    splits = tl.splits.k_fold(40, 5, generator=torch.Generator().manual_seed(0))
+    options = {"search": "grid", "grid": grid, "progress": False}
+    estimate = tl.distributed.validate(machine, X, y, splits, **options)
+    return {
+        "share": tl.distributed.share(lambda k: (k, dist.get_rank()), range(5)),
+        "svc": (result.outputs.detach(), result.certified, result.resolved_by, svc.log_C.grad),
+        "svc gradient": svc.kernel.log_lengthscale.grad,
+        "signs": (signs.outputs, signs.errors),
+        "select": (chosen.value, chosen.evaluations, chosen.machine(X).detach()),
+        "validate": (estimate.scores, estimate.table),
+    }
+
+
+def message(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def errors():
+    """Each is raised in both processes, and leaves them able to go on."""
+    X, Y, weight = (t[own()].clone() for t in rows())
+    second = dist.get_rank() == 1
+    bad = X.clone()
+    if second:
+        bad[3] = torch.nan
+    make = MACHINES["lssvm"]
+    other = tl.LSSVM(tl.kernels.Linear(), reg=0.3 + 0.1 * second)
+    chosen = tl.SparseLSSVM(tl.kernels.RBF(), basis=3)
+
+    def fails(k):
+        if k == 3:
+            raise KeyError("item 3")
+
+    stream = tl.Stream(bad, Y, weight, block=8, progress=False)
+    return {
+        "rows": message(lambda: tl.distributed.loo(make(), bad, Y, weight)),
+        "stream": message(lambda: tl.distributed.loo(make(), stream)),
+        "clusters": message(lambda: tl.distributed.lco(make(), X, Y, torch.arange(len(X)))),
+        "streamed clusters": message(
+            lambda: tl.distributed.lco(make(), tl.Stream(X, Y, progress=False), clusters=torch.arange(len(X)))
+        ),
+        "machine": message(lambda: tl.distributed.loo(other, X, Y)),
+        "basis": message(lambda: tl.distributed.loo(chosen, X, Y)),
+        "kernel": message(lambda: tl.distributed.loo(tl.LSSVM(tl.kernels.RBF()), X, Y)),
+        "columns": message(lambda: tl.distributed.loo(make(), X[:, : 2 + second], Y)),
+        "share": message(lambda: tl.distributed.share(fails, range(4))),
+        "graph": message(lambda: tl.distributed.loo(make(), X.requires_grad_(second), Y)),
+    }
+
+
+def main(folder, rank):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    results = {f.__name__: f() for f in (sharded, streamed, gathered, shared_out, errors)}
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,238 @@
+"""Machines whose rows, points, grids or splits are shared out over the processes of torch.distributed.
+
+Start the processes with torchrun and call torch.distributed.init_process_group in each; then all of them
+call the same functions, with rows of their own and machines that are alike. An error in one process is
+raised in all of them: in the one by its own name, in the others with its rank and message.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchloo.clusters import Partition
+from torchloo.collective import require_own
+from torchloo.held_out import HeldOut
+from torchloo.machine import LeastSquares
+from torchloo.problem import Problem, check_features
+from torchloo.processes import Processes
+from torchloo.sharded import solve_shard
+from torchloo.shared_out import select, share, svc_loo, validate
+from torchloo.smoothers import assemble
+from torchloo.spectral import path_features
+from torchloo.stream import Stream
+from torchloo.streaming import StreamFit
+
+__all__ = [
+    "fit", "gather", "lco", "loo", "path", "select", "share", "solve", "sum_gradients", "svc_loo", "validate",
+]  # fmt: skip
+
+M = TypeVar("M", bound=LeastSquares)
+
+
+def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit:
+    """The machine of the rows of all processes, each with a stream of its own; see `StreamFit`.
+
+    One all-reduce of the normal equations, of m^2 numbers. `held_out` and `path` of the StreamFit give
+    the rows of the process, and `machine.fit(solved)` stores the machine in each; all processes must call
+    them. No graph is kept.
+
+    Args:
+        machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; alike in
+            all processes.
+        stream: rows of this process.
+        group: a process group; None: all processes.
+    """
+    processes = Processes("distributed.solve", group)
+    _require_alike(processes, machine)
+    return machine._solve_stream(stream, processes)
+
+
+def _stream(X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
+    return X if isinstance(X, Stream) else Stream(X, y, weight, progress=False)
+
+
+def fit(
+    machine: M, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
+) -> M:
+    """Fit the machine, in every process, to the rows of all processes; arguments as in `loo`."""
+    return machine.fit(solve(machine, _stream(X, y, weight), group))
+
+
+def path(
+    machine: LeastSquares,
+    X: Tensor | Stream,
+    y: Tensor | None = None,
+    regs: Tensor | None = None,
+    clusters: object | None = None,
+    weight: Tensor | None = None,
+    group: Any = None,
+) -> HeldOut:
+    """Held-out rows of this process for every regularisation, without a graph; see `StreamFit.path`."""
+    if regs is None:
+        raise TypeError("distributed.path: regs must be regularisations (R,) or (R, c), got None")
+    return solve(machine, _stream(X, y, weight), group).path(regs, clusters)
+
+
+def loo(
+    machine: LeastSquares,
+    X: Tensor | Stream,
+    y: Tensor | None = None,
+    weight: Tensor | None = None,
+    group: Any = None,
+) -> HeldOut:
+    """What the machine of all rows would have said of every row of this process, had it not seen it.
+
+    From tensors, differentiable: what is descended is the sum of the losses of all processes
+    (Note [sums over processes]), or one loss of all rows, made of `gather`. All processes must call
+    backward. Gradients of X, y and weight are then whole; those of the machine's parameters are the
+    process's share, until `sum_gradients(machine)`. From a Stream, without a graph.
+
+    Args:
+        machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; alike in
+            all processes.
+        X: rows (n_r, d) of this process, y: their targets, (n_r,) or (n_r, c), weight: (n_r,).
+        group: a process group; None: all processes.
+
+    Cost: n_r m^2 and m^3; memory 4 n_r m numbers, 6 n_r m with the backward; of a stream, that of
+    `StreamFit`. Communication: an all-reduce of m^2 numbers forward, and one backward.
+    """
+    return _held_out("distributed.loo", machine, X, y, weight, None, group)
+
+
+def lco(
+    machine: LeastSquares,
+    X: Tensor | Stream,
+    y: Tensor | None = None,
+    clusters: object = None,
+    weight: Tensor | None = None,
+    group: Any = None,
+) -> HeldOut:
+    """`loo` with clusters (n_r,) left out together; all rows of a cluster must be in one process.
+
+    Clusters with more rows than the machine has features, and those whose closed form would cancel,
+    take m^2 numbers each.
+    """
+    if clusters is None:
+        raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
+    return _held_out("distributed.lco", machine, X, y, weight, clusters, group)
+
+
+def _held_out(
+    function: str,
+    machine: LeastSquares,
+    X: Tensor | Stream,
+    y: Tensor | None,
+    weight: Tensor | None,
+    clusters: object | None,
+    group: Any,
+) -> HeldOut:
+    processes = Processes(function, group)
+    _require_alike(processes, machine)
+    if isinstance(X, Stream):
+        processes.together(lambda: machine._only_stream(y, weight))
+        return machine._solve_stream(X, processes).held_out(clusters)
+    problem, Z, partition, flat = processes.together(lambda: _own(machine, X, y, weight, clusters))
+    _require_fit_together(processes, problem, Z)
+    if partition.labels is not None:
+        require_own(function, processes, partition)
+    shard = solve_shard(processes, problem, Z, machine._has_bias)
+    parts = shard.held_out(partition, problem.guard)
+    processes.together(problem.guard.check)
+    return assemble(problem.Y, problem.weight, partition.labels, parts, flat)
+
+
+def _own(
+    machine: LeastSquares, X: Tensor, y: Any, weight: Tensor | None, clusters: object | None
+) -> tuple[Problem, Tensor, Partition, bool]:
+    """Everything about the rows of this process that can be wrong without the others."""
+    guard, Y, flat = machine._checked(X, y)
+    route, Z, _ = machine._route(guard, X, Y, weight)
+    if route is not path_features:
+        raise TypeError(
+            f"{machine._function}: rows can be shared out only for a machine with few features: a linear "
+            f"kernel, or SparseLSSVM(kernel, reg, basis=...); got {machine}"
+        )
+    problem = check_features(guard, Z, Y, machine.reg, weight)
+    if problem.reg.ndim:
+        raise ValueError(f"{machine._function}: X and reg must be without batch dimensions, got X {X.shape}")
+    guard.check()
+    return problem, Z, Partition.of(machine._function, clusters, len(Y), Y.device, alone=False), flat
+
+
+def _require_fit_together(processes: Processes, problem: Problem, Z: Tensor) -> None:
+    """The same features and outputs in all processes, and more than one row."""
+    kinds = processes.gather((Z.shape[-1], problem.Y.shape[-1], str(Z.dtype)))
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"{processes.function}: features, outputs and dtype must be alike in all processes, got {kinds}"
+        )
+    rows = sum(processes.gather(len(Z)))
+    if rows < 2:
+        raise ValueError(f"{processes.function}: leave-one-out needs at least 2 rows, got {rows}")
+
+
+def _require_alike(processes: Processes, machine: LeastSquares) -> None:
+    """The same parameters in all processes, and the same basis."""
+    if getattr(machine, "basis", 0) is None:
+        raise ValueError(
+            f"{processes.function}: basis must be a tensor, the same in all processes, not a choice among "
+            "the rows of each; e.g. rows of process 0, sent by torch.distributed.broadcast"
+        )
+    own = {name: value.detach().double() for name, value in machine.named_parameters()}
+    if isinstance(basis := getattr(machine, "basis", None), Tensor):
+        own["basis"] = basis.detach().double()
+    sums = {name: [value.sum().item(), value.abs().sum().item()] for name, value in own.items()}
+    for rank, other in enumerate(processes.gather(sums)):
+        for name in sums:
+            if name not in other or any(
+                abs(a - b) > 1e-6 * (1 + abs(a)) for a, b in zip(sums[name], other[name], strict=True)
+            ):
+                raise ValueError(
+                    f"{processes.function}: machines must be alike in all processes, but {name} of process "
+                    f"{rank} differs from that of process {processes.rank}"
+                )
+
+
+def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> None:
+    """Add up the gradients of parameters over the processes, by one all-reduce.
+
+    Afterwards they are those of the sum of the losses of all processes, and the same in each. Parameters
+    without a gradient in any process stay without.
+    """
+    processes = Processes("distributed.sum_gradients", group)
+    parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
+    has = processes.gather([p.grad is not None for p in parameters])
+    if len({len(flags) for flags in has}) > 1:
+        raise ValueError("distributed.sum_gradients: all processes must have the same parameters")
+    used = [p for p, *flags in zip(parameters, *has, strict=True) if any(flags)]
+    if not used:
+        return
+    with torch.no_grad():
+        sums = processes.sums(*(torch.zeros_like(p) if p.grad is None else p.grad for p in used))
+    for parameter, total in zip(used, sums, strict=True):
+        parameter.grad = total
+
+
+def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
+    """The held-out rows of all processes one after another, in each; differentiable.
+
+    For a loss of all rows that is computed alike in every process. Memory: n c numbers in each.
+    """
+    processes = Processes("distributed.gather", group)
+    rows = held_out.weight.ndim - 1
+
+    def every(values: Tensor) -> Tensor:
+        return processes.rows(values.movedim(rows, 0).contiguous(), shared=True).movedim(0, rows)
+
+    clusters = held_out.clusters
+    return HeldOut(
+        outputs=every(held_out.outputs),
+        residuals=every(held_out.residuals),
+        targets=every(held_out.targets),
+        weight=every(held_out.weight),
+        clusters=None if clusters is None else torch.cat(processes.gather(clusters)),
+        variance=every(held_out.variance),
+        refitted=every(held_out.refitted.double()) > 0,
+    )

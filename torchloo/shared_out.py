@@ -1,0 +1,166 @@
+"""Independent work shared out over processes: any items, grids, outer splits, the points of an SVM."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchloo import criteria
+from torchloo.machine import KernelMachine
+from torchloo.processes import Processes
+from torchloo.search.run import NoCandidateError
+from torchloo.selection import Selection
+from torchloo.selection import select as select_alone
+from torchloo.splits import resolve
+from torchloo.svm import SVC, SVMHeldOut
+from torchloo.svm.loo import svm_loo
+from torchloo.validation import Validation, summed_up
+from torchloo.validation import validate as validate_alone
+
+__all__ = ["select", "share", "svc_loo", "validate"]
+
+T = TypeVar("T")
+
+
+def share(function: Callable[[Any], T], items: Iterable[Any], group: Any = None) -> list[T]:
+    """function(item) for all items, shared out over the processes; the results, in order, in each.
+
+    Args:
+        function: of one item; what it returns is pickled.
+        items: the same in all processes; process r of w takes items r, r + w, r + 2 w and so on.
+        group: a process group; None: all processes.
+    """
+    return _share(Processes("distributed.share", group), function, list(items))
+
+
+def _share(processes: Processes, function: Callable[[Any], T], items: list[Any]) -> list[T]:
+    counts = processes.gather(len(items))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{processes.function}: what is shared out must be the same in all processes, got {counts} items"
+        )
+    own = items[processes.rank :: processes.count]
+    results = processes.gather(processes.together(lambda: [function(item) for item in own]))
+    return [results[k % processes.count][k // processes.count] for k in range(len(items))]
+
+
+def select(
+    machine: KernelMachine,
+    X: Tensor,
+    y: Tensor,
+    criterion: Any = criteria.press,
+    *,
+    grid: Mapping[str, Iterable[Any]],
+    group: Any = None,
+    **options: Any,
+) -> Selection:
+    """`tl.select` over a grid whose points are shared out over the processes; the outcome in each.
+
+    All rows are in every process. The values of one parameter, of those other than the regularisation
+    the one with most values, are shared out; the regularisation comes from one decomposition as before.
+
+    Args:
+        machine, X, y, criterion: as in `tl.select`, alike in all processes.
+        grid: {name: values}.
+        group: a process group; None: all processes.
+        options: clusters, weight, criterion_weight, start, prior, progress of `tl.select`.
+    """
+    processes = Processes("distributed.select", group)
+    axes = {name: list(values) for name, values in grid.items()}
+    name = max(axes, key=lambda axis: (axis != "reg", len(axes[axis])), default="")
+    if not axes or not axes[name]:
+        raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {dict(grid)!r}")
+
+    def one(part: list[Any]) -> Selection | NoCandidateError:
+        try:
+            return select_alone(machine, X, y, criterion, "grid", grid=axes | {name: part}, **options)
+        except NoCandidateError as error:  # others may have some
+            return error
+
+    count = min(processes.count, len(axes[name]))
+    found = _share(processes, one, [axes[name][k::count] for k in range(count)])
+    chosen = [outcome for outcome in found if isinstance(outcome, Selection)]
+    if not chosen:
+        failure = found[0]
+        assert isinstance(failure, NoCandidateError)
+        raise failure
+    best = min(chosen, key=lambda outcome: min(entry.objective for entry in outcome.history))
+    history = [entry for outcome in chosen for entry in outcome.history]
+    history = [entry._replace(number=k) for k, entry in enumerate(history, 1)]
+    twin = copy.deepcopy(machine)
+    twin.load_state_dict(best.machine.state_dict())
+    return Selection(twin, best.value, history, len(history))
+
+
+def validate(
+    machine: KernelMachine,
+    X: Tensor,
+    y: Tensor,
+    splits: int | str | Iterable[tuple[Any, Any]] = 100,
+    *arguments: Any,
+    clusters: object | None = None,
+    generator: torch.Generator | None = None,
+    group: Any = None,
+    **options: Any,
+) -> Validation:
+    """`tl.validate` with its splits shared out over the processes; the outcome, in order, in each.
+
+    All rows are in every process. Random splits are those that process 0 draws.
+
+    Args:
+        machine, X, y, splits, clusters, generator: as in `tl.validate`, alike in all processes.
+        arguments, options: all others of `tl.validate`.
+        group: a process group; None: all processes.
+    """
+    processes = Processes("distributed.validate", group)
+    pairs = processes.together(lambda: resolve(splits, len(X), clusters, generator))
+    pairs = processes.gather(pairs)[0]
+    count = min(processes.count, len(pairs))
+
+    def some(first: int) -> Validation:
+        options_here = {"clusters": clusters, "generator": generator, **options}
+        return validate_alone(machine, X, y, pairs[first::count], *arguments, **options_here)
+
+    parts = _share(processes, some, list(range(count)))
+    table = [dict(parts[k % count].table[k // count], split=k) for k in range(len(pairs))]
+    return summed_up(table, parts[0].metric, parts[0].criterion)
+
+
+def svc_loo(
+    machine: SVC,
+    X: Tensor,
+    y: Tensor,
+    weight: Tensor | None = None,
+    method: str = "auto",
+    values: bool = True,
+    epsilon: float = 1e-3,
+    group: Any = None,
+) -> SVMHeldOut:
+    """`SVC.loo` with its points shared out over the processes; all points come back in each.
+
+    Every process has all rows and solves the full machine; leaving out point i is the work of process
+    i mod w. Differentiable as `SVC.loo` is, for a loss of all points computed alike in every process:
+    gradients are the share of the process, until they are added up (`sum_gradients`).
+    """
+    processes = Processes("distributed.svc_loo", group)
+
+    def own() -> tuple[SVMHeldOut, Tensor]:
+        mine = torch.arange(X.shape[-2], device=X.device) % processes.count == processes.rank
+        K = machine._kernel_matrix(X, y)
+        return svm_loo(K, y, machine.C.to(X), weight, method, values, epsilon, rows=mine), mine
+
+    part, mine = processes.together(own)
+
+    def merged(field: Tensor) -> Tensor:
+        masked = torch.where(mine, field, torch.zeros_like(field))
+        with torch.no_grad():
+            (total,) = processes.sums(masked)
+        return masked + (total - masked.detach())  # the gradient is that of the own points
+
+    fields = (part.outputs, part.certified.int(), part.resolved_by, part.iterations, part.kernel_columns)
+    outputs, certified, resolved_by, iterations, columns = (merged(field) for field in fields)
+    return SVMHeldOut.build(
+        y, part.weight, outputs, certified > 0, resolved_by, iterations, columns, values=values
+    )
