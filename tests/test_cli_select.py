@@ -17,8 +17,8 @@ import torchloo as tl
 from torchloo import cli, report
 from torchloo.commands import findings as findings_module
 from torchloo.commands.models import load
+from torchloo.reading import read_table
 from torchloo.report import page
-from torchloo.tables import read_table
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")

@@ -8,7 +8,8 @@ import pytest
 pd = pytest.importorskip("pandas")
 
 from torchloo.reading import TableError, read_table  # noqa: E402
-from torchloo.tables import Roles, Schema, prepare  # noqa: E402
+from torchloo.schema import Schema  # noqa: E402
+from torchloo.tables import Roles, prepare  # noqa: E402
 
 N = 12
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torchloo as tl
 from torchloo.commands import bench, demo, predict, select
 from torchloo.commands.shell import UserError
-from torchloo.tables import TableError
+from torchloo.reading import TableError
 
 __all__ = ["main"]
 

@@ -1,54 +1,29 @@
-"""From a table to a design matrix: which columns are inputs, how each is coded, what is predicted.
+"""From a table to a design matrix: which columns are inputs, what is predicted, what cannot be used."""
 
-A `Schema` is what has been learnt from the training table. It codes any other table with the same
-columns, and refuses one without them; as a plain dictionary it is saved beside a machine.
-"""
-
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchloo.reading import TableError, listed, pandas, read_table
+from torchloo.reading import TableError, listed, pandas
+from torchloo.schema import (
+    REGRESSION,
+    Column,
+    Schema,
+    is_number,
+    numbers,
+    require_complete,
+    texts,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Column", "Prepared", "Roles", "Schema", "TableError", "prepare", "read_table"]
+__all__ = ["Prepared", "Roles", "prepare"]
 
 FEWEST_ROWS = 10
 MOST_CLASSES = 50
 MOST_NUMBERED_CLASSES = 10  # whole numbers with more distinct values than this are quantities
-CLASSIFICATION, REGRESSION = "classification", "regression"
-
-
-@dataclass(frozen=True)
-class Column:
-    """An input column: numbers as they are, or text as one 0/1 input for each level (two levels: one)."""
-
-    name: str
-    levels: tuple[str, ...] | None = None
-
-    @property
-    def inputs(self) -> list[str]:
-        """Names of the inputs that the column becomes."""
-        if self.levels is None:
-            return [self.name]
-        return [f"{self.name}={level}" for level in self.levels[len(self.levels) == 2 :]]
-
-    def encode(self, series: "pd.Series") -> np.ndarray:
-        """(n, number of inputs), float64."""
-        if self.levels is None:
-            return _numbers(series)[:, None]
-        text = _text(series)
-        unknown = ~np.isin(text, self.levels)
-        if unknown.any():
-            row = int(unknown.argmax())
-            known = listed(list(self.levels))
-            raise TableError(
-                f"column {self.name!r} has the value {str(text[row])!r} in row {row + 1}; known: {known}"
-            )
-        return (text[:, None] == np.array(self.levels[len(self.levels) == 2 :])).astype(float)
 
 
 @dataclass(frozen=True)
@@ -60,79 +35,6 @@ class Roles:
     weights: str | None = None
     drop: tuple[str, ...] = ()
     task: str | None = None
-
-
-@dataclass(frozen=True)
-class Schema:
-    """How a table becomes inputs and targets; see the fields."""
-
-    target: str
-    columns: tuple[Column, ...]
-    centre: tuple[float, ...]
-    """Subtracted from every input."""
-    scale: tuple[float, ...]
-    """Every input is divided by it."""
-    labels: tuple[str, ...] = ()
-    """The classes in order; of two, the second is +1. Empty for regression."""
-    ignored: tuple[str, ...] = ()
-    """Columns that may be there and are not looked at."""
-
-    @property
-    def task(self) -> str:
-        """classification or regression."""
-        return CLASSIFICATION if self.labels else REGRESSION
-
-    @property
-    def inputs(self) -> list[str]:
-        """Names of the inputs, one for each column of the design matrix."""
-        return [name for column in self.columns for name in column.inputs]
-
-    def design(self, frame: "pd.DataFrame") -> np.ndarray:
-        """The standardised inputs (n, d) of a table that has the columns of the schema."""
-        self._require_columns(frame)
-        _require_complete(frame, [column.name for column in self.columns])
-        raw = np.hstack([column.encode(frame[column.name]) for column in self.columns])
-        return (raw - np.array(self.centre)) / np.array(self.scale)
-
-    def codes(self, values: "pd.Series") -> np.ndarray:
-        """Targets: numbers (n,); -1 and +1 (n,) for two classes; (n, c) for c classes."""
-        if not self.labels:
-            return _numbers(values)
-        texts, order = _text(values), {label: k for k, label in enumerate(self.labels)}
-        position = np.array([order.get(text, -1) for text in texts])
-        if (position < 0).any():
-            row = int((position < 0).argmax())
-            raise TableError(
-                f"target {self.target!r} has the value {str(texts[row])!r} in row {row + 1}; "
-                f"the machine knows {listed(list(self.labels))}"
-            )
-        if len(self.labels) == 2:
-            return 2.0 * position - 1.0
-        return 2.0 * np.eye(len(self.labels))[position] - 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for torch.save."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "Schema":
-        """What `as_dict` gave."""
-        columns = tuple(
-            Column(column["name"], None if column["levels"] is None else tuple(column["levels"]))
-            for column in plain["columns"]
-        )
-        tuples = {name: tuple(plain[name]) for name in ("centre", "scale", "labels", "ignored")}
-        return cls(target=plain["target"], columns=columns, **tuples)
-
-    def _require_columns(self, frame: "pd.DataFrame") -> None:
-        wanted = [column.name for column in self.columns]
-        missing = [name for name in wanted if name not in frame.columns]
-        allowed = {*wanted, *self.ignored, self.target}
-        unexpected = [name for name in frame.columns if name not in allowed]
-        parts = [f"missing {listed(missing, 20)}"] if missing else []
-        parts += [f"unexpected {listed(unexpected, 20)}"] if unexpected else []
-        if parts:
-            raise TableError(f"the columns do not match those of the model: {'; '.join(parts)}")
 
 
 class Prepared(NamedTuple):
@@ -162,7 +64,7 @@ def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Pr
         raise TableError(f"the table has {len(frame)} rows; at least {FEWEST_ROWS} are needed")
     special = [name for name in (roles.target, roles.clusters, roles.weights) if name is not None]
     inputs = [name for name in frame.columns if name not in special and name not in roles.drop]
-    _require_complete(frame, special + inputs)
+    require_complete(frame, special + inputs)
     labels, notes = _classes(frame[roles.target], roles)
     columns, raw, left = _inputs(frame, inputs)
     notes += left
@@ -174,7 +76,7 @@ def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Pr
     used = {column.name for column in columns}
     ignored = tuple(name for name in frame.columns if name not in used and name != roles.target)
     schema = Schema(roles.target, columns, tuple(centre.tolist()), tuple(scale.tolist()), labels, ignored)
-    target = _text(frame[roles.target]) if labels else _numbers(frame[roles.target])
+    target = texts(frame[roles.target]) if labels else numbers(frame[roles.target])
     clusters = None if roles.clusters is None else _clusters(frame[roles.clusters])
     weight = None if roles.weights is None else _weights(frame[roles.weights])
     if clusters is None:
@@ -195,49 +97,9 @@ def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
                 raise TableError(f"column {name!r} cannot be both {other.split()[0]} and {option.split()[0]}")
 
 
-def _require_complete(frame: "pd.DataFrame", names: list[str]) -> None:
-    """No missing values, no infinities."""
-    missing = {name: frame[name].isna().to_numpy() for name in names}
-    bad = {name: flags for name, flags in missing.items() if flags.any()}
-    if bad:
-        name, flags = next(iter(bad.items()))
-        others = f" (and in {len(bad) - 1} more columns)" if len(bad) > 1 else ""
-        raise TableError(
-            f"missing values: {int(flags.sum())} in column {name!r}, the first in row "
-            f"{int(flags.argmax()) + 1}{others}; fill them in or remove them first"
-        )
-    for name in names:
-        if frame[name].dtype.kind == "f" and not np.isfinite(values := frame[name].to_numpy()).all():
-            row = int((~np.isfinite(values)).argmax()) + 1
-            raise TableError(f"column {name!r} is infinite in row {row}")
-
-
-def _is_number(series: "pd.Series") -> bool:
-    types = pandas().api.types
-    return types.is_numeric_dtype(series.dtype) and not types.is_complex_dtype(series.dtype)
-
-
-def _numbers(series: "pd.Series") -> np.ndarray:
-    """Values (n,) in float64; text that is none is refused."""
-    values = pandas().to_numeric(series, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
-    if np.isnan(values).any():
-        row = int(np.isnan(values).argmax())
-        raise TableError(
-            f"column {series.name!r} must hold numbers, got {str(series.iloc[row])!r} in row {row + 1}"
-        )
-    return values
-
-
-def _text(series: "pd.Series") -> np.ndarray:
-    """Values (n,) as text; whole numbers without a point, so that 1 and 1.0 are the same."""
-    if series.dtype.kind == "f":
-        return np.array([f"{value:.15g}" for value in series])
-    return series.astype(str).to_numpy(dtype=str)
-
-
 def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[str]]:
     """The labels of a classification in order, none for a regression; and how that was told."""
-    number, distinct = _is_number(series), series.nunique()
+    number, distinct = is_number(series), series.nunique()
     if distinct < 2:
         raise TableError(f"target {series.name!r} has the same value in every row")
     boolean = series.dtype.kind == "b"
@@ -255,7 +117,7 @@ def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[s
             f"target {series.name!r} is {kind} with {distinct} distinct values, more than {MOST_CLASSES} "
             f"classes; {remedy}"
         )
-    labels, counts = np.unique(_text(series), return_counts=True)
+    labels, counts = np.unique(texts(series), return_counts=True)
     if counts.min() < 2:
         raise TableError(
             f"class {str(labels[counts.argmin()])!r} of {series.name!r} has one row; each needs 2"
@@ -274,7 +136,7 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
         if series.nunique() < 2:
             constant.append(name)
             continue
-        column = Column(name) if _is_number(series) else _text_column(series)
+        column = Column(name) if is_number(series) else _text_column(series)
         if column is None:
             distinct = series.nunique()
             notes.append(
@@ -314,7 +176,7 @@ def _text_column(series: "pd.Series") -> Column | None:
             f"column {series.name!r} mixes numbers with text, {series.iloc[row]!r} in row {row + 1}; "
             f"mend it, or leave the column out with --drop"
         )
-    levels = np.unique(_text(series))
+    levels = np.unique(texts(series))
     return None if len(levels) > len(series) / 2 else Column(str(series.name), tuple(levels.tolist()))
 
 
@@ -328,14 +190,14 @@ def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
 def _copies(frame: "pd.DataFrame") -> list[str]:
     """Say so if rows are copies of others although their numbers are too fine for that to be chance."""
     copies = int(frame.duplicated().sum())
-    if not copies or not any(_is_number(frame[name]) and frame[name].nunique() > 20 for name in frame):
+    if not copies or not any(is_number(frame[name]) and frame[name].nunique() > 20 for name in frame):
         return []
     rows = "1 row is a copy" if copies == 1 else f"{copies} rows are copies"
     return [f"{rows} of another; leave-one-out is flattered if they are the same case, see --clusters"]
 
 
 def _clusters(series: "pd.Series") -> np.ndarray:
-    names = _text(series)
+    names = texts(series)
     if len(np.unique(names)) < 2:
         raise TableError(
             f"cluster column {series.name!r} has one value only, so nothing is left to learn from"
@@ -344,7 +206,7 @@ def _clusters(series: "pd.Series") -> np.ndarray:
 
 
 def _weights(series: "pd.Series") -> np.ndarray:
-    values = _numbers(series)
+    values = numbers(series)
     if (values <= 0).any():
         row = int((values <= 0).argmax())
         raise TableError(f"weights {series.name!r} must be positive, got {values[row]:g} in row {row + 1}")

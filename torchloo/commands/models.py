@@ -19,7 +19,7 @@ import torchloo as tl
 from torchloo.commands.shell import UserError
 from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine
-from torchloo.tables import Schema
+from torchloo.schema import Schema
 
 __all__ = ["KERNELS", "MACHINES", "Spec", "load", "save"]
 

@@ -19,8 +19,10 @@ from torchloo.commands.models import KERNELS, MACHINES, Spec, save
 from torchloo.commands.predict import require_device
 from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole
 from torchloo.commands.telling import described, held_out, summary
+from torchloo.reading import read_table
 from torchloo.report import pictures, wording
-from torchloo.tables import CLASSIFICATION, REGRESSION, Prepared, Roles, prepare, read_table
+from torchloo.schema import CLASSIFICATION, REGRESSION
+from torchloo.tables import Prepared, Roles, prepare
 
 __all__ = ["add", "run"]
 
