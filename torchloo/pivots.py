@@ -17,8 +17,8 @@ Let rounding be eps (in fact some multiple of it) and r the largest r_i. With v 
 coefficients of row i, r_i is known to eps (1 + |v|^2), which is eps unless rows are extrapolated from others
 that are close to one another. A vector of which p is left takes h^2 / p from every other: an error of
 eps (1 + |v|^2) r / p. It is not taken where this exceeds p, which is for p < sqrt(eps r (1 + |v|^2)), nor
-where p is less than the error that others have made. Rules that take large pivots have |v| of order one, which is
-what is assumed of rows taken one at a time; rows taken in blocks may come in any order.
+where p is less than the error that others have made. Rules that take large pivots have |v| of order one,
+which is what is assumed of rows taken one at a time; rows taken in blocks may come in any order.
 """
 
 from collections.abc import Callable
