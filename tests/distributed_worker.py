@@ -13,7 +13,7 @@ ROWS, FIRST = 60, 35  # process 0 has the first 35 rows
 REGS = torch.tensor([0.01, 0.3, 4.0], dtype=torch.float64)
 MACHINES = {
     "sparse": lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1),
-    "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.2, 1e-8),
+    "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.1, 1e-8),
     "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
     "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
 }

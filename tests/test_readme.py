@@ -16,7 +16,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_code_runs_and_prints_what_its_comments_say():
+def test_code_runs_and_prints_what_its_comments_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where it may leave files
     blocks = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert blocks
     namespace: dict[str, object] = {}

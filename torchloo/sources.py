@@ -59,6 +59,8 @@ class Arrays:
         for name, given in (("y", y), ("weight", weight)):
             if not isinstance(given, Rows) and (name == "y" or given is not None):
                 raise TypeError(f"Stream: {name} must be a tensor or an array, got {type(given).__name__}")
+        if isinstance(X, Tensor) and X.layout is not torch.strided:
+            raise TypeError(f"Stream: X must be dense, got layout {X.layout}")
         assert y is not None
         _check_shapes("Stream", X, y, weight)
         self.X, self.y, self.weight = X, y, weight

@@ -233,6 +233,7 @@ class SparseLSSVM(LeastSquares):
         mask = kept.double().unsqueeze(-1)
 
         def columns(X: Tensor) -> Tensor:
+            require_floating(self._function, basis=basis, X=X)
             K = self.kernel(basis, X).double()  # (m, b)
             return K if all_kept else K * mask
 
