@@ -53,7 +53,11 @@ def _sizes(labels: np.ndarray) -> str:
 def _coding(findings: Findings) -> str:
     text_columns = any(column.levels is not None for column in findings.prepared.schema.columns)
     scaled = "All inputs were standardised" if findings.plan.standardise else "Inputs are 0 and 1 and stay so"
-    coded = "Each text column became one 0/1 input for every value that it takes. " if text_columns else ""
+    coded = (
+        "Each text column became a 0/1 input for every value that it takes, or a single one for two values. "
+        if text_columns
+        else ""
+    )
     return f"{coded}{scaled}."
 
 
