@@ -14,7 +14,8 @@ Note [folding]
 The features of a sparse machine are z = L^{-1} k for a kernel column k, so u = (A^T L^{-1}) k - A^T mean:
 one product in place of two. With F = A^T L^{-1}, rounding changes u_j by eps |F_j| |k|: much, where the
 basis is nearly dependent. A block goes the long way if that could change a leverage, or an output
-measured by the spread of the targets, by more than `_FOLD`.
+measured by the spread of the targets, by more than `_FOLD`; rows with a large leverage, whose residual is
+divided by a small 1 - h, always do.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from torchloo.stream import Block
 
 __all__ = ["Expansion", "Machines", "one_machine", "path_machines"]
 
-_FOLD = 1e-12
+_FOLD = 1e-11
 
 
 class Expansion:
@@ -97,10 +98,10 @@ class Machines:
             outputs = ((rows * self.q).square().sum(-1).sqrt() / self.spread).max()
             self._rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs)
 
-    def rotated(self, X: Tensor) -> Tensor:
-        """u (p, b) of inputs (b, d)."""
+    def rotated(self, X: Tensor, fold: bool = True) -> Tensor:
+        """u (p, b) of inputs (b, d), the long way unless `fold`."""
         columns = self.expansion.columns(X)
-        if self.expansion.factor is not None:
+        if fold and self.expansion.factor is not None:
             size = torch.linalg.vector_norm(columns, dim=0).max()
             if self._rounding * size <= _FOLD:  # Note [folding]
                 return self._times(self._folded, columns).sub_(self._shift)

@@ -83,7 +83,7 @@ class _Visit:
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (p', b), residuals (R, c, b) and weights (b,)."""
         part = self.solved.stream.take(self.solved.function, rows)
-        U = self.machines.rotated(part.X)
+        U = self.machines.rotated(part.X, fold=False)
         e = self.machines.residuals(U, part)
         if self.solved.moments.centre:
             U = torch.cat([U, torch.ones_like(U[:1])])

@@ -28,8 +28,11 @@ from torchloo.stream_sets import leave_out_sets
 
 __all__ = ["StreamFit", "gather_moments"]
 
-# Part of the spread of the targets by which no held-out output may be in doubt.
-_SETTLED = 1e-11
+# Part of the spread of the targets by which no held-out output may be in doubt; float32 has fewer digits.
+_SETTLED = {torch.float64: 1e-10, torch.float32: 1e-8}
+
+# A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
+_LARGE = 0.9
 
 
 class StreamFit:
@@ -163,20 +166,25 @@ class StreamFit:
         refit(self, machines, sink, lost)
 
     def _visit(self, machines: Machines, sink: Sink) -> "tuple[_Gradient, Lost, Tensor]":
-        """The second pass of Note [passes]; rows that are lost, and the most a step is multiplied by."""
-        gradient, worst = _Gradient(machines), torch.zeros_like(machines.regs)
+        """The second pass of Note [passes]; also lost rows, and for `_matters` the largest factors."""
+        gradient = _Gradient(machines)
+        worst = machines.regs.new_zeros(2, *machines.regs.shape)
         lost: Lost = {}
         for part in self.blocks("leave-one-out"):
+            zeta = part.weight.double()
             u = machines.rotated(part.X)
-            e, zeta = machines.residuals(u, part), part.weight.double()
             norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
-            one = 1 - zeta * norm
+            if bool((zeta * norm).max() > _LARGE):  # Note [folding]
+                u = machines.rotated(part.X, fold=False)
+                norm = machines.norms(u).add_(self.per_weight)
+            e, one = machines.residuals(u, part), 1 - zeta * norm
             cancelled = ~(one > REFIT_BELOW)
             one.masked_fill_(cancelled, 1.0)
             sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
             for r, j, i in cancelled.nonzero().tolist():
                 lost.setdefault((r, j), []).append((torch.tensor([part.start + i]), True))
-            worst = torch.maximum(worst, (norm.sqrt_() / one).amax(-1))
+            factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
+            worst = torch.maximum(worst, factors)
             gradient.add(u, e.mul_(zeta))
         return gradient, lost, worst
 
@@ -210,11 +218,13 @@ class StreamFit:
     def _matters(self, machines: Machines, step: Tensor, shift: Tensor, worst: Tensor) -> bool:
         """Whether a step could move a held-out output by more than `_SETTLED`.
 
-        By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
+        By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}; `worst` has the largest
+        of the first factor and of 1, both over 1 - h, (2, R, c').
         """
         length = (step.square() / machines.f).sum(-1).sqrt()  # (R, c)
-        moved = worst * (length + shift.abs() * self.moments.weight.sqrt())
-        return any(self.others.gather(bool((moved > _SETTLED * machines.spread).any())))
+        moved = worst[0] * length + worst[1] * shift.abs()
+        limit = _SETTLED[self.dtype] * machines.spread
+        return any(self.others.gather(bool((moved > limit).any())))
 
 
 class _Gradient:
