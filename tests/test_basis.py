@@ -186,7 +186,7 @@ def test_a_shorter_basis_is_the_beginning_of_a_longer_one(name):
         assert short.stopped == "size"
 
 
-@every_selector
+@bounded
 def test_copies_are_not_chosen_and_end_the_choice(name):
     X = points(8).repeat(5, 1)[torch.randperm(40, generator=seeded())]
     chosen = MAKERS[name](40)(RBF(0.3), X, X[:, 0].sin())
@@ -196,11 +196,41 @@ def test_copies_are_not_chosen_and_end_the_choice(name):
     assert chosen.errors[-1] < 1e-13
 
 
-def test_a_block_of_nothing_but_copies_is_passed_over():
+def test_all_counts_copies_and_rows_without_length_but_gains_nothing_by_them():
     A, B = points(64), points(6, seed=1)
-    chosen = basis.all()(RBF(0.05), torch.cat([A, A, A, B]))
-    assert chosen.indices.tolist() == [*range(64), *range(192, 198)]
-    assert chosen.stopped == "singular"
+    X = torch.cat([A[:1] * 0, A, A, A, B])  # a whole block of copies among them
+    kernel = tl.kernels.Linear(features=torch.nn.Linear(2, 80, bias=False).double())
+    chosen = basis.all()(kernel, X)
+    assert chosen.indices.tolist() == list(range(199))
+    assert chosen.errors[0] == 198 / 199
+    assert chosen.errors[-1] < 1e-14
+    chosen = basis.all()(RBF(0.05), X[1:])
+    assert (chosen.errors[64:192] == chosen.errors[63]).all()
+    assert chosen.errors[191] > 5 * chosen.errors[-1]
+    first = basis.all(tolerance=chosen.errors[40].item())(RBF(0.05), X[1:])
+    assert first.indices.tolist() == list(range(41))
+    assert first.stopped == "tolerance"
+
+
+@every_selector
+@pytest.mark.parametrize("lengthscale", [0.6, 13.1, 100.0])
+def test_neighbours_in_a_bad_order_spoil_no_error(name, lengthscale):
+    X, y = tl.datasets.motorcycle()  # sorted times: the first rows tell next to nothing of the last
+    kernel = RBF(lengthscale)
+    chosen = MAKERS[name]()(kernel, X, y)
+    assert chosen.errors.diff().le(0).all()
+    assert chosen.errors[-1] < 1e-5
+    if name in ("greedy", "pivoted"):
+        assert chosen.stopped == "singular"
+        assert chosen.errors[-1] < 1e-10
+    K = kernel(X).detach()
+    for k in (1, 2, len(chosen.indices) // 2, len(chosen.indices)):
+        S = chosen.indices[:k]
+        w, V = torch.linalg.eigh(K[S][:, S])
+        kept = w > 1e-13 * w[-1]
+        truth = 1 - ((K[:, S] @ V[:, kept]) / w[kept].sqrt()).square().sum(1).mean()
+        assert chosen.errors[k - 1] > truth - 1e-5
+        assert name == "all" or chosen.errors[k - 1] < truth + 1e-5  # all: of rows that can be told apart
 
 
 def test_one_vector_is_chosen_even_if_most_rows_have_no_length():
@@ -211,7 +241,7 @@ def test_one_vector_is_chosen_even_if_most_rows_have_no_length():
     assert chosen.errors.tolist() == [0.1]
 
 
-@every_selector
+@bounded
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_kernel_of_low_rank_is_exhausted_by_as_many_vectors(name, dtype):
     X = points(90, 7).to(dtype)
@@ -221,7 +251,7 @@ def test_a_kernel_of_low_rank_is_exhausted_by_as_many_vectors(name, dtype):
     assert chosen.errors.dtype == dtype
 
 
-@every_selector
+@bounded
 def test_rows_without_length_are_never_chosen_and_count_as_reconstructed(name):
     X = points(20, 3)
     X[[0, 7]] = 0
@@ -451,6 +481,12 @@ def test_descent_of_press_in_the_basis_beats_the_rows_it_began_with():
         history.append(press.item())
     assert history[-1] < 0.8 * history[0]
     assert (machine.basis != rows).any()
+
+
+def test_a_machine_of_all_rows_is_the_dense_one():
+    X, Y, weight = problem(30)
+    sparse, full = tl.SparseLSSVM(RBF(0.8), 0.1, basis=basis.all()), tl.LSSVM(RBF(0.8), 0.1)
+    assert_close(sparse.loo(X, Y, weight).outputs, full.loo(X, Y, weight).outputs, rtol=1e-7, atol=1e-8)
 
 
 def test_a_fitted_machine_with_a_selector_survives_its_state():

@@ -9,6 +9,7 @@ import pytest
 
 import torchloo as tl
 from torchloo import cli
+from torchloo.commands import demo
 
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ["demo", "--steps", "2", "--no-progress"]
@@ -105,7 +106,7 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path, capsys, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_descend", interrupt)
+    monkeypatch.setattr(demo, "_descend", interrupt)
     assert run(*QUICK, "--out", str(tmp_path / "picture.png")) == 130
     assert capsys.readouterr().err.splitlines() == ["torchloo demo: interrupted"]
     assert list(tmp_path.iterdir()) == []

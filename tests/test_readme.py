@@ -3,11 +3,13 @@
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import torchloo as tl
+from torchloo import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,6 +27,12 @@ def test_code_runs_and_prints_what_its_comments_say(tmp_path, monkeypatch):
             exec(compile(block, "README.md", "exec"), namespace)
         expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
         assert printed.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    torchloo (.*)$", README, re.MULTILINE))
+def test_commands_have_the_arguments_that_they_are_shown_with(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cli._parser().parse_args(shlex.split(line, comments=True))
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))

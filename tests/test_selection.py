@@ -426,14 +426,28 @@ def test_bad_machines_are_named():
         ValueError, match=r"select: reg must belong to one machine, got the batch shape \(3,\)"
     ):
         select(tl.LSSVM(K.RBF(), reg=torch.ones(3)), X, y)
+    scaled = K.Scaled(K.RBF(), torch.ones(3))
+    with pytest.raises(ValueError, match=r"select: kernel.scale must belong to one machine, got the batch"):
+        select(tl.LSSVM(scaled), X, y)
     with pytest.raises(ValueError, match="grid of 6 parameters would have"):
-        select(
-            tl.LSSVM(sum([2.0 * K.RBF()] + [K.RBF() * K.RBF()] * 1 + [3.0 * K.Linear()])), X, y, search="grid"
-        )
+        select(tl.LSSVM(2.0 * K.RBF() + K.RBF() * K.RBF() + 3.0 * K.Linear()), X, y, search="grid")
     with pytest.raises(
         ValueError, match=r"select: bounds must name parameters .* 'lengthscale' is ambiguous"
     ):
         select(tl.LSSVM(K.RBF() + K.Matern()), X, y, bounds={"lengthscale": (1, 2)})
+
+
+def test_gradients_are_taken_under_no_grad_too():
+    X, y = sine()
+    expected = select(tl.LSSVM(K.RBF()), X, y, max_evaluations=5)
+    with torch.no_grad():
+        assert select(tl.LSSVM(K.RBF()), X, y, max_evaluations=5).history == expected.history
+
+
+def test_a_lengthscale_of_one_entry_is_shared():
+    X, y = sine()
+    first = [select(tl.LSSVM(K.RBF(scale)), X, y, max_evaluations=1).value for scale in (1.0, torch.ones(1))]
+    assert first[0] == first[1]
 
 
 def test_progress_tells_the_best_so_far(capsys):

@@ -337,6 +337,15 @@ def test_boxes_far_smaller_than_one(seed):
             assert_close(held.outputs[r], fit.predict(K[r : r + 1, kept])[0], rtol=1e-8, atol=1e-8)
 
 
+def test_a_large_problem_with_every_coefficient_at_a_bound():
+    """All variables settle at once, and the interior point has nobody left to drop."""
+    X, y = toy(27, n=400, noise=5.0)
+    y[: len(y) // 2], y[len(y) // 2 :] = 1.0, -1.0
+    fit = svm(X @ X.T, y, 1e-5)
+    assert float(fit.gap) <= 1e-12
+    assert bool((fit.coef.abs() >= 0.999e-5).all())
+
+
 def test_a_kernel_of_zeros_has_only_a_bias():
     y = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     held = svm_loo(torch.zeros(4, 4, dtype=torch.float64), y, 0.1)
@@ -373,8 +382,10 @@ def test_labels_in_columns_are_refused():
         SVC(tl.kernels.RBF(1.0)).loo(X, y[:, None])
 
 
-def test_more_problems_than_are_followed_together():
-    """A smooth kernel and many support vectors: blocks are refilled and packed while paths exchange."""
+def test_more_problems_than_are_followed_together(monkeypatch):
+    """A smooth kernel and many support vectors: blocks are joined and packed while paths exchange."""
+    monkeypatch.setattr("torchloo.svm.path._BLOCK", 64)
+    monkeypatch.setattr("torchloo.svm.path._WORTH_PACKING", 1000)
     X, y = toy(23, n=180, noise=3.0)
     K, C = rbf(X, 3.0), torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
     together = svm_loo(K, y, C)

@@ -179,7 +179,7 @@ class stochastic(_Seeded):  # noqa: N801
             left, right = (factor.L.take_along_dim(some.unsqueeze(-2), -1) for some in (rows, candidates))
             E = gram(rows, candidates) - left.mT @ right  # (..., a, b)
             rest = factor.rest.take_along_dim(candidates, -1)
-            gain = torch.where(rest > factor.limit, E.square().sum(-2) / rest, -1.0)
+            gain = torch.where(factor.open.take_along_dim(candidates, -1), E.square().sum(-2) / rest, -1.0)
             return candidates.take_along_dim(gain.argmax(-1, keepdim=True), -1), None
 
         return propose
@@ -213,8 +213,13 @@ class rpcholesky(_Seeded):  # noqa: N801
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
         draw = self._draw()
+        before = -1
 
-        def propose() -> Proposal:
+        def propose() -> Proposal | None:
+            nonlocal before
+            if factor.count == before:  # of all the rows drawn last, none could be told from rounding
+                return None
+            before = factor.count
             lots = draw(2, _BLOCK).to(factor.rest.device)
             mass = (factor.rest * factor.open).cumsum(-1, dtype=torch.float64)  # (..., n)
             total = mass[..., -1:]
@@ -227,7 +232,7 @@ class rpcholesky(_Seeded):  # noqa: N801
 
 
 class _InOrder(Selector):
-    """Rows in an order known before, without those that depend on earlier ones."""
+    """Rows in an order known before, without those that depend on earlier ones; Note [least pivot]."""
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
         """All rows, (..., n)."""
@@ -312,9 +317,30 @@ class random(_Seeded, _InOrder):  # noqa: N801
 
 @dataclass(frozen=True)
 class all(_InOrder):  # noqa: N801
-    """Every row in its order, without those that depend on earlier ones. Time n^3, memory n^2."""
+    """Every row in its order, also those that depend on others. Time n^3, memory n^2.
+
+    The errors are those of the rows that do not depend on earlier ones to about half the digits of a number,
+    Note [least pivot]: bounds from above, as the others may still help.
+    """
 
     m: None = field(default=None, init=False)
+
+    def __call__(
+        self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
+    ) -> Basis:
+        """All rows of X (..., n, d), or the first ones until the error is small enough."""
+        chosen = super().__call__(kernel, X, y, weight)
+        if not values_visible(chosen.indices):
+            return chosen
+        enough = chosen.errors[..., -1] <= self.tolerance
+        size = torch.where(enough & (self.tolerance > 0), chosen.indices[..., -1] + 1, X.shape[-2])
+        last = size.unsqueeze(-1) - 1
+        place = torch.arange(int(size.max()), device=size.device).minimum(last)  # (..., k)
+        before = torch.searchsorted(chosen.indices, place, right=True) - 1  # the last one that counts
+        errors = chosen.errors.take_along_dim(before.clamp(min=0), -1)
+        empty = kernel.diagonal(X).gt(0).to(errors).mean(-1, keepdim=True)  # the error without any vector
+        errors = torch.where(before < 0, empty, errors).detach()
+        return Basis(place, errors, size, "tolerance" if chosen.stopped == "tolerance" else "size")
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
         return torch.arange(factor.rest.shape[-1], device=factor.rest.device)

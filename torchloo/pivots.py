@@ -11,6 +11,14 @@ k_ij / sqrt(k_ii k_jj). Scaling the vectors does not change what they span: ever
 normalised matrix, where all rows count alike whatever their length. A row with k_ii = 0 is reconstructed by
 any basis: it has r_i = 0 and is never chosen. With L (k, n) the factor, L^T L = K_:S K_SS^{-1} K_S: and
 r = 1 - the column sums of L^2; adding a vector adds a row to L.
+
+Note [least pivot]
+Let rounding be eps (in fact some multiple of it) and r the largest r_i. With v = K_SS^{-1} K_Si the
+coefficients of row i, r_i is known to eps (1 + |v|^2), which is eps unless rows are extrapolated from others
+that are close to one another. A vector of which p is left takes h^2 / p from every other: an error of
+eps (1 + |v|^2) r / p. It is not taken where this exceeds p, which is for p < sqrt(eps r (1 + |v|^2)), nor
+where p is less than the error that others have made. Rules that take large pivots have |v| of order one,
+which is what is assumed of rows taken one at a time; rows taken in blocks may come in any order.
 """
 
 from collections.abc import Callable
@@ -29,7 +37,7 @@ __all__ = ["Basis", "Factor", "NormalisedKernel", "Proposal"]
 Proposal = tuple[Tensor, Tensor | None]
 """Rows (..., b) to add in turn, and what each must have left by then, (..., b); None: more than rounding."""
 
-_SINGULAR = 100  # in units of rounding: less than this left of every row means that nothing can be added
+_ROUNDING = 32  # in units of the machine's precision: errors of a column, which is a sum of many products
 
 
 class Basis(NamedTuple):
@@ -113,15 +121,26 @@ def _take_rows(X: Tensor, rows: Tensor) -> Tensor:
     return X.take_along_dim(rows.unsqueeze(-1), -2)
 
 
-def _independent(H: Tensor, least: Tensor) -> Tensor:
-    """Which of b vectors with the matrix H (..., b, b) have more than `least` left after those before."""
-    H, kept = H.clone(), torch.empty_like(least, dtype=torch.bool)
-    for i in range(least.shape[-1]):
-        pivot = H[..., i, i].clone()
-        kept[..., i] = pivot > least[..., i]
-        root = torch.where(kept[..., i], pivot, torch.inf).rsqrt()
-        u = H[..., :, i] * root.unsqueeze(-1)
-        H -= u.unsqueeze(-1) * u.unsqueeze(-2)
+def _independent(H: Tensor, V: Tensor, demand: Tensor, floor: Tensor) -> Tensor:
+    """Which of b vectors, in turn, have enough left after those before; Note [least pivot].
+
+    Args:
+        H: what is left of their matrix, (..., b, b).
+        V: their coefficients over the vectors taken before the block, (..., k, b).
+        demand: what each must have left, (..., b).
+        floor: what each must have left for a unit of sqrt(1 + |v|^2), (..., b).
+    """
+    H, kept = H.clone(), torch.empty_like(demand, dtype=torch.bool)
+    V = torch.cat([V, torch.zeros_like(H)], -2)  # (..., k + b, b)
+    for i in range(demand.shape[-1]):
+        pivot, v = H[..., i, i].clone(), V[..., :, i].clone()
+        needed = torch.maximum(demand[..., i], floor[..., i] * (1 + v.square().sum(-1)).sqrt())
+        kept[..., i] = pivot > needed
+        h = H[..., :, i].clone()  # (..., b)
+        share = h * torch.where(kept[..., i], pivot, torch.inf).reciprocal().unsqueeze(-1)
+        H -= h.unsqueeze(-1) * share.unsqueeze(-2)
+        V -= v.unsqueeze(-1) * share.unsqueeze(-2)
+        V[..., i - demand.shape[-1], :] = share
     return kept
 
 
@@ -136,11 +155,12 @@ class Factor:
         guard.check()
         self.guard, self.gram, self.m, self.tolerance = guard, gram, m, tolerance
         self.rest = gram.rest.clone()  # (..., n), r
-        self.limit = _SINGULAR * torch.finfo(self.rest.dtype).eps
+        self.rounding = _ROUNDING * torch.finfo(self.rest.dtype).eps
         self.visible = values_visible(self.rest)
         self.count = 0  # rows of L, of which a batch may have some that are zero
         self._L = self.rest.new_empty((*self.rest.shape[:-1], m, self.rest.shape[-1]))
         self._chosen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._known = torch.full_like(self.rest[..., :1], self.rounding)  # to which r is known, (..., 1)
         self.size = torch.zeros_like(self.rest[..., 0], dtype=torch.int64)
         self.error = self.rest.mean(-1)
 
@@ -150,9 +170,15 @@ class Factor:
         return self._L[..., : self.count, :]
 
     @property
+    def least(self) -> Tensor:
+        """What a row must have left to be taken, (..., 1); Note [least pivot]."""
+        largest = self.rest.amax(-1, keepdim=True)
+        return torch.maximum(self._known, (self.rounding * largest).sqrt())
+
+    @property
     def open(self) -> Tensor:
-        """Rows of which more than rounding is left, (..., n)."""
-        return self.rest > self.limit
+        """Rows that may be taken, (..., n)."""
+        return self.rest > self.least
 
     def _going(self) -> Tensor:
         wanted = (self.error > self.tolerance) | (self.size == 0)
@@ -174,8 +200,7 @@ class Factor:
 
     def _add(self, rows: Tensor, least: Tensor | None) -> None:
         """Add those of the rows (..., b) that have enough left when their turn comes."""
-        least = torch.zeros_like(_take(self.rest, rows)) if least is None else least
-        kept, H = self._kept(rows, least.clamp(min=self.limit))
+        kept, H = self._kept(rows, least)
         order = kept.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
         width = int(kept.sum(-1).max()) if self.visible else min(kept.shape[-1], self.m - self.count)
         if width == 0:
@@ -189,22 +214,36 @@ class Factor:
         T, info = torch.linalg.cholesky_ex(torch.where(pairs, H, eye))
         self.guard.require(info == 0, "kernel must be positive semi-definite")
         W = torch.linalg.solve_triangular(T, W * kept.unsqueeze(-1), upper=False)
+        pivots = torch.where(kept, T.diagonal(dim1=-2, dim2=-1).square(), torch.inf)
+        ratio = self.rest.amax(-1, keepdim=True) / pivots.amin(-1, keepdim=True)
+        self._known = torch.maximum(self._known, self.rounding * ratio)
         self._append(rows, kept, W)
 
     def _at(self, rows: Tensor) -> Tensor:
         """Columns of L, (..., k, b)."""
         return self.L.take_along_dim(rows.unsqueeze(-2), -1)
 
-    def _kept(self, rows: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    def _kept(self, rows: Tensor, demand: Tensor | None) -> tuple[Tensor, Tensor]:
         """Which rows (..., b) to add, and what is left of their matrix, (..., b, b)."""
-        left = _take(self.rest, rows)
+        left, floor = _take(self.rest, rows), self.least.expand_as(rows)
+        demand = torch.zeros_like(left) if demand is None else demand
         if rows.shape[-1] == 1:
-            return (left > least) & self._going().unsqueeze(-1), left.unsqueeze(-1)
-        L = self._at(rows)
+            enough = left > torch.maximum(demand, floor)
+            return enough & self._going().unsqueeze(-1), left.unsqueeze(-1)
+        L = self._at(rows)  # (..., k, b)
         H = torch.diagonal_scatter(self.gram(rows, rows) - L.mT @ L, left, dim1=-2, dim2=-1)
-        kept = _independent(H, least) & self._going().unsqueeze(-1)
+        kept = _independent(H, self._coefficients(L), demand, floor) & self._going().unsqueeze(-1)
         room = (self.m - self.size).unsqueeze(-1)
         return kept & (kept.cumsum(-1) <= room), H
+
+    def _coefficients(self, L: Tensor) -> Tensor:
+        """K_SS^{-1} K_Si over the vectors taken, (..., k, b), from columns (..., k, b) of the factor."""
+        if not self._chosen:
+            return L
+        taken, kept, _ = (torch.cat(parts, -1) for parts in zip(*self._chosen, strict=True))  # (..., k)
+        pairs = kept.unsqueeze(-1) & kept.unsqueeze(-2)
+        eye = torch.eye(self.count, dtype=L.dtype, device=L.device)
+        return torch.linalg.solve_triangular(torch.where(pairs, self._at(taken).triu(), eye), L, upper=True)
 
     def _append(self, rows: Tensor, kept: Tensor, W: Tensor) -> None:
         width, n = W.shape[-2:]

@@ -79,7 +79,8 @@ def select(
         starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
             where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
             values; the others at random around it, drawn from `generator`.
-        bounds: {name: (low, high)}; by default six decades either way of the first start.
+        bounds: {name: (low, high)}; by default six decades either way of the first start, so that no
+            parameter runs away. Of grids only the default one is cut.
         grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
             unique; a value of several numbers sets the entries of an ARD kernel. Default: 25 half decades of
             reg or C and 9 factors of two of every other parameter around the first start.

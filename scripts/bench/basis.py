@@ -59,7 +59,7 @@ def curves(table: Table, data: Path, m: int = 200) -> dict[str, torch.Tensor]:
 
 def speed(table: Table, n: int, m: int, repeats: int) -> None:
     """Time of the choice on n rows; the greedy one, which takes minutes, is measured once."""
-    X = torch.randn(n, 8, dtype=torch.float64, generator=seeded(0), **QUIET)
+    X = torch.randn(n, 8, dtype=torch.float64, generator=seeded(0))
     kernel = tl.kernels.RBF(lengthscale=2.0)
     sides = {
         "rpcholesky": lambda: tl.basis.rpcholesky(m, generator=seeded(0), **QUIET)(kernel, X),

@@ -14,35 +14,7 @@ import torch
 from measure import Table, best_times, peak_bytes
 
 import torchloo as tl
-
-REG = 1.0
-
-
-def kernel_matrix(n: int, seed: int = 0) -> torch.Tensor:
-    X = torch.randn(n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        return tl.kernels.RBF(lengthscale=2.0)(X)
-
-
-def targets(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def train(K: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
-    M = K.clone()
-    M.diagonal(dim1=-2, dim2=-1).add_(REG)
-    return torch.cholesky_solve(Y, torch.linalg.cholesky(M))
-
-
-def loo(K: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
-    return tl.functional.lssvm(K, Y, REG).held_out().residuals
-
-
-def loo_with_gradient(K: torch.Tensor, Y: torch.Tensor) -> torch.Tensor:
-    K = K.detach().requires_grad_()
-    reg = torch.tensor(REG, dtype=K.dtype, requires_grad=True)
-    tl.functional.lssvm(K, Y, reg).held_out().residuals.square().sum().backward()
-    return K.grad
+from torchloo.commands.bench import kernel_matrix, loo, loo_with_gradient, targets, train
 
 
 def against_training(table: Table, n: int, repeats: int, forward: float, backward: float) -> None:

@@ -2,9 +2,12 @@
 
 import argparse
 import gc
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from torchloo.timing import best_times
+
+__all__ = ["Table", "add_data", "best_times", "peak_bytes"]
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -14,20 +17,6 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, default=found, required=found is None, help="folder of the benchmark data"
     )
-
-
-def best_times(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of every side, the best of `repeats` turns, after one turn that does not count."""
-    times = dict.fromkeys(sides, float("inf"))
-    for turn in range(repeats + 1):
-        for name, call in sides.items():
-            start = time.perf_counter()
-            result = call()
-            elapsed = time.perf_counter() - start
-            del result
-            if turn:
-                times[name] = min(times[name], elapsed)
-    return times
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -101,7 +101,7 @@ def starts(table: Table, data: Path, quick: bool) -> None:
         table.row(what, times["twenty"], times["twenty"] / times["one"], 8.0)
     for n in (128, 243) if quick else (128, 243, 500, 1000):
         batch = searching(n, 8, "gradient")
-        times = best_times({"batch": batch, "loop": one_by_one(batch)}, 3 if quick or n > 400 else 7)
+        times = best_times({"batch": batch, "loop": one_by_one(batch)}, 5 if quick or n > 400 else 9)
         table.row(f"n = {n}, gradient: 8 starts in chunks / one by one", times["batch"],
                   times["batch"] / times["loop"], 1.05)  # fmt: skip
 

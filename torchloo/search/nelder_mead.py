@@ -33,14 +33,8 @@ def walk(
     than `tolerance` of the best and its edges are below 1 % of a unit, or after so many `evaluations`.
     """
     runs, p = start.shape
-    simplex = torch.cat(
-        [start.unsqueeze(1), start.unsqueeze(1) + _STEP * torch.diag(unit)], 1
-    )  # (R, p + 1, p)
-    # A corner outside the box is reflected into it.
-    simplex = torch.where(simplex > box[1].unsqueeze(1), 2 * start.unsqueeze(1) - simplex, simplex)
-    simplex = torch.clamp(simplex, box[0].unsqueeze(1), box[1].unsqueeze(1))
-    f, _ = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))
-    f = f.view(runs, p + 1)
+    simplex = _first_simplex(start.unsqueeze(1), box.unsqueeze(2), unit)  # (R, p + 1, p)
+    f = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))[0].view(runs, p + 1)
     used = torch.full((runs,), p + 1)
     while True:
         order = f.argsort(dim=1, stable=True)
@@ -55,6 +49,13 @@ def walk(
         stepped = _step(_Boxed(objective, box[:, active]), simplex[active], f[active], problem[active])
         simplex[active], f[active], asked = stepped
         used[active] += asked
+
+
+def _first_simplex(start: Tensor, box: Tensor, unit: Tensor) -> Tensor:
+    """A step along every axis from starts (R, 1, p); one that would leave the box goes the other way."""
+    corners = start + _STEP * torch.diag(unit)  # (R, p, p)
+    corners = torch.where(corners > box[1], 2 * start - corners, corners)
+    return torch.clamp(torch.cat([start, corners], 1), box[0], box[1])
 
 
 class _Boxed:
@@ -78,11 +79,9 @@ def _step(boxed: _Boxed, simplex: Tensor, f: Tensor, problem: Tensor) -> tuple[T
     """One step of simplexes (A, p + 1, p), best corner first; and how many evaluations each asked for."""
     centre = simplex[:, :-1].mean(1)
     away = centre - simplex[:, -1]
-    everyone = torch.arange(len(f))
     point = centre + away
-    value = boxed(point, problem, everyone)
-    expand, inside = value < f[:, 0], value >= f[:, -1]
-    contract = value >= f[:, -2]
+    value = boxed(point, problem, torch.arange(len(f)))
+    expand, contract, inside = value < f[:, 0], value >= f[:, -2], value >= f[:, -1]
     again = (expand | contract).nonzero()[:, 0]
     asked = 1 + (expand | contract).long()
     shrink = torch.zeros_like(expand)
@@ -97,9 +96,17 @@ def _step(boxed: _Boxed, simplex: Tensor, f: Tensor, problem: Tensor) -> tuple[T
     simplex, f = simplex.clone(), f.clone()
     simplex[~shrink, -1], f[~shrink, -1] = point[~shrink], value[~shrink]
     if bool(shrink.any()):
-        small = simplex[shrink, :1] + 0.5 * (simplex[shrink, 1:] - simplex[shrink, :1])  # (K, p, p)
-        p = small.shape[-1]
-        values = boxed(small.flatten(0, 1), problem, everyone[shrink].repeat_interleave(p))
-        simplex[shrink, 1:], f[shrink, 1:] = small, values.view(-1, p)
-        asked[shrink] += p
+        which = shrink.nonzero()[:, 0]
+        simplex[which], f[which] = _shrunken(boxed, simplex[which], f[which], problem, which)
+        asked[which] += simplex.shape[-1]
     return simplex, f, asked
+
+
+def _shrunken(
+    boxed: _Boxed, simplex: Tensor, f: Tensor, problem: Tensor, which: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Simplexes (K, p + 1, p) of the runs `which`, half as large about their best corners."""
+    simplex = (simplex + simplex[:, :1]) / 2
+    p = simplex.shape[-1]
+    values = boxed(simplex[:, 1:].flatten(0, 1), problem, which.repeat_interleave(p))
+    return simplex, torch.cat([f[:, :1], values.view(-1, p)], 1)

@@ -102,7 +102,8 @@ class Space:
         name = (parent + "." if parent else "") + leaf.removeprefix("log_")
         network = ".features." in f".{path}"
         log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not network
-        if (log and parameter.ndim > 1) or (not parent and log and parameter.ndim):
+        vectors = 0 if owner is self.machine or _BATCHED.get((type(owner), leaf)) == () else 1
+        if log and parameter.ndim > vectors:
             raise ValueError(
                 f"{self.function}: {name} must belong to one machine, got the batch shape "
                 f"{tuple(parameter.shape)}"

@@ -86,14 +86,7 @@ def run(
     """
     if plan.search == "gradient":
         score.require_differentiable()
-    first = torch.stack(
-        [
-            first_start(space, X, y) if plan.start == "auto" else space.vector()
-            for X, y in zip(problems.X, problems.y, strict=True)
-        ]
-    )  # (P, p)
-    box = space.bounds(first, plan.bounds, _DECADES)  # (2, P, p)
-    first = torch.clamp(first, box[0], box[1])
+    first, box = _first_starts(plan, space, problems)
     prior = HyperPrior(plan.prior, space, problems.X.shape[-2])
     with tqdm(desc=plan.search, unit="loo", disable=not plan.progress, leave=False) as bar:
         objective = Objective(space, problems, score, prior, bar)
@@ -110,6 +103,17 @@ def run(
             message = f"{space.function}: no candidate could be evaluated{names[number]}: {reason}"
             raise NoCandidateError(message) from failure
     return objective, False
+
+
+def _first_starts(plan: Plan, space: Space, problems: Problems) -> tuple[Tensor, Tensor]:
+    """The first start of every problem, (P, p), and its bounds, (2, P, p)."""
+    if plan.start == "auto":
+        pairs = zip(problems.X, problems.y, strict=True)
+        first = torch.stack([first_start(space, X, y) for X, y in pairs])
+    else:
+        first = space.vector().repeat(len(problems.X), 1)
+    box = space.bounds(first, plan.bounds, _DECADES)
+    return torch.clamp(first, box[0], box[1]), box
 
 
 def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> None:

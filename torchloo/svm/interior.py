@@ -159,7 +159,7 @@ def interior_point(
         if len(live) <= _WORTH_SHRINKING:
             continue
         settled = point.settled()
-        if settled.sum() > len(live) // 3:
+        if len(live) // 3 < int(settled.sum()) < len(live):  # someone must be left to go on
             whole = _store(whole, live, point)
             _, _, lower, upper = point.values
             a = torch.where(lower > upper, 0.0, point.box) * point.y * settled

@@ -30,7 +30,7 @@ __all__ = ["follow"]
 
 _FLAT = 1e-11  # rates below this are rounding
 _GROWTH = 8  # places of a change set at first
-_BLOCK = 256  # problems followed together: their state stays in cache
+_BLOCK = 1024  # problems followed together; of several machines, or of one that is large
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
 _SHORT = (
     1 - 1e-12
@@ -54,7 +54,7 @@ def follow(
         stop_at_error: end as soon as y_r f_r < 0: it never rises again.
         most_events: give a problem up after so many.
 
-    Cost O(m k + k^2) an event for k changes. Memory O(m) for each of the 256 problems in work, and
+    Cost O(m k + k^2) an event for k changes. Memory O(m) for each of the 1024 problems in work, and
     for each that has ended.
     """
     shared = Shared(base, stop_at_error)

@@ -1,0 +1,60 @@
+"""Leave-one-out of 64 SVMs of banana, (C, lengthscale) pairs: one call against one after another.
+
+    python scripts/bench/svm_batch.py [--data DIR] [--repeats 3] [--rows 400]
+
+The pairs are the grid of Franc, Laskov and Mueller 2008, section 5: 8 values of C from 1 to 500, 8 rates
+from 1 to 2^-11. Both sides run in turn; the best of each counts, as wall-clock time with the threads
+that torch has by default.
+"""
+
+import argparse
+
+import torch
+from measure import Table, add_data, best_times
+from svm_loo import load
+
+import torchloo as tl
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_data(parser)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=400)
+    options = parser.parse_args()
+    X, y = (part[: options.rows] for part in load(options.data, "banana"))
+    steps = torch.arange(8, dtype=torch.float64) / 7
+    rates, C = 2 ** (-11 * steps), 500**steps
+    lengthscales = (2 * rates) ** -0.5
+
+    def together() -> torch.Tensor:
+        machine = tl.SVC(tl.kernels.RBF(lengthscales[:, None, None]), C=C)
+        with torch.no_grad():
+            return machine.loo(X, y).outputs
+
+    def one_after_another() -> torch.Tensor:
+        rows = []
+        for lengthscale in lengthscales.tolist():
+            for bound in C.tolist():
+                with torch.no_grad():
+                    rows.append(tl.SVC(tl.kernels.RBF(lengthscale), C=bound).loo(X, y).outputs)
+        return torch.stack(rows).reshape(8, 8, -1)
+
+    seconds = best_times({"loop": one_after_another, "batch": together}, options.repeats)
+    difference = float((together() - one_after_another()).abs().max())
+    print(f"{len(y)} rows, {torch.get_num_threads()} threads")
+    print(f"largest difference between one call and one after another {difference:.1e}")
+    table = Table()
+    table.row(
+        "64 pairs, one after another / in one call",
+        seconds["batch"],
+        seconds["loop"] / seconds["batch"],
+        3,
+        True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""torchloo select and predict: from a file to a folder, and all the ways to get it wrong."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import torchloo as tl
+from torchloo import cli, report
+from torchloo.commands import findings as findings_module
+from torchloo.commands.models import load
+from torchloo.reading import read_table
+from torchloo.report import page
+
+pd = pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+
+QUICK = ["--no-progress", "--outer", "3"]
+N = 48
+
+
+def run(*argv: object) -> int:
+    try:
+        return cli.main([str(word) for word in argv])
+    except SystemExit as stop:
+        return stop.code
+
+
+def table(seed: int = 0, n: int = N) -> "pd.DataFrame":
+    """Inputs of every kind, and a target of every kind that depends on them."""
+    draw = np.random.default_rng(seed)
+    x, z = draw.normal(size=(2, n))
+    shop = draw.choice(["north", "south", "west"], n)
+    signal_ = np.sin(x) + 0.5 * z + (shop == "west") + 0.1 * draw.normal(size=n)
+    return pd.DataFrame(
+        {
+            "x": x,
+            "z": z,
+            "shop": shop,
+            "always": 1,
+            "price": 10 + signal_,
+            "good": np.where(signal_ > 0.3, "yes", "no"),
+            "grade": np.digitize(signal_, [-0.3, 0.7]),
+            "day": np.arange(n) // 6,
+            "w": draw.uniform(0.5, 2, n),
+            "half": np.arange(n) % 2,
+        }
+    )
+
+
+TARGETS = ("price", "good", "grade")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a table in it; reports are empty, as test_report.py looks at them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "page", lambda findings, source: "")
+    table().to_csv("data.csv", index=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each target."""
+    root = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr(report, "page", lambda findings, source: "")
+        table().to_csv("data.csv", index=False)
+        for target in TARGETS:
+            assert select(target, "--outer", "0", out=target) == 0
+    return {target: root / target / "model.pt" for target in TARGETS}
+
+
+def select(target: str, *options: object, out: str = "out") -> int:
+    others = [word for name in TARGETS if name != target for word in ("--drop", name)]
+    drop = others + [
+        word for name in ("day", "w", "half") if name not in options for word in ("--drop", name)
+    ]
+    return run("select", "data.csv", "--target", target, "--out", out, *drop, *QUICK, *options)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "columns"),
+    [
+        ("price", [], ["loo_output", "loo_residual", "leverage"]),
+        ("good", [], ["loo_output", "loo_class", "loo_residual", "leverage"]),
+        (
+            "grade",
+            [],
+            ["loo_output 0", "loo_output 1", "loo_output 2", "loo_class", "loo_residual", "leverage"],
+        ),
+        (
+            "price",
+            ["--clusters", "day"],
+            ["loo_output", "loo_residual", "leverage", "cluster", "lco_output", "lco_residual"],
+        ),
+    ],
+)
+def test_select_writes_the_whole_folder(folder, capsys, target, options, columns):
+    assert select(target, *options) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "left out as constant: 'always'" in out
+    assert "outer (3 splits)" in out
+    assert "±" in out
+    assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["data.csv", "out"]
+    held_out = pd.read_csv("out/held_out.csv")
+    assert held_out.columns.tolist() == ["row", "target", *columns]
+    assert held_out["row"].tolist() == list(range(1, N + 1))
+    assert held_out["target"].tolist() == table()[target].tolist()
+
+
+@pytest.mark.parametrize("machine", ["lssvm", "sparse", "svc"])
+def test_held_out_outputs_are_those_of_refits(folder, machine):
+    """Read back the model, leave out a row by hand, refit, and compare."""
+    assert select("good", "--machine", machine, "--outer", "0") == 0
+    schema, fitted = load(Path("out/model.pt"), "cpu")
+    frame = read_table(Path("data.csv"))[0].drop(columns=["price", "grade", "day", "w", "half"])
+    X, y = torch.tensor(schema.design(frame)), torch.tensor(schema.codes(frame["good"]))
+    held_out = pd.read_csv("out/held_out.csv")
+    if machine == "sparse":
+        fitted = tl.SparseLSSVM(fitted.kernel, reg=fitted.reg.detach(), basis=fitted.support)
+    for i in (0, 7, 40):
+        rest = torch.arange(N) != i
+        output = fitted.fit(X[rest], y[rest])(X[i : i + 1]).item()
+        assert output == pytest.approx(held_out["loo_output"][i], rel=1e-6, abs=1e-8)
+        assert held_out["loo_class"][i] == schema.labels[int(output >= 0)]
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "ard", "linear", "poly2", "poly3", "matern"])
+def test_every_kernel_learns_the_target(folder, kernel):
+    assert select("price", "--kernel", kernel, "--outer", "0") == 0
+    held_out = pd.read_csv("out/held_out.csv")
+    assert held_out["loo_residual"].std() < 0.7 * held_out["target"].std()
+    assert run("predict", "out/model.pt", "data.csv") == 0
+    predicted = pd.read_csv("predictions.csv")["prediction"]
+    assert np.corrcoef(predicted, held_out["target"])[0, 1] > 0.8
+
+
+def test_the_boolean_kernel_takes_text_and_flags(folder, capsys):
+    assert select("price", "--kernel", "boolean", "--drop", "x", "--drop", "z", "--outer", "0") == 0
+    assert select("price", "--kernel", "boolean", out="other") == 2
+    assert "needs inputs 0 and 1 only; not so in 'x', 'z'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--machine", "rls"],
+        ["--machine", "kfd"],
+        ["--criterion", "auc"],
+        ["--criterion", "leave_pair_out_auc"],
+        ["--criterion", "balanced_error_rate", "--search", "grid"],
+        ["--criterion", "hinge", "--search", "nelder-mead"],
+        ["--weights", "w", "--prior", "1"],
+        ["--machine", "svc", "--clusters", "day", "--search", "grid", "--kernel", "linear", "--outer", "0"],
+        ["--machine", "sparse", "--basis", "9", "--weights", "w", "--clusters", "day"],
+    ],
+)
+def test_machines_criteria_searches_clusters_and_weights_go_together(folder, capsys, options):
+    assert select("good", *options) == 0
+    assert capsys.readouterr().err == ""
+    held_out = pd.read_csv("out/held_out.csv")
+    assert (held_out["loo_class"] == held_out["target"]).mean() > 0.7
+
+
+def test_the_same_seed_gives_the_same_files(folder, monkeypatch):
+    monkeypatch.setattr(report, "page", page)
+    for out in ("one", "two"):
+        assert select("price", "--machine", "sparse", "--seed", "3", out=out) == 0
+    for name in ("held_out.csv", "report.html"):
+        assert Path("one", name).read_bytes() == Path("two", name).read_bytes()
+
+
+def test_the_folder_is_named_after_the_data(folder):
+    assert run("select", "data.csv", "--target", "price", "--outer", "0", "--no-progress") == 0
+    assert Path("data-torchloo/report.html").is_file()
+    assert run("select", "data.csv", "--target", "price", "--outer", "0", "--no-progress") == 2
+
+
+def test_an_archive_is_a_table_too(folder):
+    data = table()
+    np.savez("data.npz", X=data[["x", "z"]].to_numpy(), y=data["price"].to_numpy())
+    assert run("select", "data.npz", "--target", "y", "--out", "out", *QUICK) == 0
+    assert run("predict", "out/model.pt", "data.npz") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target", "cost"], "no column 'cost'"),
+        (["--target", "price", "--clusters", "always"], "'always' has one value only"),
+        (["--target", "price", "--weights", "shop"], "'shop' must hold numbers"),
+        (["--target", "price", "--weights", "z"], "'z' must be positive"),
+        (["--target", "price", "--criterion", "acuracy"], "invalid choice: 'acuracy'"),
+        (["--target", "price", "--criterion", "auc"], "--criterion auc needs classes"),
+        (["--target", "good", "--criterion", "auc", "--search", "gradient"], "auc has no gradient"),
+        (["--target", "good", "--machine", "svc", "--criterion", "log_density"], "needs a least-squares"),
+        (["--target", "good", "--criterion", "leave_pair_out_auc", "--clusters", "day"], "not clusters"),
+        (["--target", "grade", "--machine", "kfd"], "kfd tells two classes apart, 'grade' has 3 classes"),
+        (["--target", "price", "--machine", "svc"], "svc tells two classes apart, 'price' has numbers"),
+        (["--target", "price", "--basis", "5"], "--basis is for --machine sparse"),
+        (["--target", "price", "--machine", "sparse", "--basis", "30"], "at most half of the rows, 24"),
+        (["--target", "price", "--outer", "-1"], "must be a whole number from 0 on"),
+        (["--target", "price", "--clusters", "half"], "at least 3 clusters, got 2"),
+        (["--target", "price", "--prior", "0"], "must be a positive number, got '0'"),
+        (["--target", "price", "--device", "cuda:9"], "--device cuda:9"),
+        (["--target", "price", "--device", "teapot"], "--device teapot"),
+        (["--target", "price", "--out", "full"], "the folder 'full' is not empty"),
+        (["--target", "price", "--out", "data.csv"], "must be a folder, got the file"),
+        (["--target", "price", "--out", "nowhere/out"], "nowhere' does not exist"),
+    ],
+)
+def test_wrong_use_ends_in_one_line_and_writes_nothing(folder, capsys, options, message):
+    (folder / "full").mkdir()
+    (folder / "full" / "file").touch()
+    before = sorted(folder.rglob("*"))
+    out = [] if "--out" in options else ["--out", "out"]
+    assert run("select", "data.csv", *out, *options) == 2
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("x,price\n1,2\n3,4\n", "the table has 2 rows"),
+        ("x,price\n" + "1,2\n,4\n" * 10, "missing values: 10 in column 'x', the first in row 2"),
+        ("x,price\n" + "".join(f"{i},name {i % 500}\n" for i in range(1000)), "500 distinct values"),
+    ],
+)
+def test_unusable_files_end_in_one_line_and_write_nothing(folder, capsys, content, message):
+    Path("data.csv").write_text(content)
+    assert run("select", "data.csv", "--target", "price", "--out", "out") == 2
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+def test_an_error_of_the_library_ends_in_one_line(folder, capsys, monkeypatch):
+    def fail(*args, **options):
+        raise ValueError("select: no candidate could be evaluated\nsecond line")
+
+    monkeypatch.setattr(findings_module.tl, "select", fail)
+    assert select("price") == 2
+    assert capsys.readouterr().err == "torchloo select: error: select: no candidate could be evaluated\n"
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+def test_a_failed_write_leaves_nothing_behind(folder, capsys, monkeypatch):
+    def fail(self, *args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert select("price", "--outer", "0") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+def test_warnings_of_the_library_are_lines_of_the_command(folder, capsys, monkeypatch):
+    original = tl.select
+
+    def warn(*args, **options):
+        import warnings
+
+        warnings.warn("select: beware\nof this", UserWarning, stacklevel=2)
+        return original(*args, **options)
+
+    monkeypatch.setattr(findings_module.tl, "select", warn)
+    assert select("price", "--outer", "0") == 0
+    assert capsys.readouterr().err == "torchloo select: warning: select: beware\n"
+
+
+@pytest.mark.parametrize("name", ["select", "validate"])
+def test_an_interrupt_that_a_search_obeys_still_ends_the_command(folder, capsys, monkeypatch, name):
+    """Both functions return what they have when interrupted, which must not pass for the result."""
+    original = getattr(tl, name)
+
+    def interrupted(*args, **options):
+        result = original(*args, **options)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(findings_module.tl, name, interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    assert select("price") == 130
+    assert capsys.readouterr().err == "torchloo select: interrupted\n"
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_an_interrupt_ends_without_a_traceback_and_writes_nothing(folder):
+    """SIGINT in the middle of a long outer estimate, as Ctrl-C sends it."""
+    table(n=100).to_csv("data.csv", index=False)
+    words = ["select", "data.csv", "--target", "price", "--out", "out", "--outer", "5000"]
+    command = [sys.executable, "-m", "torchloo", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "rows" in process.stdout.readline()  # it has read the table and gets to work
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].endswith("torchloo select: interrupted")
+    assert "Traceback" not in err
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, target):
+    new = table(seed=1).drop(columns=["always", "day", "w", "half"])
+    new.drop(columns=[name for name in TARGETS if name != target]).to_csv("new.csv", index=False)
+    assert run("predict", models[target], "new.csv", "--out", "p.csv") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert f"beside its column '{target}'" in out
+    predicted = pd.read_csv("p.csv", dtype={"prediction": str})
+    assert predicted["row"].tolist() == list(range(1, N + 1))
+    truth = new[target].astype(str)
+    if target == "price":
+        assert np.corrcoef(predicted["prediction"].astype(float), new["price"])[0, 1] > 0.9
+    else:
+        assert (predicted["prediction"] == truth).mean() > 0.7
+    scores = [name for name in predicted.columns if name.startswith("score")]
+    assert scores == {"price": [], "good": ["score"], "grade": ["score 0", "score 1", "score 2"]}[target]
+
+
+def test_predictions_of_the_training_rows_are_the_fit(folder, models):
+    schema, machine = load(models["price"], "cpu")
+    table().drop(columns=["always", "good", "grade", "day", "w", "half", "price"]).to_csv(
+        "new.csv", index=False
+    )
+    assert run("predict", models["price"], "new.csv") == 0
+    predicted = torch.tensor(pd.read_csv("predictions.csv")["prediction"].to_numpy())
+    X, y = torch.tensor(schema.design(table()[["x", "z", "shop"]])), torch.tensor(table()["price"].to_numpy())
+    torch.testing.assert_close(predicted, machine.solve(X, y).outputs.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ("none.pt", "data.csv", "'none.pt' does not exist"),
+        ("data.csv", "data.csv", "is not a model that torchloo select has written"),
+        ("other.pt", "data.csv", "is not a model that torchloo select has written"),
+        ("later.pt", "data.csv", "was written by torchloo 9.9.9"),
+        ("broken.pt", "data.csv", "is not a model that torchloo select has written"),
+        ("good.pt", "none.csv", "'none.csv' does not exist"),
+        ("good.pt", "wrong.csv", "do not match those of the model: missing 'z'; unexpected 'y'"),
+    ],
+)
+def test_predict_refuses_what_does_not_fit(folder, models, capsys, model, data, message):
+    shutil.copy(models["price"], "good.pt")
+    table()[["x", "shop"]].assign(y=1).to_csv("wrong.csv", index=False)
+    torch.save({"weights": torch.ones(2)}, "other.pt")
+    content = torch.load("good.pt", weights_only=True)
+    torch.save({**content, "version": 2, "torchloo": "9.9.9"}, "later.pt")
+    torch.save({**content, "state": {}}, "broken.pt")
+    assert run("predict", model, data, "--out", "p.csv") == 2
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not Path("p.csv").exists()
+
+
+def test_bench_prints_its_ratios(capsys):
+    assert run("bench", "--rows", "40", "--repeats", "1", "--no-progress") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    ratios = {line.split("   ")[0]: float(line.split()[-1]) for line in out.splitlines()[3:]}
+    assert len(ratios) == 6
+    assert all(ratio > 0 for ratio in ratios.values())

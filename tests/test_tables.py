@@ -1,0 +1,289 @@
+"""Tables: what is read from files, how columns are told apart and coded, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+pd = pytest.importorskip("pandas")
+
+from torchloo.reading import TableError, read_table  # noqa: E402
+from torchloo.schema import Schema  # noqa: E402
+from torchloo.tables import Roles, prepare  # noqa: E402
+
+N = 12
+
+
+def frame(**columns: object) -> "pd.DataFrame":
+    base = {
+        "x": np.arange(N, dtype=float) ** 2,
+        "colour": ["red", "green", "blue", "red"] * 3,
+        "y": np.arange(N) * 1.5,
+    }
+    return pd.DataFrame({**base, **columns})
+
+
+def inputs_of(table: "pd.DataFrame", **roles: object) -> list[str]:
+    return prepare(table, Roles("y", **roles)).schema.inputs
+
+
+def test_numbers_are_standardised_and_text_has_an_input_for_each_level():
+    prepared = prepare(frame(), Roles("y"))
+    assert prepared.schema.inputs == ["x", "colour=blue", "colour=green", "colour=red"]
+    np.testing.assert_allclose(prepared.X.mean(0), 0, atol=1e-12)
+    np.testing.assert_allclose(prepared.X.std(0, ddof=1), 1)
+    np.testing.assert_allclose(prepared.y, np.arange(N) * 1.5)
+    red = np.array([colour == "red" for colour in frame()["colour"]])
+    assert len(set(prepared.X[red, 3])) == len(set(prepared.X[~red, 3])) == 1
+
+
+def test_text_with_two_levels_is_one_input_and_booleans_are_numbers():
+    table = frame(colour=["a", "b"] * 6, flag=[True, False, True] * 4)
+    assert inputs_of(table) == ["x", "colour=b", "flag"]
+
+
+def test_constant_columns_and_names_are_left_out_and_reported():
+    table = frame(one=1.0, same="z", name=[f"row {i}" for i in range(N)])
+    prepared = prepare(table, Roles("y"))
+    assert "one" not in "".join(prepared.schema.inputs)
+    assert prepared.notes == (
+        "left out as constant: 'one', 'same'",
+        "column 'name' is text with 12 distinct values in 12 rows: left out",
+    )
+
+
+def test_copies_of_rows_are_reported_where_they_are_no_chance():
+    draw = np.random.default_rng(0)
+    table = pd.DataFrame({"x": draw.normal(size=40), "y": draw.normal(size=40), "g": np.arange(40) // 2})
+    assert prepare(table, Roles("y")).notes == ()
+    table.loc[7, ["x", "y"]] = table.loc[6, ["x", "y"]]
+    (note,) = prepare(table, Roles("y", drop=("g",))).notes
+    assert note.startswith("1 row is a copy of another")
+    assert prepare(table, Roles("y", clusters="g")).notes == ()
+    coarse = pd.DataFrame({"x": [1.5, 2.5] * 20, "y": [3.5, 4.5, 5.5, 6.5] * 10})
+    assert prepare(coarse, Roles("y")).notes == ()
+
+
+def test_dropped_cluster_and_weight_columns_are_no_inputs():
+    table = frame(group=["a", "b"] * 6, w=np.arange(1.0, N + 1))
+    prepared = prepare(table, Roles("y", clusters="group", weights="w", drop=("colour",)))
+    assert prepared.schema.inputs == ["x"]
+    assert prepared.clusters.tolist() == ["a", "b"] * 6
+    np.testing.assert_allclose(prepared.weight, table["w"])
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        (np.arange(N) * 0.5, ()),
+        (np.arange(N), ()),  # whole numbers, but too many of them for classes
+        ([0, 1] * 6, ("0", "1")),
+        ([0.0, 1.0] * 6, ("0", "1")),
+        ([-1, 1] * 6, ("-1", "1")),
+        ([0.25, 0.5] * 6, ("0.25", "0.5")),
+        ([True, False] * 6, ("False", "True")),
+        (["no", "yes"] * 6, ("no", "yes")),
+        (["c", "a", "b"] * 4, ("a", "b", "c")),
+    ],
+)
+def test_the_task_is_told_from_the_target(values, labels):
+    assert prepare(frame(y=values), Roles("y")).schema.labels == labels
+
+
+def test_few_whole_numbers_are_classes_in_their_order_unless_told_otherwise():
+    table = pd.DataFrame({"x": np.arange(20.0), "y": [2, 10] * 9 + [9, 9]})
+    prepared = prepare(table, Roles("y"))
+    assert prepared.schema.labels == ("2", "9", "10")
+    assert "--task regression" in prepared.notes[0]
+    assert prepare(table, Roles("y", task="regression")).schema.labels == ()
+
+
+def test_codes_of_two_and_of_several_classes():
+    two = prepare(frame(y=["no", "yes"] * 6), Roles("y"))
+    assert two.y.tolist() == [-1.0, 1.0] * 6
+    three = prepare(frame(y=["c", "a", "b"] * 4), Roles("y"))
+    assert three.y[:3].tolist() == [[-1, -1, 1], [1, -1, -1], [-1, 1, -1]]
+
+
+def test_a_schema_survives_plain_data_and_codes_a_new_table_alike():
+    prepared = prepare(frame(one=1.0), Roles("y"))
+    schema = Schema.from_dict(json.loads(json.dumps(prepared.schema.as_dict())))
+    assert schema == prepared.schema
+    again = schema.design(frame()[["colour", "x"]])  # another order, no constant column, no target
+    np.testing.assert_array_equal(again, prepared.X)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.drop(columns=["x", "colour"]), "missing 'x', 'colour'"),
+        (lambda t: t.assign(size=1), "unexpected 'size'"),
+        (lambda t: t.rename(columns={"x": "X"}), "missing 'x'; unexpected 'X'"),
+        (lambda t: t.assign(x=["a"] * N), "column 'x' must hold numbers, got 'a' in row 1"),
+        (lambda t: t.assign(colour=["red"] * 11 + ["pink"]), "'colour' has the value 'pink' in row 12"),
+        (lambda t: t.assign(x=[np.nan] * N), "missing values: 12 in column 'x'"),
+    ],
+)
+def test_a_table_that_does_not_match_is_refused_by_name(change, message):
+    schema = prepare(frame(), Roles("y")).schema
+    with pytest.raises(TableError, match=message):
+        schema.design(change(frame()))
+
+
+@pytest.mark.parametrize(
+    ("table", "roles", "message"),
+    [
+        (frame(), Roles("z"), "--target: no column 'z'; the table has 'x', 'colour', 'y'"),
+        (frame(), Roles("y", clusters="z"), "--clusters: no column 'z'"),
+        (frame(), Roles("y", weights="z"), "--weights: no column 'z'"),
+        (frame(), Roles("y", drop=("z",)), "--drop z: no column 'z'"),
+        (frame(), Roles("y", clusters="y"), "'y' cannot be both --target and --clusters"),
+        (frame(), Roles("y", drop=("y",)), "'y' cannot be both --target and --drop"),
+        (frame()[:2], Roles("y"), "the table has 2 rows; at least 10 are needed"),
+        (
+            frame(x=[np.nan] * 3 + [1.0] * 9),
+            Roles("y"),
+            "missing values: 3 in column 'x', the first in row 1",
+        ),
+        (frame(colour=["a"] * 11 + [None]), Roles("y"), "1 in column 'colour', the first in row 12"),
+        (frame(y=[np.nan] + [1.0] * 11), Roles("y"), "missing values: 1 in column 'y'"),
+        (frame(x=[np.inf] + [1.0] * 11), Roles("y"), "column 'x' is infinite in row 1"),
+        (frame(x=[1e200, -1e200] * 6), Roles("y"), "cannot be squared"),
+        (frame(x=["1", "2", "?", "4"] * 3), Roles("y"), "'x' mixes numbers with text, '\\?' in row 3"),
+        (frame(y=1.0), Roles("y"), "'y' has the same value in every row"),
+        (frame(y=["a"] * 11 + ["b"]), Roles("y"), "class 'b' of 'y' has one row"),
+        (frame(y=["a", "b"] * 6), Roles("y", task="regression"), "is text, which --task regression"),
+        (frame(g=["a"] * N), Roles("y", clusters="g"), "'g' has one value only"),
+        (frame(w=["a"] * N), Roles("y", weights="w"), "'w' must hold numbers, got 'a' in row 1"),
+        (frame(w=[0.0] * N), Roles("y", weights="w"), "'w' must be positive, got 0 in row 1"),
+        (pd.DataFrame({"y": np.arange(12.5), "one": 1}), Roles("y"), "no column is left to predict from"),
+        (frame(when=pd.to_datetime(["2020-01-01", "2021-01-01"] * 6)), Roles("y"), "'when' holds datetime"),
+    ],
+)
+def test_a_table_that_cannot_be_learnt_from_is_refused(table, roles, message):
+    with pytest.raises(TableError, match=message):
+        prepare(table, roles)
+
+
+def test_five_hundred_labels_are_no_classes():
+    table = pd.DataFrame({"x": np.arange(1000.0), "y": [f"name {i}" for i in range(500)] * 2})
+    with pytest.raises(TableError, match="'y' is text with 500 distinct values, more than 50 classes"):
+        prepare(table, Roles("y"))
+    numbers = pd.DataFrame({"x": np.arange(1000.0), "y": list(range(500)) * 2})
+    with pytest.raises(TableError, match="take --task regression"):
+        prepare(numbers, Roles("y", task="classification"))
+
+
+def test_boolean_inputs_stay_as_they_are_and_others_are_refused():
+    table = frame(x=[0, 1] * 6)
+    prepared = prepare(table, Roles("y"), standardise=False)
+    assert set(prepared.X.flatten()) == {0.0, 1.0}
+    with pytest.raises(TableError, match="needs inputs 0 and 1 only; not so in 'x'"):
+        prepare(frame(), Roles("y"), standardise=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a,b\n1.5,x\n2.5,y\n",
+        "a;b\n1,5;x\n2,5;y\n",
+        "a;b\n1.5;x\n2.5;y\n",
+        "a\tb\n1.5\tx\n2.5\ty\n",
+        "\ufeffa, b\n1.5, x\n2.5, y\n",
+    ],
+)
+def test_separators_and_decimal_commas(tmp_path, text):
+    path = tmp_path / "t.csv"
+    path.write_text(text, encoding="utf-8")
+    table, notes = read_table(path)
+    assert table.columns.tolist() == ["a", "b"]
+    assert table["a"].tolist() == [1.5, 2.5]
+    assert table["b"].tolist() == ["x", "y"]
+    assert notes == []
+
+
+def test_a_table_of_an_old_windows_program_is_read_with_a_note(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes("grün;preis\n1,5;2\n2,5;3\n".encode("cp1252"))
+    table, notes = read_table(path)
+    assert table.columns.tolist() == ["grün", "preis"]
+    assert table["grün"].tolist() == [1.5, 2.5]
+    assert notes == ["the file is not UTF-8: read as Windows-1252"]
+
+
+def test_a_column_that_counts_the_rows_is_kept_with_a_word():
+    prepared = prepare(frame(id=np.arange(1, N + 1)), Roles("y"))
+    assert "id" in prepared.schema.inputs
+    assert prepared.notes == (
+        "column 'id' counts the rows; if it is no measurement, leave it out with --drop",
+    )
+
+
+def test_a_nameless_column_of_row_numbers_is_left_out(tmp_path):
+    path = tmp_path / "t.csv"
+    pd.DataFrame({"a": [5, 6]}).to_csv(path)
+    table, notes = read_table(path)
+    assert table.columns.tolist() == ["a"]
+    assert "counts the rows" in notes[0]
+
+
+def test_an_archive_of_arrays_is_a_table(tmp_path):
+    path = tmp_path / "t.npz"
+    X = np.arange(6.0).reshape(3, 2)
+    np.savez(path, X=X, y=np.array([1, 2, 3]), names=np.array(["a", "b", "c"]), split=np.zeros((2, 2)))
+    table, notes = read_table(path)
+    assert table.columns.tolist() == ["X0", "X1", "y", "names"]
+    np.testing.assert_array_equal(table[["X0", "X1"]], X)
+    assert notes == ["arrays without 3 rows are left out: 'split'"]
+    np.savez(path, X=X, feature_names=np.array(["u", "v"]))
+    assert read_table(path)[0].columns.tolist() == ["u", "v"]
+
+
+def test_parquet_is_read_where_pyarrow_is(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "t.parquet"
+    frame().to_parquet(path)
+    assert read_table(path)[0].equals(frame())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", b"", "is empty"),
+        ("t.csv", b"\n\n", "is empty"),
+        ("t.csv", b"a,b\n", "has column names but no rows"),
+        ("t.csv", b"a,b\n1,2\n1,2,3\n", "is not a table: Expected 2 fields in line 3, saw 3"),
+        ("t.csv", b"a,b\n1,2,3\n4,5,6\n", "more fields than the header has names"),
+        ("t.csv", b"a,a\n1,2\n", "several columns named 'a'"),
+        ("t.csv", b"a,b\n\xff\x81,2\n", "is not UTF-8 text"),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16"), "is not a text file, or not in UTF-8"),
+        ("t.csv", b"a\0b\n1\n", "is not a text file"),
+        ("t.npz", b"not an archive", "is not an .npz archive"),
+        ("t.xlsx", b"", "must be a .csv, .parquet or .npz file"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TableError, match=message) as caught:
+        read_table(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(TableError, match="does not exist"):
+        read_table(tmp_path / "none.csv")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(TableError, match="is a folder"):
+        read_table(tmp_path / "folder.csv")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "remedy"),
+    [("pandas", "t.csv", r"torchloo\[cli\]"), ("pyarrow", "t.parquet", "pip install pyarrow")],
+)
+def test_what_is_not_installed_is_named(tmp_path, monkeypatch, module, name, remedy):
+    (tmp_path / name).write_bytes(b"a\n1\n")
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(TableError, match=remedy):
+        read_table(tmp_path / name)

@@ -1,0 +1,148 @@
+"""`torchloo bench`: the ratios that leave-one-out costs, or saves, on this machine.
+
+The functions are what the benchmark scripts time, too; the scripts do so at larger sizes, and against
+what is promised.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import torchloo as tl
+from torchloo.commands.predict import require_device
+from torchloo.commands.shell import count, table
+from torchloo.timing import best_times
+
+__all__ = ["add", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
+
+REG = 1.0
+
+
+def kernel_matrix(n: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    """RBF kernel matrix (n, n) of random points."""
+    X = torch.randn(n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return tl.kernels.RBF(lengthscale=2.0)(X).to(device)
+
+
+def targets(*shape: int, seed: int = 1, device: str = "cpu") -> Tensor:
+    """Random targets."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def train(K: Tensor, Y: Tensor) -> Tensor:
+    """Training alone: one Cholesky factorisation and one solve."""
+    M = K.clone()
+    M.diagonal(dim1=-2, dim2=-1).add_(REG)
+    return torch.cholesky_solve(Y, torch.linalg.cholesky(M))
+
+
+def loo(K: Tensor, Y: Tensor) -> Tensor:
+    """Leave-one-out residuals of the LS-SVM."""
+    return tl.functional.lssvm(K, Y, REG).held_out().residuals
+
+
+def loo_with_gradient(K: Tensor, Y: Tensor) -> Tensor | None:
+    """The gradient of PRESS in the kernel matrix."""
+    K = K.detach().requires_grad_()
+    reg = torch.tensor(REG, dtype=K.dtype, device=K.device, requires_grad=True)
+    tl.functional.lssvm(K, Y, reg).held_out().residuals.square().sum().backward()
+    return K.grad
+
+
+class _Comparison(NamedTuple):
+    """Two sides of one question; the ratio is theirs, times what the second is short of."""
+
+    what: str
+    over: Callable[[], object]
+    under: Callable[[], object]
+    factor: float = 1.0
+    """How many times the work of `over` would be, in all."""
+
+
+def add(commands: Any) -> None:
+    """Describe the arguments."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure on this machine what leave-one-out costs and saves",
+        description="Time leave-one-out against training and against refitting, in float64, and print the "
+        "ratios of this machine. Takes about a quarter of a minute on two cores.",
+    )
+    parser.add_argument("--rows", type=count, default=1000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=count, default=5, metavar="N", help="turns, the best counts (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time every comparison and print one table."""
+    require_device(args.device)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, float64", flush=True)
+    rows = [["", "first (s)", "second (s)", "ratio"]]
+    comparisons = list(_comparisons(args.rows, args.device))
+    bar = tqdm(
+        total=len(comparisons) * (args.repeats + 1), desc="timing", unit="turn", disable=not args.progress
+    )
+    with bar:
+        for comparison in comparisons:
+            sides = {"over": comparison.over, "under": comparison.under}
+            times = best_times(sides, args.repeats, on_turn=bar.update)
+            over = times["over"] * comparison.factor
+            rows.append(
+                [comparison.what, f"{over:.4f}", f"{times['under']:.4f}", f"{over / times['under']:.1f}"]
+            )
+    print(f"\n{table(rows)}")
+    return 0
+
+
+def _comparisons(n: int, device: str) -> Iterator[_Comparison]:
+    K, Y = kernel_matrix(n, device=device), targets(n, 1, device=device)
+    yield _Comparison(f"LOO / training, n = {n}", lambda: loo(K, Y), lambda: train(K, Y))
+    yield _Comparison(
+        f"LOO with gradient / training, n = {n}", lambda: loo_with_gradient(K, Y), lambda: train(K, Y)
+    )
+    yield _Comparison(f"{n} refits / LOO", lambda: train(K[1:, 1:], Y[1:]), lambda: loo(K, Y), n)
+    machine = tl.LSSVM(tl.kernels.Precomputed()).to(device)
+    regs = torch.logspace(-3, 3, 30, dtype=torch.float64, device=device)
+    yield _Comparison(
+        "LOO for 30 reg / one eigendecomposition",
+        lambda: machine.path(K, Y, regs),
+        lambda: torch.linalg.eigh(K),
+    )
+    yield _batch(device)
+    yield _svm(device)
+
+
+def _batch(device: str, problems: int = 1024, some: int = 32) -> _Comparison:
+    """Many small problems one by one against all at once; of the former only some are done."""
+    X = targets(problems, 32, 4, seed=2)
+    with torch.no_grad():
+        K = tl.kernels.RBF(lengthscale=2.0)(X).to(device)
+    Y = targets(problems, 32, 5, device=device)
+    return _Comparison(
+        f"{problems} problems of 32 rows with gradient: one by one / batch",
+        lambda: [loo_with_gradient(K[i], Y[i]) for i in range(some)],
+        lambda: loo_with_gradient(K, Y),
+        problems / some,
+    )
+
+
+def _svm(device: str, n: int = 200, some: int = 10) -> _Comparison:
+    """Refits of the SVM without each of its rows against its leave-one-out; only some are done."""
+    X, y = tl.datasets.twonorm(n, generator=torch.Generator().manual_seed(0))
+    X, y = X.to(device), y.to(device)
+    svc = tl.SVC(tl.kernels.RBF(lengthscale=4.5)).to(device)
+
+    @torch.no_grad()
+    def refits() -> list[Tensor]:
+        rows = torch.arange(n, device=device)
+        return [svc.solve(X[rows != i], y[rows != i]).coef for i in range(some)]
+
+    return _Comparison(f"SVM: {n} refits / LOO", refits, lambda: svc.loo(X, y), n / some)

@@ -1,0 +1,310 @@
+"""The work of `torchloo select`: choose a machine, look at what it says held out, estimate how well."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import torchloo as tl
+from torchloo.commands.measures import Measure, Outer, guess, measures
+from torchloo.commands.models import Spec
+from torchloo.held_out import HeldOut
+from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.tables import Prepared
+
+__all__ = [
+    "Answers",
+    "Findings",
+    "Plan",
+    "Problem",
+    "Row",
+    "choose",
+    "estimate",
+    "examine",
+    "number_of_splits",
+]
+
+# An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
+_MOST_ROWS_OF_PATH = 2000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    spec: Spec
+    criterion: str
+    search: str
+    prior: float | None
+    outer: int
+    seed: int
+    device: str
+    progress: bool
+    standardise: bool
+
+    @property
+    def criterion_function(self) -> Any:
+        """The criterion itself."""
+        return getattr(tl.criteria, self.criterion)
+
+
+class Problem(NamedTuple):
+    """A prepared table as tensors, rows in the order in which the machine sees them."""
+
+    X: Tensor
+    y: Tensor
+    weight: Tensor | None
+    clusters: Tensor | None
+    order: Tensor
+    """Row of the table for each row here, (n,)."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, plan: Plan) -> "Problem":
+        """Rows stay as they are, but for a sparse machine, whose basis is the first rows: it is drawn."""
+        n = len(prepared.y)
+        generator = torch.Generator().manual_seed(plan.seed)
+        order = torch.randperm(n, generator=generator) if plan.spec.machine == "sparse" else torch.arange(n)
+        pick = order.numpy()
+        clusters = None
+        if prepared.clusters is not None:
+            clusters = torch.from_numpy(np.unique(prepared.clusters, return_inverse=True)[1][pick])
+        weight = None if prepared.weight is None else torch.tensor(prepared.weight[pick], device=plan.device)
+        X, y = (torch.tensor(array[pick], device=plan.device) for array in (prepared.X, prepared.y))
+        return cls(X, y, weight, clusters, order)
+
+    def restored(self, values: Tensor) -> np.ndarray:
+        """Values (n, ...) in the order of the table."""
+        result = np.empty(values.shape)
+        result[self.order.numpy()] = values.detach().cpu().numpy()
+        return result
+
+    def answers(self, held_out: HeldOut) -> "Answers":
+        """Held-out outputs and residuals in the order of the table."""
+        return Answers(self.restored(held_out.outputs), self.restored(held_out.residuals))
+
+
+class Choice(NamedTuple):
+    """What the search came to."""
+
+    machine: Any
+    """A fitted machine."""
+    value: float
+    history: list[float]
+    """The criterion at every evaluation."""
+    evaluations: int
+    seconds: float
+    """About what another such search would take."""
+
+
+class Row(NamedTuple):
+    """One measure by every way of estimating it; None where there is none."""
+
+    measure: Measure
+    guess: float
+    loo: float
+    lco: float | None
+    outer: Outer | None
+
+    def shown(self) -> list[str]:
+        """The values that there are, as text."""
+        values = [self.guess, self.loo] + ([] if self.lco is None else [self.lco])
+        shown = [self.measure.show(value) for value in values]
+        return (
+            shown
+            if self.outer is None
+            else [*shown, self.measure.show_mean(self.outer.mean, self.outer.stderr)]
+        )
+
+
+class Answers(NamedTuple):
+    """What was said of every row held out, (n,) or (n, c), in the order of the table."""
+
+    outputs: np.ndarray
+    residuals: np.ndarray
+
+    @property
+    def size(self) -> np.ndarray:
+        """How far off each row is (n,): |residual|, for several classes the norm."""
+        return np.abs(self.residuals) if self.residuals.ndim == 1 else np.linalg.norm(self.residuals, axis=1)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that the report tells; arrays are in the order of the table."""
+
+    plan: Plan
+    prepared: Prepared
+    choice: Choice
+    parameters: list[tuple[str, float]]
+    lengthscales: np.ndarray | None
+    """Of ARD, one for each input."""
+    path: tuple[np.ndarray, np.ndarray] | None
+    """Regularisations and the criterion at each."""
+    loo: Answers
+    lco: Answers | None
+    """Leave-cluster-out, where there are clusters."""
+    leverage: np.ndarray | None
+    rows: list[Row]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 for regression."""
+        return len(self.prepared.schema.labels)
+
+    @property
+    def inner(self) -> Answers:
+        """The answers that the settings were chosen by: with its cluster out, where there are clusters."""
+        return self.loo if self.lco is None else self.lco
+
+    @property
+    def way(self) -> str:
+        """What the inner answers are called."""
+        return "leave-one-out" if self.lco is None else "leave-cluster-out"
+
+    def said(self, answers: Answers) -> np.ndarray:
+        """Outputs as the user knows the target: numbers or labels."""
+        outputs = answers.outputs
+        if not self.classes:
+            return outputs
+        names = np.array(self.prepared.schema.labels)
+        return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
+
+
+def choose(problem: Problem, plan: Plan) -> Choice:
+    """Select the hyper-parameters by the criterion."""
+    selection = tl.select(
+        plan.spec.build().to(plan.device),
+        problem.X,
+        problem.y,
+        criterion=plan.criterion_function,
+        search=plan.search,
+        clusters=problem.clusters,
+        weight=problem.weight,
+        prior=plan.prior,
+        generator=torch.Generator().manual_seed(plan.seed),
+        progress=plan.progress,
+    )
+    seconds = selection.evaluations * _seconds_of_one(selection.machine, problem, plan)
+    history = [float(record.value) for record in selection.history]
+    return Choice(selection.machine, float(selection.value), history, int(selection.evaluations), seconds)
+
+
+@torch.no_grad()
+def _seconds_of_one(machine: Any, problem: Problem, plan: Plan) -> float:
+    """About the time of one evaluation; the first of a process are slower and tell nothing."""
+    start = time.perf_counter()
+    if problem.clusters is None:
+        machine.loo(problem.X, problem.y, problem.weight)
+    else:
+        machine.lco(problem.X, problem.y, problem.clusters, problem.weight)
+    return (time.perf_counter() - start) * (3 if plan.search == "gradient" else 1)
+
+
+def number_of_splits(prepared: Prepared, plan: Plan) -> int:
+    """As many as asked for, but with clusters at most one for each."""
+    if prepared.clusters is None:
+        return plan.outer
+    return min(plan.outer, len(np.unique(prepared.clusters)))
+
+
+def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | None:
+    """The outer estimate of every measure: the whole selection repeated in every split.
+
+    Splits are hold-outs of 10 %, of whole clusters where there are some; where there are no more
+    clusters than splits asked for, each is left out once.
+    """
+    if not plan.outer:
+        return None
+    few = problem.clusters is not None and len(problem.clusters.unique()) <= plan.outer
+    tested: list[HeldOut] = []
+
+    def metric(held_out: HeldOut) -> Tensor:
+        """Keep the test rows of each split, so that every measure can be taken of them."""
+        tested.append(held_out)
+        return of[0].of(held_out)
+
+    tl.validate(
+        plan.spec.build().to(plan.device),
+        problem.X,
+        problem.y,
+        splits="leave-cluster-out" if few else plan.outer,
+        criterion=plan.criterion_function,
+        metric=metric,
+        search=plan.search,
+        clusters=problem.clusters,
+        weight=problem.weight,
+        standardise=plan.standardise,
+        prior=plan.prior,
+        generator=torch.Generator().manual_seed(plan.seed),
+        progress=plan.progress,
+    )
+    return [measure.over_splits(tested) for measure in of]
+
+
+@torch.no_grad()
+def examine(
+    prepared: Prepared, plan: Plan, problem: Problem, choice: Choice, outer: list[Outer] | None
+) -> Findings:
+    """Everything that the chosen machine says held out."""
+    machine, X, y, weight = choice.machine, problem.X, problem.y, problem.weight
+    loo = machine.loo(X, y, weight)
+    lco = None if problem.clusters is None else machine.lco(X, y, problem.clusters, weight)
+    leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
+    parameters, lengthscales = _parameters(machine)
+    return Findings(
+        plan=plan,
+        prepared=prepared,
+        choice=choice,
+        parameters=parameters,
+        lengthscales=lengthscales,
+        path=_path(problem, plan, choice),
+        loo=problem.answers(loo),
+        lco=None if lco is None else problem.answers(lco),
+        leverage=None if leverage is None else problem.restored(leverage),
+        rows=_rows(measures(y, len(prepared.schema.labels)), y, loo, lco, outer),
+    )
+
+
+def _rows(
+    of: list[Measure], y: Tensor, loo: HeldOut, lco: HeldOut | None, outer: list[Outer] | None
+) -> list[Row]:
+    """Every measure by every way; held-out targets are those of the table, not a machine's own codes."""
+    ways = [None if way is None else way._replace(targets=y, residuals=y - way.outputs) for way in (loo, lco)]
+    rows = []
+    for k, measure in enumerate(of):
+        inner, clusters = (None if way is None else measure.value(way) for way in ways)
+        assert inner is not None
+        rows.append(
+            Row(measure, measure.value(guess(y)), inner, clusters, None if outer is None else outer[k])
+        )
+    return rows
+
+
+def _parameters(machine: KernelMachine) -> tuple[list[tuple[str, float]], np.ndarray | None]:
+    """Scalar hyper-parameters by their names, and the lengthscales of ARD."""
+    scalars, lengthscales = [], None
+    for name, logarithm in machine.named_parameters():
+        values = logarithm.exp().cpu().numpy()
+        if values.ndim:
+            lengthscales = values
+        else:
+            scalars.append((name.rpartition(".")[2].removeprefix("log_"), float(values)))
+    return scalars, lengthscales
+
+
+def _path(problem: Problem, plan: Plan, choice: Choice) -> tuple[np.ndarray, np.ndarray] | None:
+    """The criterion over six decades of regularisation about the chosen one; None where that is dear."""
+    machine = choice.machine
+    dear = len(problem.y) > _MOST_ROWS_OF_PATH
+    if dear or not isinstance(machine, LeastSquares) or plan.criterion_function.takes_fit:
+        return None
+    regs = machine.reg * torch.logspace(-3, 3, 49, dtype=problem.X.dtype, device=problem.X.device)
+    try:
+        path = machine.path(problem.X, problem.y, regs, problem.clusters, problem.weight)
+        values = plan.criterion_function(path)
+    except ValueError:  # the smallest may be too small to factorise with
+        return None
+    return regs.cpu().numpy(), values.cpu().numpy()

@@ -1,0 +1,133 @@
+"""What the command tells of predictions: a few measures for each task, and what guessing would give.
+
+A measure is called as a criterion of tl.criteria is, with a HeldOut, and returns one number. Every row
+counts once, whatever the training weights.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import torchloo as tl
+from torchloo.held_out import HeldOut
+
+__all__ = ["Measure", "Outer", "guess", "measures"]
+
+
+class Outer(NamedTuple):
+    """The outer estimate of one measure."""
+
+    scores: np.ndarray
+    """Its value in every split where it has one."""
+    mean: float
+    stderr: float
+
+
+class Measure(NamedTuple):
+    """A name, the function, and how its values are gathered and shown."""
+
+    name: str
+    of: Callable[[HeldOut], Tensor]
+    percent: bool = False
+    places: int | None = None
+    """Decimal places; None shows four digits."""
+    root: bool = False
+    """The function is a mean of squares, and the measure its root."""
+
+    def value(self, held_out: HeldOut) -> float:
+        """The measure."""
+        value = float(self.of(held_out))
+        return value**0.5 if self.root else value
+
+    def over_splits(self, parts: list[HeldOut]) -> Outer:
+        """The estimate from the test rows of many splits; of squares, the mean is taken before the root.
+
+        A split that has no value, such as a ROC curve of one class, is left out.
+        """
+        values = np.array([float(self.of(part)) for part in parts])
+        values = values[~np.isnan(values)]
+        mean = float(values.mean()) if len(values) else np.nan
+        stderr = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else np.nan
+        if not self.root:
+            return Outer(values, mean, stderr)
+        root = mean**0.5
+        return Outer(np.sqrt(values), root, stderr / (2 * root) if root else 0.0)
+
+    def show(self, value: float) -> str:
+        """A value of the measure as text."""
+        if self.percent:
+            return f"{100 * value:.1f} %"
+        return f"{value:.4g}" if self.places is None else f"{round(value, self.places) + 0.0:.{self.places}f}"
+
+    def show_mean(self, mean: float, error: float) -> str:
+        """A mean and its standard error as text."""
+        if np.isnan(mean):
+            return "-"
+        if np.isnan(error):
+            return self.show(mean)
+        if self.percent:
+            return f"{100 * mean:.1f} ± {100 * error:.1f} %"
+        places = self.places
+        if places is None and not 1e-3 <= abs(mean) < 1e6:
+            return f"{mean:.3g} ± {error:.2g}"
+        if places is None:
+            places = max(0, 1 - int(np.floor(np.log10(error)))) if error else 3
+        return f"{mean:.{places}f} ± {error:.{places}f}"
+
+
+def measures(y: Tensor, classes: int) -> list[Measure]:
+    """The measures of a task with targets y, the one to quote first."""
+    if not classes:
+        variance = y.var(correction=0)
+        return [
+            Measure("RMSE", _mse, root=True),
+            Measure("mean absolute error", lambda held_out: held_out.residuals.abs().mean(-1)),
+            Measure("R²", lambda held_out: 1 - _mse(held_out) / variance, places=3),
+        ]
+    rates = [
+        Measure("error rate", lambda held_out: _wrong(held_out).mean(-1), percent=True),
+        Measure("balanced error rate", _balanced, percent=True),
+    ]
+    return rates if classes > 2 else [*rates, Measure("area under the ROC curve", _auc, places=3)]
+
+
+def _mse(held_out: HeldOut) -> Tensor:
+    return tl.criteria.mse(held_out, weight=None)
+
+
+def _members(held_out: HeldOut) -> Tensor:
+    """Which class each row is of, 0 or 1 (n, c)."""
+    y = held_out.targets
+    positive = torch.stack([y < 0, y > 0], -1) if y.ndim == 1 else y > 0
+    return positive.to(y.dtype)
+
+
+def _wrong(held_out: HeldOut) -> Tensor:
+    """Rows (n,) of which another class was said, as 0 and 1."""
+    said, y = held_out.outputs, held_out.targets
+    wrong = (said >= 0) != (y > 0) if y.ndim == 1 else said.argmax(-1) != y.argmax(-1)
+    return wrong.to(y.dtype)
+
+
+def _balanced(held_out: HeldOut) -> Tensor:
+    """The mean of the error rates of the classes that are there."""
+    members = _members(held_out)
+    count = members.sum(0)  # (c,)
+    rate = _wrong(held_out) @ members / count.clamp(min=1)
+    return rate.sum() / (count > 0).sum()
+
+
+def _auc(held_out: HeldOut) -> Tensor:
+    if not bool((_members(held_out).sum(0) > 0).all()):
+        return held_out.outputs.new_tensor(torch.nan)
+    return tl.criteria.auc(held_out)
+
+
+def guess(y: Tensor) -> HeldOut:
+    """Always saying the mean of the targets, which for classes is to name the commonest one."""
+    outputs = y.mean(0).expand_as(y)
+    ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
+    return HeldOut(outputs, y - outputs, y, ones, None, torch.ones_like(y), ones > 1)

@@ -1,0 +1,84 @@
+"""`torchloo predict`: what a selected machine says of new rows."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchloo.commands.models import load
+from torchloo.commands.shell import UserError, first_line, writable, write
+from torchloo.reading import pandas, read_table
+from torchloo.schema import Schema
+
+__all__ = ["add", "require_device", "run"]
+
+_ROWS = 4096  # predicted at once, so that a long table needs no more memory than a short one
+
+
+def add(commands: Any) -> None:
+    """Describe the arguments."""
+    parser = commands.add_parser(
+        "predict",
+        help="predict new rows with a model of torchloo select",
+        description="Predict the rows of a table with a model that torchloo select has written. The table "
+        "must have the model's input columns; a target column may be there, and is then compared with.",
+    )
+    parser.add_argument("model", type=Path, metavar="model.pt", help="the model")
+    parser.add_argument("data", type=Path, metavar="new.csv", help="the table: .csv, .parquet or .npz")
+    parser.add_argument(
+        "--out",
+        type=writable(".csv"),
+        default="predictions.csv",
+        metavar="FILE",
+        help="the predictions (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict, and write the predictions."""
+    require_device(args.device)
+    pd = pandas()
+    schema, machine = load(args.model, args.device)
+    frame, _ = read_table(args.data)
+    X = torch.tensor(schema.design(frame), device=args.device)
+    try:
+        with torch.no_grad():
+            outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(first_line(error)) from error
+    columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
+    write(args.out, pd.DataFrame(columns).to_csv(index=False).encode())
+    print(f"{len(frame)} rows predicted: {args.out}")
+    if schema.target in frame.columns and not frame[schema.target].isna().any():
+        print(_comparison(schema, schema.codes(frame[schema.target]), outputs))
+    return 0
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device}: {first_line(error)}") from error
+
+
+def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
+    if not schema.labels:
+        return {"prediction": outputs}
+    names = np.array(schema.labels)
+    if outputs.ndim == 1:
+        return {"prediction": names[(outputs >= 0).astype(int)], "score": outputs}
+    scores = {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
+    return {"prediction": names[outputs.argmax(1)], **scores}
+
+
+def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray) -> str:
+    """How the predictions compare with a target column of the same table."""
+    if not schema.labels:
+        return f"beside its column {schema.target!r}: RMSE {np.sqrt(np.mean((y - outputs) ** 2)):.4g}"
+    wrong = (y > 0) != (outputs >= 0) if y.ndim == 1 else y.argmax(1) != outputs.argmax(1)
+    return f"beside its column {schema.target!r}: {int(wrong.sum())} of {len(y)} wrong ({wrong.mean():.1%})"

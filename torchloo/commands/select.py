@@ -1,0 +1,271 @@
+"""`torchloo select`: from a table to a chosen machine, an honest estimate and a report."""
+
+import argparse
+import shlex
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torchloo as tl
+from torchloo import report
+from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine, number_of_splits
+from torchloo.commands.measures import measures
+from torchloo.commands.models import KERNELS, MACHINES, Spec, save
+from torchloo.commands.predict import require_device
+from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole
+from torchloo.commands.telling import described, held_out, summary
+from torchloo.reading import read_table
+from torchloo.report import pictures, wording
+from torchloo.schema import CLASSIFICATION, REGRESSION
+from torchloo.tables import Prepared, Roles, prepare
+
+__all__ = ["add", "run"]
+
+CRITERIA = tuple(wording.CRITERIA)
+_FOR_NUMBERS = ("press", "mse", "kendall_tau", "log_density")
+_LEAST_SQUARES_ONLY = ("log_density", "leave_pair_out_auc")
+_TWO_CLASSES = ("kfd", "svc")
+_LONG = 20.0  # seconds after which an outer estimate is announced with its time
+
+
+def add(commands: Any) -> None:
+    """Describe the arguments."""
+    parser = commands.add_parser(
+        "select",
+        help="choose a machine for a table and estimate how well it does",
+        description="Choose the hyper-parameters of a kernel machine by leave-one-out, estimate how well it "
+        "predicts unseen rows by repeating the whole selection in outer splits, and write a folder with "
+        "model.pt, held_out.csv and report.html. Text columns are coded, constant ones left out, inputs "
+        "standardised; whether the target is a number or a class is told from its values.",
+    )
+    parser.add_argument("data", type=Path, metavar="data.csv", help="the table: .csv, .parquet or .npz")
+    parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
+    parser.add_argument("--machine", choices=MACHINES, default="lssvm", help="(default: %(default)s)")
+    parser.add_argument("--kernel", choices=KERNELS, default="rbf", help="(default: %(default)s)")
+    parser.add_argument(
+        "--criterion",
+        choices=CRITERIA,
+        metavar="NAME",
+        help=f"what to select by: {', '.join(CRITERIA)} (default: press; for svc smooth_error)",
+    )
+    parser.add_argument(
+        "--search",
+        choices=("gradient", "nelder-mead", "grid"),
+        help="(default: gradient, or nelder-mead where there is none)",
+    )
+    parser.add_argument(
+        "--prior",
+        type=positive,
+        metavar="S",
+        help="strength of a prior that keeps the kernel's settings near their start, such as 1, against "
+        "over-fitting of the criterion (default: none)",
+    )
+    parser.add_argument("--clusters", metavar="COLUMN", help="rows with the same value are left out together")
+    parser.add_argument("--weights", metavar="COLUMN", help="a positive weight for each row")
+    parser.add_argument(
+        "--drop", metavar="COLUMN", action="append", default=[], help="leave a column out; may be repeated"
+    )
+    parser.add_argument(
+        "--task", choices=(CLASSIFICATION, REGRESSION), help="(default: told from the target)"
+    )
+    parser.add_argument(
+        "--outer",
+        type=whole,
+        default=100,
+        metavar="N",
+        help="outer splits, 0 for none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--basis", type=count, metavar="M", help="basis rows of --machine sparse (default: 200)"
+    )
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=folder, metavar="DIR", help="the folder to write (default: data-torchloo)"
+    )
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, select, estimate, and write everything at once."""
+    pictures.require()
+    require_device(args.device)
+    out = _folder(args)
+    frame, read = read_table(args.data)
+    roles = Roles(args.target, args.clusters, args.weights, tuple(args.drop), args.task)
+    prepared = prepare(frame, roles, standardise=args.kernel != "boolean")
+    prepared = prepared._replace(notes=(*read, *prepared.notes))
+    plan = _plan(args, prepared)
+    print(described(args.data, prepared), flush=True)
+    with _told(), _interruptible() as check:
+        findings = _find(prepared, plan, check)
+    source = report.Source(args.data.name, _command(args))
+    page = report.page(findings, source)
+    with new_folder(out) as part:
+        save(part / "model.pt", plan.spec, prepared.schema, findings.choice.machine)
+        held_out(findings).to_csv(part / "held_out.csv", index=False)
+        (part / "report.html").write_text(page, encoding="utf-8")
+    print(f"\n{summary(findings)}\n\nreport: {out / 'report.html'}")
+    return 0
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    if args.out is not None:
+        return args.out
+    try:
+        return folder(f"{args.data.stem}-torchloo")
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{error} with --out") from None
+
+
+def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
+    """What to do, once it is clear that the machine, the criterion and the task fit together."""
+    classes, (n, d) = len(prepared.schema.labels), prepared.X.shape
+    if args.machine in _TWO_CLASSES and classes != 2:
+        task = f"{classes} classes" if classes else "numbers"
+        raise UserError(
+            f"--machine {args.machine} tells two classes apart, {args.target!r} has {task}; take lssvm"
+        )
+    criterion = args.criterion or ("smooth_error" if args.machine == "svc" else "press")
+    if not classes and criterion not in _FOR_NUMBERS:
+        raise UserError(
+            f"--criterion {criterion} needs classes; for numbers take one of {', '.join(_FOR_NUMBERS)}"
+        )
+    if criterion in _LEAST_SQUARES_ONLY and args.machine == "svc":
+        raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
+    if criterion == "leave_pair_out_auc" and args.clusters is not None:
+        raise UserError("--criterion leave_pair_out_auc leaves out pairs, not clusters; take wmw")
+    svc_clusters = args.machine == "svc" and args.clusters is not None
+    differentiable = getattr(tl.criteria, criterion).differentiable and not svc_clusters
+    if args.search == "gradient" and not differentiable:
+        what = "svc with clusters" if svc_clusters else f"--criterion {criterion}"
+        raise UserError(f"{what} has no gradient; take --search nelder-mead")
+    if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
+        raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
+    basis = _basis(args, n)
+    if args.device == "cpu":
+        _require_memory(args.machine, args.kernel, n)
+    return Plan(
+        spec=Spec(args.machine, args.kernel, d, basis),
+        criterion=criterion,
+        search=args.search or ("gradient" if differentiable else "nelder-mead"),
+        prior=args.prior,
+        outer=args.outer,
+        seed=args.seed,
+        device=args.device,
+        progress=args.progress,
+        standardise=args.kernel != "boolean",
+    )
+
+
+def _basis(args: argparse.Namespace, n: int) -> int:
+    if args.machine != "sparse":
+        if args.basis is not None:
+            raise UserError("--basis is for --machine sparse")
+        return 0
+    most = n // 2  # so that every outer split has as many
+    if args.basis is not None and args.basis > most:
+        raise UserError(f"--basis must be at most half of the rows, {most}, got {args.basis}")
+    return args.basis or min(200, most)
+
+
+def _require_memory(machine: str, kernel: str, n: int) -> None:
+    """Refuse what cannot fit: a dense machine needs about six matrices n x n."""
+    if machine == "sparse" or kernel == "linear":
+        return
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return
+    if 6 * 8 * n * n > available:
+        raise UserError(
+            f"{n} rows need about {48e-9 * n * n:.0f} GB with --machine {machine}, and "
+            f"{available / 1e9:.0f} GB are free; take --machine sparse"
+        )
+
+
+def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
+    """All of the numerical work; an error of the library ends in one line."""
+    try:
+        problem = Problem.of(prepared, plan)
+        choice = choose(problem, plan)
+        check()
+        _announce(number_of_splits(prepared, plan), choice.seconds)
+        outer = estimate(problem, plan, measures(problem.y, len(prepared.schema.labels)))
+        check()
+        return examine(prepared, plan, problem, choice, outer)
+    except (ValueError, TypeError, RuntimeError, MemoryError) as error:
+        raise UserError(first_line(error)) from error
+
+
+def _announce(splits: int, seconds: float) -> None:
+    """Say beforehand what will take long."""
+    if (total := splits * seconds) > _LONG:
+        shown = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
+        print(f"outer estimate: {splits} selections, about {shown} (--outer 0 leaves it out)", flush=True)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Warnings of the library as lines of the command."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for text in dict.fromkeys(first_line(warning.message) for warning in caught):  # type: ignore[arg-type]
+        print(f"torchloo select: warning: {text}", file=sys.stderr)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Any]:
+    """Gives a check that raises KeyboardInterrupt if a search has taken one as the order to stop."""
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not in the main thread, where no interrupt arrives
+        yield check
+        return
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line that does the same again."""
+    words = ["torchloo", "select", args.data.name, "--target", args.target]
+    for name in (
+        "machine",
+        "kernel",
+        "criterion",
+        "search",
+        "prior",
+        "clusters",
+        "weights",
+        "task",
+        "outer",
+        "basis",
+        "seed",
+    ):
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name}", str(value)]
+    for name in args.drop:
+        words += ["--drop", name]
+    return shlex.join(words)

@@ -1,0 +1,61 @@
+"""What `torchloo select` tells in text: the table it has read, the findings in short, and held_out.csv."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchloo.commands.findings import Answers, Findings
+from torchloo.commands.shell import table
+from torchloo.reading import pandas
+from torchloo.tables import Prepared
+
+__all__ = ["described", "held_out", "summary"]
+
+
+def described(path: Path, prepared: Prepared) -> str:
+    """What was read, and what there is to say of it."""
+    schema, (n, d) = prepared.schema, prepared.X.shape
+    labels = schema.labels
+    task = f"regression of {schema.target!r}"
+    if labels:
+        shown = ", ".join(labels[:6]) + (", ..." if len(labels) > 6 else "")
+        task = f"{len(labels)} classes of {schema.target!r}: {shown}"
+    lines = [f"{path.name}: {n} rows, {d} input{'s' * (d > 1)}, {task}"]
+    return "\n".join([*lines, *(f"  note: {note}" for note in prepared.notes)])
+
+
+def held_out(findings: Findings) -> Any:
+    """The table held_out.csv: a row for each row of the data."""
+    prepared, n = findings.prepared, len(findings.prepared.y)
+    columns: dict[str, np.ndarray] = {"row": np.arange(1, n + 1), "target": prepared.target}
+    columns |= _answers(findings, "loo", findings.loo)
+    columns["leverage"] = np.full(n, np.nan) if findings.leverage is None else findings.leverage
+    if prepared.clusters is not None and findings.lco is not None:
+        columns["cluster"] = prepared.clusters
+        columns |= _answers(findings, "lco", findings.lco)
+    return pandas().DataFrame(columns)
+
+
+def _answers(findings: Findings, way: str, answers: Answers) -> dict[str, np.ndarray]:
+    """Outputs and residuals; for several classes an output for each, and the norm of the residuals."""
+    said = {f"{way}_class": findings.said(answers)} if findings.classes else {}
+    if answers.outputs.ndim == 1:
+        return {f"{way}_output": answers.outputs, **said, f"{way}_residual": answers.residuals}
+    labels = findings.prepared.schema.labels
+    outputs = {f"{way}_output {label}": answers.outputs[:, k] for k, label in enumerate(labels)}
+    return {**outputs, **said, f"{way}_residual": answers.size}
+
+
+def summary(findings: Findings) -> str:
+    """The findings in a few lines of text."""
+    choice, plan, first = findings.choice, findings.plan, findings.rows[0]
+    settings = ", ".join(f"{name} {value:.4g}" for name, value in findings.parameters)
+    if findings.lengthscales is not None:
+        settings += f", lengthscales {findings.lengthscales.min():.3g} to {findings.lengthscales.max():.3g}"
+    chosen = f"chosen: {settings}\n{plan.criterion} {choice.value:.4g} after {choice.evaluations} evaluations"
+    head = ["", "guessing", "leave-one-out"]
+    head += ["leave-cluster-out"] * (first.lco is not None)
+    head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]
+    rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
+    return f"{chosen}\n\n{table(rows)}"

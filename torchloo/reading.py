@@ -1,0 +1,158 @@
+"""Tables from files: CSV, Parquet and .npz, checked to be what they seem."""
+
+import importlib
+import re
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["TableError", "listed", "pandas", "read_table"]
+
+
+class TableError(ValueError):
+    """A table that cannot be used as it is; the text is one line and names the remedy."""
+
+
+def read_table(path: Path) -> tuple["pd.DataFrame", list[str]]:
+    """A table with one row for each row of the file, and what the user should know of the reading.
+
+    CSV may be separated by commas, semicolons, tabs or bars; beside semicolons, numbers may have a
+    decimal comma. Parquet needs pyarrow. In an .npz, an array (n,) is a column of its own name, and
+    an array (n, d) is d columns, named by an array `feature_names` (d,) or by numbers.
+    """
+    pandas()
+    readers = {".csv": _csv, ".tsv": _csv, ".txt": _csv, ".parquet": _parquet, ".npz": _npz}
+    read = readers.get(path.suffix.lower())
+    if read is None:
+        raise TableError(f"{str(path)!r} must be a .csv, .parquet or .npz file")
+    if not path.is_file():
+        raise TableError(f"{str(path)!r} " + ("is a folder" if path.is_dir() else "does not exist"))
+    if path.stat().st_size == 0:
+        raise TableError(f"{str(path)!r} is empty")
+    try:
+        frame, notes = read(path)
+    except OSError as error:
+        raise TableError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    if not len(frame):
+        raise TableError(f"{str(path)!r} has column names but no rows")
+    return frame, notes
+
+
+def pandas() -> ModuleType:
+    """The pandas module, or the remedy."""
+    try:
+        return importlib.import_module("pandas")
+    except ImportError as error:
+        raise TableError("reading tables needs pandas: pip install torchloo[cli]") from error
+
+
+def _csv(path: Path) -> tuple["pd.DataFrame", list[str]]:
+    pd = pandas()
+    encoding, notes = _encoding(path)
+    try:
+        with path.open(encoding=encoding) as file:
+            head = "".join(line for line, _ in zip(file, range(20), strict=False))
+        first, _, rest = head.partition("\n")
+        separator = max(",;\t|", key=first.count)
+        commas = separator == ";" and bool(re.search(r"\d,\d", rest)) and not re.search(r"\d\.\d", rest)
+        options = {"sep": separator, "decimal": "," if commas else ".", "encoding": encoding}
+        names = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **options)
+        frame = pd.read_csv(path, low_memory=False, skipinitialspace=True, **options)
+    except pd.errors.EmptyDataError as error:
+        raise TableError(f"{str(path)!r} is empty") from error
+    except pd.errors.ParserError as error:
+        reason = str(error).strip().removeprefix("Error tokenizing data. C error: ").splitlines()[0]
+        raise TableError(f"{str(path)!r} is not a table: {reason}") from error
+    if not frame.index.equals(pd.RangeIndex(len(frame))):  # pandas takes fields without a name for it
+        raise TableError(f"{str(path)!r} has rows with more fields than the header has names")
+    _require_distinct(path, [str(name).strip() for name in names.iloc[0]])
+    frame.columns = [str(name).strip() for name in frame.columns]
+    frame, left = _without_row_numbers(frame)
+    return frame, notes + left
+
+
+def _encoding(path: Path) -> tuple[str, list[str]]:
+    """UTF-8, or Windows-1252 with a note of it."""
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise TableError(f"{str(path)!r} is not a text file, or not in UTF-8")
+    for encoding in ("utf-8-sig", "cp1252"):
+        try:
+            content.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        return encoding, [] if encoding == "utf-8-sig" else ["the file is not UTF-8: read as Windows-1252"]
+    raise TableError(f"{str(path)!r} is not UTF-8 text")
+
+
+def _require_distinct(path: Path, names: list[str]) -> None:
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise TableError(f"{str(path)!r} has several columns named {listed(twice)}")
+
+
+def _without_row_numbers(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[str]]:
+    """Leave out a first column without a name that counts the rows, as pandas writes it."""
+    name, n = frame.columns[0], len(frame)
+    if name.startswith("Unnamed: ") and n:
+        values = frame.iloc[:, 0].tolist()
+        if values in (list(range(n)), list(range(1, n + 1))):
+            return frame.iloc[:, 1:], ["the first column has no name and counts the rows: left out"]
+    return frame, []
+
+
+def _parquet(path: Path) -> tuple["pd.DataFrame", list[str]]:
+    try:
+        importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise TableError("reading Parquet needs pyarrow: pip install pyarrow") from error
+    try:
+        frame = pandas().read_parquet(path, engine="pyarrow").reset_index(drop=True)
+    except Exception as error:  # pyarrow's own errors, whatever their class
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TableError(f"{str(path)!r} is not a Parquet file: {reason}") from error
+    names = [str(name) for name in frame.columns]
+    _require_distinct(path, names)
+    frame.columns = names
+    return frame, []
+
+
+def _npz(path: Path) -> tuple["pd.DataFrame", list[str]]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise TableError(f"{str(path)!r} is not an .npz archive of plain arrays") from error
+    tables = {name: array for name, array in arrays.items() if array.ndim in (1, 2)}
+    if not tables:
+        raise TableError(f"{str(path)!r} holds no array of one or two dimensions")
+    n = len(tables.get("X", next(iter(tables.values()))))
+    columns: dict[str, np.ndarray] = {}
+    for name, array in tables.items():
+        if len(array) != n:
+            continue
+        for column, values in _columns_of(name, array, arrays.get("feature_names")):
+            columns[column] = values
+    left = sorted(set(arrays) - {"feature_names"} - {name for name in tables if len(tables[name]) == n})
+    notes = [f"arrays without {n} rows are left out: {listed(left)}"] if left else []
+    return pandas().DataFrame(columns), notes
+
+
+def _columns_of(name: str, array: np.ndarray, names: np.ndarray | None) -> list[tuple[str, np.ndarray]]:
+    if array.ndim == 1:
+        return [(name, array)]
+    if name == "X" and names is not None and names.shape == (array.shape[1],):
+        return [(str(given), array[:, j]) for j, given in enumerate(names)]
+    return [(f"{name}{j}", array[:, j]) for j in range(array.shape[1])]
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """Names in quotes, the first few of them."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,69 @@
+"""The report of `torchloo select`: one self-contained page, pictures and style inside it.
+
+Nothing is fetched when the page is opened: its content policy forbids it.
+"""
+
+from importlib import resources
+from typing import NamedTuple
+
+import torchloo as tl
+from torchloo.commands.findings import Findings
+from torchloo.report import machine, outcome, rows
+from torchloo.report.markup import paragraph, section, text
+
+__all__ = ["Source", "page"]
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+class Source(NamedTuple):
+    """Where the findings come from."""
+
+    file: str
+    command: str
+
+
+def page(findings: Findings, source: Source) -> str:
+    """The whole page as text."""
+    target, (n, d) = text(findings.prepared.schema.target), findings.prepared.X.shape
+    style = (resources.files("torchloo") / "data" / "report.css").read_text(encoding="utf-8")
+    kind = "Classification" if findings.classes else "Regression"
+    sections = [
+        outcome.summary(findings),
+        machine.data(findings),
+        outcome.estimates(findings),
+        rows.agreement(findings),
+        rows.residuals(findings),
+        outcome.clusters(findings),
+        machine.machine(findings),
+        _files(source),
+    ]
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Predicting {target} ({text(source.file)})</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+<h1>Predicting {target}</h1>
+<p class="sub">{kind} from {text(source.file)}: {n} rows, {d} input{"s" * (d > 1)}</p>
+{"".join(sections)}<footer>Written by torchloo {tl.__version__}. Leave-one-out is exact: what is said of a row
+is what the machine trained without it would say.</footer>
+</body>
+</html>
+"""
+
+
+def _files(source: Source) -> str:
+    words = (
+        "<code>model.pt</code> is the machine, for <code>torchloo predict</code>. "
+        "<code>held_out.csv</code> has for every row what was said of it unseen, its residual and its "
+        "leverage. "
+        "The same command gives the same again:"
+    )
+    return section("Files", paragraph(words), f"<pre><code>{text(source.command)}</code></pre>\n")

@@ -1,0 +1,121 @@
+"""What went in, and what came out of the search."""
+
+import numpy as np
+
+from torchloo.commands.findings import Findings
+from torchloo.report import pictures
+from torchloo.report.markup import figure, items, number, paragraph, section, table, text
+from torchloo.report.wording import CRITERIA, KERNELS, MACHINES, PARAMETERS
+
+__all__ = ["data", "machine"]
+
+_MOST_BARS = 20
+_MOST_CLASSES = 6
+
+
+def data(findings: Findings) -> str:
+    """The table that was read."""
+    prepared, schema = findings.prepared, findings.prepared.schema
+    n, d = prepared.X.shape
+    words = [column for column in schema.columns if column.levels is not None]
+    used = f"{len(schema.columns)}" + (f", {len(words)} of them text" if words else "")
+    rows = [["rows", f"{n}"], ["columns", used]] + ([["inputs after coding", f"{d}"]] if words else [])
+    if prepared.clusters is not None:
+        rows.append(["clusters", _sizes(prepared.clusters)])
+    if prepared.weight is not None:
+        rows.append(["weights", f"{number(prepared.weight.min())} to {number(prepared.weight.max())}"])
+    if findings.classes > _MOST_CLASSES:
+        rows.append(["classes", _sizes(prepared.target)])
+    elif findings.classes:
+        sizes = [(label, int((prepared.target == label).sum())) for label in schema.labels]
+        rows += [[f"class {label}", f"{size} rows ({size / n:.0%})"] for label, size in sizes]
+    else:
+        y = prepared.y
+        extent = f"{number(y.min())} to {number(y.max())}"
+        rows.append(
+            [schema.target, f"{extent}, mean {number(y.mean())}, standard deviation {number(y.std())}"]
+        )
+    notes = [note[0].upper() + note[1:] + "." for note in prepared.notes]
+    return section("The data", table(["", ""], rows, words=True), paragraph(_coding(findings)), items(notes))
+
+
+def _sizes(labels: np.ndarray) -> str:
+    """How many distinct labels there are, and of how many rows."""
+    counts = np.unique(labels, return_counts=True)[1]
+    fewest, most = counts.min(), counts.max()
+    return (
+        f"{len(counts)}, of {fewest} rows each"
+        if fewest == most
+        else f"{len(counts)}, of {fewest} to {most} rows"
+    )
+
+
+def _coding(findings: Findings) -> str:
+    text_columns = any(column.levels is not None for column in findings.prepared.schema.columns)
+    scaled = "All inputs were standardised" if findings.plan.standardise else "Inputs are 0 and 1 and stay so"
+    coded = (
+        "Each text column became a 0/1 input for every value that it takes, or a single one for two values. "
+        if text_columns
+        else ""
+    )
+    return f"{coded}{scaled}."
+
+
+def machine(findings: Findings) -> str:
+    """The settings that were chosen, and how the search went."""
+    plan, choice = findings.plan, findings.choice
+    name, meaning = CRITERIA[plan.criterion]
+    several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
+    together = ", its cluster left out with it" if findings.lco is not None else ""
+    words = (
+        f"A {MACHINES[plan.spec.machine]} with {KERNELS[plan.spec.kernel]}{several}. Its settings were "
+        f"chosen by {name}: {meaning}, each row being predicted unseen{together}. "
+        f"{choice.evaluations} settings were tried."
+    )
+    rows = [[key, number(value), PARAMETERS.get(key, "")] for key, value in findings.parameters]
+    if plan.spec.machine == "sparse":
+        rows.append(["basis", f"{plan.spec.basis}", "rows, drawn at random, that the machine is built on"])
+    rows.append([name, number(choice.value), f"{meaning}, at these settings"])
+    chosen = table(["setting", "value", "what it is"], rows, words=True)
+    curves = [_relevance(findings), _search(findings), _path(findings)]
+    return section("The machine", paragraph(text(words)), chosen, *curves)
+
+
+def _relevance(findings: Findings) -> str:
+    """Which inputs matter, by the lengthscales of ARD."""
+    if findings.lengthscales is None:
+        return ""
+    relevance = 1 - np.exp(-0.5 / findings.lengthscales**2)  # what the kernel loses over one deviation
+    order, names = np.argsort(-relevance)[:_MOST_BARS], findings.prepared.schema.inputs
+    svg = pictures.bars([names[j] for j in order], relevance[order], "likeness that is lost")
+    which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
+    caption = (
+        f"{which} inputs by relevance: how much less alike two rows are for differing in this input by one "
+        "standard deviation, from 0 (the input is not used) to 1 (nothing is learnt of one from the other). "
+        "Inputs that tell the same share their relevance between them."
+    )
+    return figure(svg, caption)
+
+
+def _search(findings: Findings) -> str:
+    choice, criterion = findings.choice, findings.plan.criterion_function
+    if len(choice.history) < 2:
+        return ""
+    name, _ = CRITERIA[findings.plan.criterion]
+    better = "Lower" if criterion.lower_is_better else "Higher"
+    caption = (
+        f"The search: each dot is a setting that was tried, the line is the best {name} so far. {better} is "
+        "better. Where the line has become flat, more searching would have brought little."
+    )
+    return figure(pictures.criterion_curve(choice.history, name, criterion.lower_is_better), caption)
+
+
+def _path(findings: Findings) -> str:
+    if findings.path is None:
+        return ""
+    name, _ = CRITERIA[findings.plan.criterion]
+    caption = (
+        f"{name} for other values of reg, all else as chosen; the dashed line is the value chosen. Far "
+        "to the left the machine follows single rows too closely, far to the right it follows none."
+    )
+    return figure(pictures.reg_curve(*findings.path, dict(findings.parameters)["reg"], name), caption)

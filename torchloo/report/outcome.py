@@ -1,0 +1,137 @@
+"""How well the machine does: the summary, the estimates side by side, and the clusters."""
+
+import numpy as np
+
+from torchloo.commands.findings import Answers, Findings, Row
+from torchloo.commands.measures import Outer
+from torchloo.report import pictures
+from torchloo.report.markup import figure, paragraph, section, table, text, tile
+
+__all__ = ["clusters", "estimates", "summary"]
+
+_MOST_CLUSTERS = 20
+_TITLE = "How well it does on new rows"
+
+
+def summary(findings: Findings) -> str:
+    """One sentence and a few numbers."""
+    main = findings.rows[0]
+    value, way = _best(main)
+    guess = main.measure.show(main.guess)
+    new = "rows of clusters that it has not seen" if findings.lco is not None else "rows that it has not seen"
+    if findings.classes:
+        lead = (
+            f"On {new}, the machine is wrong in <strong>{text(value)}</strong> of the cases; "
+            f"always naming the commonest class would be wrong in {text(guess)}."
+        )
+    else:
+        lead = (
+            f"On {new}, the machine is off by about <strong>{text(value)}</strong> (root mean square); "
+            f"always saying the mean would be off by {text(guess)}."
+        )
+    tiles = [tile(value, f"{main.measure.name}, {way}", main=True)]
+    tiles += [tile(_best(row)[0], f"{row.measure.name}, {_best(row)[1]}") for row in findings.rows[1:]]
+    tiles.append(tile(guess, f"{main.measure.name}, guessing"))
+    return paragraph(lead, "lead") + f'<ul class="tiles">\n{"".join(tiles)}</ul>\n'
+
+
+def _best(row: Row) -> tuple[str, str]:
+    """The most honest value there is of a measure, and where it comes from."""
+    if row.outer is not None:
+        return row.measure.show_mean(row.outer.mean, row.outer.stderr), "outer estimate"
+    if row.lco is not None:
+        return row.measure.show(row.lco), "leave-cluster-out"
+    return row.measure.show(row.loo), "leave-one-out"
+
+
+def estimates(findings: Findings) -> str:
+    """The outer estimate beside the optimistic inner one."""
+    outer = findings.rows[0].outer
+    inner = findings.way
+    if outer is None:
+        words = (
+            "There is no outer estimate, as none was asked for. The settings were chosen by the very rows "
+            f"that these numbers come from, so {inner} is a little optimistic."
+        )
+        return section(_TITLE, _estimate_table(findings), paragraph(words))
+    name, number = findings.rows[0].measure.name, len(outer.scores)
+    words = (
+        f"The <strong>outer estimate</strong> is the one to quote. {_put_aside(findings, number)}, all "
+        "was done anew without (standardising, choosing the settings, training), and what had been put "
+        "aside was predicted. ± is the standard error of the mean. The inner estimate, by "
+        f"{inner} at the chosen settings, is optimistic, as the settings were chosen to make it good."
+    )
+    if _flattered(findings.rows[0], outer):
+        words += (
+            " Here the two lie far apart: the settings follow accidents of these rows. A kernel with "
+            "fewer settings (<code>--kernel rbf</code>), or a prior on them (<code>--prior 1</code>), may "
+            "do better on new ones."
+        )
+    caption = (
+        f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: "
+        f"the inner estimate, by {inner}. The further apart, the more the choice has flattered itself."
+    )
+    svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
+    return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
+
+
+def _flattered(row: Row, outer: Outer) -> bool:
+    """Whether the outer estimate is worse than the inner one by much, and not by chance."""
+    worse = outer.mean - _inner(row)
+    return worse > 3 * outer.stderr and worse > 0.15 * _inner(row)
+
+
+def _put_aside(findings: Findings, splits: int) -> str:
+    clusters = findings.prepared.clusters
+    if clusters is None:
+        return f"{splits} times, a tenth of the rows was put aside"
+    if splits == len(np.unique(clusters)):
+        return f"Each of the {splits} clusters was put aside in turn"
+    return f"{splits} times, a tenth of the clusters was put aside"
+
+
+def _estimate_table(findings: Findings) -> str:
+    first = findings.rows[0]
+    head = ["", "guessing", "leave-one-out"]
+    head += ["leave-cluster-out"] * (first.lco is not None) + ["outer estimate"] * (first.outer is not None)
+    rows = [[row.measure.name, *row.shown()] for row in findings.rows]
+    return table(head, rows, {(i, len(head) - 1): "best" for i in range(len(rows))})
+
+
+def _inner(row: Row) -> float:
+    return row.loo if row.lco is None else row.lco
+
+
+def clusters(findings: Findings) -> str:
+    """Leave-one-out against leave-cluster-out, and the clusters one by one."""
+    main, clusters = findings.rows[0], findings.prepared.clusters
+    if clusters is None or findings.lco is None or main.lco is None:
+        return ""
+    words = (
+        f"Leaving out one row at a time, the {main.measure.name} is {main.measure.show(main.loo)}; leaving "
+        f"out the whole cluster of the row, it is {main.measure.show(main.lco)}. Where the second is much "
+        "worse, rows of one cluster resemble one another: then leave-one-out tells how well the machine "
+        "does on further rows of known clusters, and only leave-cluster-out how well on new clusters."
+    )
+    names, member, counts = np.unique(clusters, return_inverse=True, return_counts=True)
+    lco, loo = (_loss(findings, answers, member) for answers in (findings.lco, findings.loo))
+    order = np.argsort(-lco, kind="stable")[:_MOST_CLUSTERS]
+    label = "share of wrong answers" if findings.classes else "root mean square of the residuals"
+    rows = [f"{names[k]} ({counts[k]})" for k in order]
+    svg = pictures.bars(rows, lco[order], label, ("leave-cluster-out", "leave-one-out"), loo[order])
+    which = (
+        f"The {len(order)} hardest of {len(names)} clusters" if len(order) < len(names) else "The clusters"
+    )
+    caption = (
+        f"{which}, their numbers of rows in brackets. Blue: predicted by the machine that had seen no row "
+        "of the cluster; grey: by the machines that had seen all but the row itself. The longer, the worse."
+    )
+    return section("Clusters", paragraph(text(words)), figure(svg, caption))
+
+
+def _loss(findings: Findings, answers: Answers, member: np.ndarray) -> np.ndarray:
+    """What each cluster is off by: the share of wrong answers, or the root mean square residual."""
+    if findings.classes:
+        wrong = findings.said(answers) != findings.prepared.target
+        return np.bincount(member, wrong) / np.bincount(member)
+    return np.sqrt(np.bincount(member, answers.residuals**2) / np.bincount(member))

@@ -1,0 +1,115 @@
+"""Row by row: what was said of each row unseen, against what it is."""
+
+import numpy as np
+
+from torchloo.commands.findings import Findings
+from torchloo.report import pictures
+from torchloo.report.markup import figure, number, paragraph, section, table
+
+__all__ = ["agreement", "residuals"]
+
+_MOST_LISTED = 8
+_MOST_CURVES = 8
+
+
+def agreement(findings: Findings) -> str:
+    """Leave-one-out outputs against targets, or a table of answers and ROC curves."""
+    if not findings.classes:
+        svg = pictures.agreement(findings.prepared.y, findings.inner.outputs)
+        caption = (
+            "Each point is a row: across, its true value; upwards, what the machine says of it without "
+            f"having seen it{_cluster(findings)} ({findings.way}). The closer to the line, the better."
+        )
+        return section("Row by row", figure(svg, caption, square=True))
+    return section("Row by row", _answers(findings), _curves(findings))
+
+
+def _cluster(findings: Findings) -> str:
+    return "" if findings.lco is None else ", or any row of its cluster"
+
+
+def _answers(findings: Findings) -> str:
+    """True classes against what was said."""
+    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    said, rows, kinds = findings.said(findings.inner), [], {}
+    for i, true in enumerate(labels):
+        counts = [int(((target == true) & (said == name)).sum()) for name in labels]
+        rows.append([true, *(str(k or "·") for k in counts), f"{1 - counts[i] / sum(counts):.0%}"])
+        kinds.update({(i, j + 1): "hit" if i == j else "miss" for j, k in enumerate(counts) if k})
+    words = (
+        f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
+        "Each line is a true class, each column an answer: right ones are blue, wrong ones orange."
+    )
+    head = ["true class", *(f"said {label}" for label in labels), "wrong"]
+    return paragraph(words) + table(head, rows, kinds)
+
+
+def _curves(findings: Findings) -> str:
+    labels, out = findings.prepared.schema.labels, findings.inner.outputs
+    scores = [(labels[1], out)] if out.ndim == 1 else [(name, out[:, k]) for k, name in enumerate(labels)]
+    shown = scores[:_MOST_CURVES]
+    curves = [(label, findings.prepared.target == label, score) for label, score in shown]
+    which = "ROC curves of the" if len(shown) > 1 else f"ROC curve of class {labels[1]} by the"
+    which = f"ROC curves of the first {len(shown)} classes by the" if len(shown) < len(scores) else which
+    caption = (
+        f"{which} {findings.way} outputs. Moving the threshold finds more rows of a class, at the price of "
+        "calling more of the others by mistake. The nearer to the upper left corner, the better; the "
+        "dashed line is guessing."
+    )
+    return figure(pictures.roc(curves), caption, square=True)
+
+
+def residuals(findings: Findings) -> str:
+    """Residuals, leverage, and the rows that were predicted worst."""
+    parts = [_spread(findings)]
+    if findings.leverage is not None:
+        caption = (
+            f"Leverage against the size of the residual, by {findings.way}; the farthest rows bear their "
+            "numbers. A row with a leverage near 1 mostly decides for itself what is said of it. If its "
+            "residual is large too, it deserves a look."
+        )
+        parts.append(figure(pictures.leverage(findings.leverage, findings.inner.size), caption))
+    return section("Residuals and leverage", *parts, _worst(findings))
+
+
+def _spread(findings: Findings) -> str:
+    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    outputs = findings.inner.outputs
+    if not labels:
+        caption = (
+            "Residuals: the true value less what was said of the row unseen. They should scatter evenly "
+            "about the line; a bend means that something is missed, a funnel that some rows are harder."
+        )
+        return figure(pictures.residuals(outputs, findings.inner.residuals), caption)
+    if len(labels) == 2:
+        groups = [(f"class {label}", outputs[target == label]) for label in labels]
+        caption = (
+            f"Outputs for the rows of each class, by {findings.way}. Above zero the machine says "
+            f"{labels[1]}, below zero {labels[0]}; where the colours overlap, "
+            "the classes are hard to tell apart."
+        )
+        return figure(pictures.score_histogram(groups, f"{findings.way} output"), caption)
+    own = np.array([target == label for label in labels]).T  # (n, c)
+    lead = outputs[own] - np.where(own, -np.inf, outputs).max(1)
+    caption = (
+        f"By how much the true class of each row leads over the next best one, by {findings.way}. Rows "
+        "left of zero are predicted wrongly; those near zero are close calls."
+    )
+    svg = pictures.score_histogram([("rows", lead)], "lead of the true class over the next best")
+    return figure(svg, caption)
+
+
+def _worst(findings: Findings) -> str:
+    order = np.argsort(-findings.inner.size, kind="stable")[:_MOST_LISTED]
+    said, target, leverage = findings.said(findings.inner), findings.prepared.target, findings.leverage
+    head = ["row", "true", "said unseen", "size of residual"] + ["leverage"] * (leverage is not None)
+    rows = []
+    for i in order:
+        values = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
+        cells = [str(i + 1), *values, number(findings.inner.size[i])]
+        rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
+    words = (
+        "The rows that were predicted worst; row 1 is the first below the column names. "
+        "Mistakes in the data often show here."
+    )
+    return paragraph(words) + table(head, rows)

@@ -1,0 +1,213 @@
+"""From a table to a design matrix: which columns are inputs, what is predicted, what cannot be used."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from torchloo.reading import TableError, listed, pandas
+from torchloo.schema import (
+    REGRESSION,
+    Column,
+    Schema,
+    is_number,
+    numbers,
+    require_complete,
+    texts,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Prepared", "Roles", "prepare"]
+
+FEWEST_ROWS = 10
+MOST_CLASSES = 50
+MOST_NUMBERED_CLASSES = 10  # whole numbers with more distinct values than this are quantities
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the user said of the columns; all others are inputs."""
+
+    target: str
+    clusters: str | None = None
+    weights: str | None = None
+    drop: tuple[str, ...] = ()
+    task: str | None = None
+
+
+class Prepared(NamedTuple):
+    """A table ready for a machine."""
+
+    schema: Schema
+    X: np.ndarray
+    """Standardised inputs (n, d)."""
+    y: np.ndarray
+    """Targets, coded as `Schema.codes` says."""
+    target: np.ndarray
+    """Targets as the table has them: numbers, or labels as text."""
+    clusters: np.ndarray | None
+    """Cluster names (n,) as text."""
+    weight: np.ndarray | None
+    notes: tuple[str, ...]
+    """What the user should know: columns left out, how the task was told."""
+
+
+def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Prepared:
+    """Check a training table, find out what its columns are, and code it.
+
+    With standardise=False the inputs must be 0 and 1 only, and stay so.
+    """
+    _require_roles(frame, roles)
+    if len(frame) < FEWEST_ROWS:
+        raise TableError(f"the table has {len(frame)} rows; at least {FEWEST_ROWS} are needed")
+    special = [name for name in (roles.target, roles.clusters, roles.weights) if name is not None]
+    inputs = [name for name in frame.columns if name not in special and name not in roles.drop]
+    require_complete(frame, special + inputs)
+    labels, notes = _classes(frame[roles.target], roles)
+    columns, raw, left = _inputs(frame, inputs)
+    notes += left
+    centre, scale = (
+        (raw.mean(0), raw.std(0, ddof=1)) if standardise else (np.zeros(raw.shape[1]), np.ones(raw.shape[1]))
+    )
+    if not standardise:
+        _require_binary(columns, raw)
+    used = {column.name for column in columns}
+    ignored = tuple(name for name in frame.columns if name not in used and name != roles.target)
+    schema = Schema(roles.target, columns, tuple(centre.tolist()), tuple(scale.tolist()), labels, ignored)
+    target = texts(frame[roles.target]) if labels else numbers(frame[roles.target])
+    clusters = None if roles.clusters is None else _clusters(frame[roles.clusters])
+    weight = None if roles.weights is None else _weights(frame[roles.weights])
+    if clusters is None:
+        notes += _copies(frame[[column.name for column in columns] + [roles.target]])
+    y = schema.codes(frame[roles.target])
+    return Prepared(schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes))
+
+
+def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
+    named = {"--target": roles.target, "--clusters": roles.clusters, "--weights": roles.weights}
+    named |= {f"--drop {name}": name for name in roles.drop}
+    given = [(option, name) for option, name in named.items() if name is not None]
+    for k, (option, name) in enumerate(given):
+        if name not in frame.columns:
+            raise TableError(f"{option}: no column {name!r}; the table has {listed(list(frame.columns), 12)}")
+        for other, same in given[:k]:
+            if same == name:
+                raise TableError(f"column {name!r} cannot be both {other.split()[0]} and {option.split()[0]}")
+
+
+def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[str]]:
+    """The labels of a classification in order, none for a regression; and how that was told."""
+    number, distinct = is_number(series), series.nunique()
+    if distinct < 2:
+        raise TableError(f"target {series.name!r} has the same value in every row")
+    boolean = series.dtype.kind == "b"
+    if number and not boolean:
+        whole = bool((series % 1 == 0).all())
+        few = distinct == 2 or (whole and distinct <= MOST_NUMBERED_CLASSES and len(series) >= 5 * distinct)
+        if roles.task == REGRESSION or (roles.task is None and not few):
+            return (), []
+    elif roles.task == REGRESSION:
+        raise TableError(f"target {series.name!r} is text, which --task regression cannot predict")
+    if distinct > MOST_CLASSES:
+        kind = "numbers" if number else "text"
+        remedy = "for numbers take --task regression" if number else "is it a name or a number in disguise?"
+        raise TableError(
+            f"target {series.name!r} is {kind} with {distinct} distinct values, more than {MOST_CLASSES} "
+            f"classes; {remedy}"
+        )
+    labels, counts = np.unique(texts(series), return_counts=True)
+    if counts.min() < 2:
+        raise TableError(
+            f"class {str(labels[counts.argmin()])!r} of {series.name!r} has one row; each needs 2"
+        )
+    told = number and not boolean and roles.task is None
+    note = f"{series.name!r} has {distinct} distinct numbers, taken as classes; or use --task regression"
+    order = sorted(labels.tolist(), key=float) if number and not boolean else labels.tolist()
+    return tuple(order), [note] if told and distinct > 2 else []
+
+
+def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...], np.ndarray, list[str]]:
+    """The columns that carry information, their inputs (n, d) as they are, and what was left out."""
+    columns, blocks, constant, notes = [], [], [], []
+    for name in names:
+        series = frame[name]
+        if series.nunique() < 2:
+            constant.append(name)
+            continue
+        column = Column(name) if is_number(series) else _text_column(series)
+        if column is None:
+            distinct = series.nunique()
+            notes.append(
+                f"column {name!r} is text with {distinct} distinct values in {len(frame)} rows: left out"
+            )
+            continue
+        columns.append(column)
+        blocks.append(column.encode(series))
+        if column.levels is None and _counts(blocks[-1][:, 0]):
+            notes.append(
+                f"column {name!r} counts the rows; if it is no measurement, leave it out with --drop"
+            )
+    if constant:
+        notes.insert(0, f"left out as constant: {listed(constant, 20)}")
+    if not columns:
+        raise TableError("no column is left to predict from")
+    raw = np.hstack(blocks)
+    with np.errstate(over="ignore"):
+        spread = raw.std(0)
+    if not np.isfinite(spread).all():
+        raise TableError("numbers as large as these cannot be squared; scale the table first")
+    return tuple(columns), raw, notes
+
+
+def _counts(values: np.ndarray) -> bool:
+    return values[0] in (0, 1) and np.array_equal(values - values[0], np.arange(len(values)))
+
+
+def _text_column(series: "pd.Series") -> Column | None:
+    """One-hot levels; None where nearly every row has its own, as names have."""
+    if series.dtype.kind in "Mmc":
+        raise TableError(f"column {series.name!r} holds {series.dtype}; turn it into numbers, or use --drop")
+    numeric = pandas().to_numeric(series, errors="coerce").notna().to_numpy()
+    if numeric.mean() > 0.5 and not numeric.all():
+        row = int((~numeric).argmax())
+        raise TableError(
+            f"column {series.name!r} mixes numbers with text, {series.iloc[row]!r} in row {row + 1}; "
+            f"mend it, or leave the column out with --drop"
+        )
+    levels = np.unique(texts(series))
+    return None if len(levels) > len(series) / 2 else Column(str(series.name), tuple(levels.tolist()))
+
+
+def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
+    names = [name for column in columns for name in column.inputs]
+    other = [name for name, values in zip(names, raw.T, strict=True) if not np.isin(values, (0, 1)).all()]
+    if other:
+        raise TableError(f"--kernel boolean needs inputs 0 and 1 only; not so in {listed(other)}")
+
+
+def _copies(frame: "pd.DataFrame") -> list[str]:
+    """Say so if rows are copies of others although their numbers are too fine for that to be chance."""
+    copies = int(frame.duplicated().sum())
+    if not copies or not any(is_number(frame[name]) and frame[name].nunique() > 20 for name in frame):
+        return []
+    rows = "1 row is a copy" if copies == 1 else f"{copies} rows are copies"
+    return [f"{rows} of another; leave-one-out is flattered if they are the same case, see --clusters"]
+
+
+def _clusters(series: "pd.Series") -> np.ndarray:
+    names = texts(series)
+    if len(np.unique(names)) < 2:
+        raise TableError(
+            f"cluster column {series.name!r} has one value only, so nothing is left to learn from"
+        )
+    return names
+
+
+def _weights(series: "pd.Series") -> np.ndarray:
+    values = numbers(series)
+    if (values <= 0).any():
+        row = int((values <= 0).argmax())
+        raise TableError(f"weights {series.name!r} must be positive, got {values[row]:g} in row {row + 1}")
+    return values
