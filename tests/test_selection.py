@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import torchloo as tl
 
@@ -450,7 +451,8 @@ def test_a_lengthscale_of_one_entry_is_shared():
     assert first[0] == first[1]
 
 
-def test_progress_tells_the_best_so_far(capsys):
+def test_progress_tells_the_best_so_far(capsys, monkeypatch):
+    monkeypatch.setattr("torchloo.search.run.tqdm", functools.partial(tqdm, mininterval=0))  # however fast
     X, y = sine()
     tl.select(tl.LSSVM(K.RBF()), X, y)
     assert "best" in capsys.readouterr().err
