@@ -17,7 +17,7 @@ import torchloo as tl
 from torchloo import cli, report
 from torchloo.commands import findings as findings_module
 from torchloo.commands.models import load
-from torchloo.reading import read_table
+from torchloo.commands.reading import read_table
 from torchloo.report import page
 
 pd = pytest.importorskip("pandas")

@@ -323,7 +323,7 @@ def test_every_pass_shows_its_rows(monkeypatch):
         def update(self, rows):
             self.rows += rows
 
-    monkeypatch.setattr("torchloo.stream.tqdm", Bar)
+    monkeypatch.setattr("torchloo.streaming.stream.tqdm", Bar)
     X, Y, _ = rows()
     MACHINES["lssvm"]().loo(tl.Stream(X, Y, block=16))
     assert [bar.options["desc"] for bar in bars] == ["normal equations", "leave-one-out"]

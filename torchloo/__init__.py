@@ -11,8 +11,8 @@ from torchloo.rls import RLS
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
-from torchloo.stream import Stream
-from torchloo.streaming import StreamFit
+from torchloo.streaming.solved import StreamFit
+from torchloo.streaming.stream import Stream
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
 from torchloo.validation import Validation, validate
 

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import torchloo as tl
 from torchloo.commands import bench, demo, predict, select
+from torchloo.commands.reading import TableError
 from torchloo.commands.shell import UserError
-from torchloo.reading import TableError
 
 __all__ = ["main"]
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
-from torchloo.machines import Expansion
 from torchloo.precision import full_precision
 from torchloo.problem import check_dual
 from torchloo.smoothers import Fit, solve_dual
 from torchloo.spectral import path_dual
-from torchloo.stream import Stream
+from torchloo.streaming.machines import Expansion
+from torchloo.streaming.stream import Stream
 
 __all__ = ["KFD", "kfd"]
 

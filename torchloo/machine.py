@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.collective import Alone
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.machines import Expansion
-from torchloo.moments import Moments
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
-from torchloo.stream import Stream
-from torchloo.streaming import StreamFit, gather_moments
+from torchloo.streaming.collective import Alone
+from torchloo.streaming.machines import Expansion
+from torchloo.streaming.moments import Moments
+from torchloo.streaming.solved import StreamFit, gather_moments
+from torchloo.streaming.stream import Stream
 
 __all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
 

@@ -13,12 +13,12 @@ from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import LeastSquares
-from torchloo.machines import Expansion
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_features
 from torchloo.spectral import path_features
-from torchloo.stream import Stream
-from torchloo.streaming import StreamFit
+from torchloo.streaming.machines import Expansion
+from torchloo.streaming.solved import StreamFit
+from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
 

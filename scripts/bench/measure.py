@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from torchloo.timing import best_times
+from torchloo.commands.timing import best_times
 
 __all__ = ["Table", "add_data", "best_times", "peak_bytes"]
 

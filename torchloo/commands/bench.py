@@ -15,7 +15,7 @@ from tqdm import tqdm
 import torchloo as tl
 from torchloo.commands.predict import require_device
 from torchloo.commands.shell import count, table
-from torchloo.timing import best_times
+from torchloo.commands.timing import best_times
 
 __all__ = ["add", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
 

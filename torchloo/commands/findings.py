@@ -11,9 +11,9 @@ from torch import Tensor
 import torchloo as tl
 from torchloo.commands.measures import Measure, Outer, guess, measures
 from torchloo.commands.models import Spec
+from torchloo.commands.tables import Prepared
 from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine, LeastSquares
-from torchloo.tables import Prepared
 
 __all__ = [
     "Answers",

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import torchloo as tl
+from torchloo.commands.schema import Schema
 from torchloo.commands.shell import UserError
 from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine
-from torchloo.schema import Schema
 
 __all__ = ["KERNELS", "MACHINES", "Spec", "load", "save"]
 

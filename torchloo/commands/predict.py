@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from torchloo.commands.models import load
+from torchloo.commands.reading import pandas, read_table
+from torchloo.commands.schema import Schema
 from torchloo.commands.shell import UserError, first_line, writable, write
-from torchloo.reading import pandas, read_table
-from torchloo.schema import Schema
 
 __all__ = ["add", "require_device", "run"]
 

@@ -17,12 +17,12 @@ from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate
 from torchloo.commands.measures import measures
 from torchloo.commands.models import KERNELS, MACHINES, Spec, save
 from torchloo.commands.predict import require_device
+from torchloo.commands.reading import read_table
+from torchloo.commands.schema import CLASSIFICATION, REGRESSION
 from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole
+from torchloo.commands.tables import Prepared, Roles, prepare
 from torchloo.commands.telling import described, held_out, summary
-from torchloo.reading import read_table
 from torchloo.report import pictures, wording
-from torchloo.schema import CLASSIFICATION, REGRESSION
-from torchloo.tables import Prepared, Roles, prepare
 
 __all__ = ["add", "run"]
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from torchloo.commands.findings import Answers, Findings
+from torchloo.commands.reading import pandas
 from torchloo.commands.shell import table
-from torchloo.reading import pandas
-from torchloo.tables import Prepared
+from torchloo.commands.tables import Prepared
 
 __all__ = ["described", "held_out", "summary"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.collective import Alone
+from torchloo.streaming.collective import Alone
 
 __all__ = ["Processes"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.guards import Guard, require_floating
-from torchloo.sources import Arrays, Batches, Raw, Rows, temporary_array
+from torchloo.streaming.sources import Arrays, Batches, Raw, Rows, temporary_array
 
 __all__ = ["Block", "Stream"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchloo.held_out import HeldOut
-from torchloo.sources import open_array
-from torchloo.stream import Block
+from torchloo.streaming.sources import open_array
+from torchloo.streaming.stream import Block
 
 __all__ = ["Sink"]
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.guards import Guard
-from torchloo.moments import LowerInverse, Moments, times_lower
-from torchloo.stream import Block
+from torchloo.streaming.moments import LowerInverse, Moments, times_lower
+from torchloo.streaming.stream import Block
 
 __all__ = ["Expansion", "Machines", "one_machine", "path_machines"]
 

@@ -15,16 +15,16 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from torchloo.collective import Alone
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
-from torchloo.machines import Expansion, Machines, one_machine, path_machines
-from torchloo.moments import Moments
 from torchloo.primal import REFIT_BELOW
-from torchloo.sink import Sink
-from torchloo.stream import Block, Stream
-from torchloo.stream_refit import Lost, refit
-from torchloo.stream_sets import leave_out_sets
+from torchloo.streaming.collective import Alone
+from torchloo.streaming.machines import Expansion, Machines, one_machine, path_machines
+from torchloo.streaming.moments import Moments
+from torchloo.streaming.refit import Lost, refit
+from torchloo.streaming.sets import leave_out_sets
+from torchloo.streaming.sink import Sink
+from torchloo.streaming.stream import Block, Stream
 
 __all__ = ["StreamFit", "gather_moments"]
 

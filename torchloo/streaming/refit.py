@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.collective import Alone
 from torchloo.guards import Guard
-from torchloo.machines import Machines
-from torchloo.moments import add_symmetric
 from torchloo.primal import sum_of_others
-from torchloo.sink import Sink
-from torchloo.stream import Block
+from torchloo.streaming.collective import Alone
+from torchloo.streaming.machines import Machines
+from torchloo.streaming.moments import add_symmetric
+from torchloo.streaming.sink import Sink
+from torchloo.streaming.stream import Block
 
 if TYPE_CHECKING:
-    from torchloo.streaming import StreamFit
+    from torchloo.streaming.solved import StreamFit
 
 __all__ = ["Lost", "refit"]
 

@@ -1,9 +1,4 @@
-"""Machines whose rows, points, grids or splits are shared out over the processes of torch.distributed.
-
-Start the processes with torchrun and call torch.distributed.init_process_group in each; then all of them
-call the same functions, with rows of their own and machines that are alike. An error in one process is
-raised in all of them: in the one by its own name, in the others with its rank and message.
-"""
+"""A machine of the rows of all processes: each knows its own rows, and what the machine says of them."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -12,21 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from torchloo.clusters import Partition
-from torchloo.collective import require_own
+from torchloo.distributed.processes import Processes
+from torchloo.distributed.sharded import solve_shard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.problem import Problem, check_features
-from torchloo.processes import Processes
-from torchloo.sharded import solve_shard
-from torchloo.shared_out import select, share, svc_loo, validate
 from torchloo.smoothers import assemble
 from torchloo.spectral import path_features
-from torchloo.stream import Stream
-from torchloo.streaming import StreamFit
+from torchloo.streaming.collective import require_own
+from torchloo.streaming.solved import StreamFit
+from torchloo.streaming.stream import Stream
 
-__all__ = [
-    "fit", "gather", "lco", "loo", "path", "select", "share", "solve", "sum_gradients", "svc_loo", "validate",
-]  # fmt: skip
+__all__ = ["fit", "gather", "lco", "loo", "path", "solve", "sum_gradients"]
 
 M = TypeVar("M", bound=LeastSquares)
 

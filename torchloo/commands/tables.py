@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchloo.reading import TableError, listed, pandas
-from torchloo.schema import (
+from torchloo.commands.reading import TableError, listed, pandas
+from torchloo.commands.schema import (
     REGRESSION,
     Column,
     Schema,

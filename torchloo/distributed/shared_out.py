@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchloo import criteria
+from torchloo.distributed.processes import Processes
 from torchloo.machine import KernelMachine
-from torchloo.processes import Processes
 from torchloo.search.run import NoCandidateError
 from torchloo.selection import Selection
 from torchloo.selection import select as select_alone

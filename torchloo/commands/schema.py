@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchloo.reading import TableError, listed, pandas
+from torchloo.commands.reading import TableError, listed, pandas
 
 if TYPE_CHECKING:
     import pandas as pd

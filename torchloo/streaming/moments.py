@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchloo.collective import Alone
+from torchloo.streaming.collective import Alone
 
 __all__ = ["LowerInverse", "Moments", "add_symmetric", "times_lower"]
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.clusters import Partition
-from torchloo.collective import require_own
-from torchloo.machines import Machines
-from torchloo.moments import add_symmetric
 from torchloo.primal import REFIT_BELOW
-from torchloo.sink import Sink
-from torchloo.stream import Block
-from torchloo.stream_refit import Lost, refit
+from torchloo.streaming.collective import require_own
+from torchloo.streaming.machines import Machines
+from torchloo.streaming.moments import add_symmetric
+from torchloo.streaming.refit import Lost, refit
+from torchloo.streaming.sink import Sink
+from torchloo.streaming.stream import Block
 
 if TYPE_CHECKING:
-    from torchloo.streaming import StreamFit
+    from torchloo.streaming.solved import StreamFit
 
 __all__ = ["leave_out_sets"]
 
