@@ -458,3 +458,42 @@ def test_progress_tells_the_best_so_far(capsys, monkeypatch):
     assert "best" in capsys.readouterr().err
     select(tl.LSSVM(K.RBF()), X, y)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-4, 1e6])
+def test_the_size_of_the_weights_changes_nothing(scale):
+    X, y = sine()
+    plain = select(tl.LSSVM(K.RBF()), X, y)
+    scaled = select(tl.LSSVM(K.RBF()), X, y, weight=torch.full_like(y, scale))
+    assert scaled.value / scale == pytest.approx(plain.value, rel=1e-4)
+
+
+def test_a_simplex_at_the_edge_of_a_narrow_box_still_moves():
+    X, y = sine()
+    options = {"start": "machine", "bounds": {"lengthscale": (3.0, 8.0)}}
+    narrow = select(tl.LSSVM(K.RBF(3.0)), X, y, search="nelder-mead", **options)
+    descended = select(tl.LSSVM(K.RBF(3.0)), X, y, **options)
+    assert narrow.value == pytest.approx(descended.value, rel=1e-3)
+
+
+def test_a_partial_may_say_that_higher_is_better():
+    def score(held_out, sign, **options):
+        return sign * tl.criteria.press(held_out, **options)
+
+    best = functools.partial(score, sign=-1.0)
+    best.lower_is_better = False
+    X, y = sine()
+    chosen = select(tl.LSSVM(K.RBF()), X, y, best, "grid", grid={"reg": [0.02, 1e6]})
+    assert float(chosen.machine.reg.detach()) == pytest.approx(0.02)
+
+
+def test_bounds_that_are_no_dict_are_refused():
+    X, y = sine()
+    with pytest.raises(TypeError, match="bounds must be a dict"):
+        select(tl.LSSVM(K.RBF()), X, y, bounds=3)
+
+
+def test_sparse_rows_are_refused_with_a_remedy():
+    X, y = sine()
+    with pytest.raises(TypeError, match="dense"):
+        select(tl.LSSVM(K.Linear()), X.to_sparse_csr(), y)

@@ -213,11 +213,6 @@ class SparseLSSVM(LeastSquares):
                 "some of them first, e.g. basis=X[:20000][selector(kernel, X[:20000]).indices]"
             )
         basis = self.basis
-        if isinstance(self.rows, Selector):
-            raise TypeError(
-                f"{self._function}: basis must be a tensor or a number of rows for a stream, got a selector; "
-                "choose first, from rows that fit in memory: basis=X[selector(kernel, X).indices]"
-            )
         if basis is None:
             assert self.rows is not None
             basis = stream.head(self._function, self.rows)

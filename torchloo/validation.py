@@ -142,7 +142,12 @@ def validate(
         for group in groups:
             if generator is not None and state is not None:
                 generator.set_state(state)  # all splits begin alike, however they are grouped
-            interrupted = outer.run(plan, {k: pairs[k] for k in group}, rows)
+            try:
+                interrupted = outer.run(plan, {k: pairs[k] for k in group}, rows)
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                interrupted = True
             bar.update(len(group))
             if interrupted:
                 _warn_interrupted(len(rows), len(pairs))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import torchloo as tl
 from torchloo.commands.predict import require_device
-from torchloo.commands.shell import count, table
+from torchloo.commands.shell import UserError, count, table
 from torchloo.commands.timing import best_times
 
 __all__ = ["add", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
@@ -84,6 +84,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Time every comparison and print one table."""
     require_device(args.device)
+    if args.rows < 3:
+        raise UserError(f"--rows must be at least 3, got {args.rows}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, float64", flush=True)
     rows = [["", "first (s)", "second (s)", "ratio"]]
     comparisons = list(_comparisons(args.rows, args.device))

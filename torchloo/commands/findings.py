@@ -164,6 +164,17 @@ class Findings:
         """What the inner answers are called."""
         return "leave-one-out" if self.lco is None else "leave-cluster-out"
 
+    @property
+    def badness(self) -> np.ndarray:
+        """How badly rows are predicted (n,): |residual|; of classes, how far the true one lies behind."""
+        outputs = self.inner.outputs
+        if not self.classes:
+            return self.inner.size
+        if outputs.ndim == 1:
+            return -self.prepared.y * outputs
+        own = self.prepared.y > 0  # (n, c)
+        return np.where(own, -np.inf, outputs).max(1) - outputs[own]
+
     def said(self, answers: Answers) -> np.ndarray:
         """Outputs as the user knows the target: numbers or labels."""
         outputs = answers.outputs

@@ -7,7 +7,6 @@ The file is plain data, which torch.load reads with weights_only=True:
 """
 
 import io
-import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,11 +85,11 @@ def load(path: Path, device: str) -> tuple[Schema, KernelMachine]:
     not_ours = f"{str(path)!r} is not a model that torchloo select has written"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except Exception as error:  # whatever the unpickler makes of other bytes
         raise UserError(not_ours) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise UserError(not_ours)
-    if content["version"] != _VERSION:
+    if content.get("version") != _VERSION:
         written = content.get("torchloo")
         raise UserError(
             f"{str(path)!r} was written by torchloo {written}, this is {tl.__version__}; select anew"

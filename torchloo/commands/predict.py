@@ -43,18 +43,19 @@ def run(args: argparse.Namespace) -> int:
     require_device(args.device)
     pd = pandas()
     schema, machine = load(args.model, args.device)
-    frame, _ = read_table(args.data)
+    frame, _ = read_table(args.data, text=schema.text)
     X = torch.tensor(schema.design(frame), device=args.device)
     try:
         with torch.no_grad():
             outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
     except (ValueError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
+    compared = []
+    if schema.target in frame.columns and not frame[schema.target].isna().any():
+        compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs))
     columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
     write(args.out, pd.DataFrame(columns).to_csv(index=False).encode())
-    print(f"{len(frame)} rows predicted: {args.out}")
-    if schema.target in frame.columns and not frame[schema.target].isna().any():
-        print(_comparison(schema, schema.codes(frame[schema.target]), outputs))
+    print("\n".join([f"{len(frame)} rows predicted: {args.out}", *compared]))
     return 0
 
 

@@ -3,6 +3,7 @@
 import importlib
 import re
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -19,12 +20,13 @@ class TableError(ValueError):
     """A table that cannot be used as it is; the text is one line and names the remedy."""
 
 
-def read_table(path: Path) -> tuple["pd.DataFrame", list[str]]:
+def read_table(path: Path, text: Collection[str] = ()) -> tuple["pd.DataFrame", list[str]]:
     """A table with one row for each row of the file, and what the user should know of the reading.
 
     CSV may be separated by commas, semicolons, tabs or bars; beside semicolons, numbers may have a
     decimal comma. Parquet needs pyarrow. In an .npz, an array (n,) is a column of its own name, and
     an array (n, d) is d columns, named by an array `feature_names` (d,) or by numbers.
+    Columns named in `text` stay text, even where all of a CSV file's look like numbers or truth values.
     """
     pandas()
     readers = {".csv": _csv, ".tsv": _csv, ".txt": _csv, ".parquet": _parquet, ".npz": _npz}
@@ -36,7 +38,7 @@ def read_table(path: Path) -> tuple["pd.DataFrame", list[str]]:
     if path.stat().st_size == 0:
         raise TableError(f"{str(path)!r} is empty")
     try:
-        frame, notes = read(path)
+        frame, notes = read(path, text) if read is _csv else read(path)
     except OSError as error:
         raise TableError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     if not len(frame):
@@ -52,18 +54,19 @@ def pandas() -> ModuleType:
         raise TableError("reading tables needs pandas: pip install torchloo[cli]") from error
 
 
-def _csv(path: Path) -> tuple["pd.DataFrame", list[str]]:
+def _csv(path: Path, text: Collection[str] = ()) -> tuple["pd.DataFrame", list[str]]:
     pd = pandas()
     encoding, notes = _encoding(path)
     try:
         with path.open(encoding=encoding) as file:
-            head = "".join(line for line, _ in zip(file, range(20), strict=False))
-        first, _, rest = head.partition("\n")
+            lines = [line for line, _ in zip(filter(str.strip, file), range(20), strict=False)]
+        first = re.sub(r'"[^"]*"', "", lines[0]) if lines else ""  # separators in quotes are none
         separator = max(",;\t|", key=first.count)
-        commas = separator == ";" and bool(re.search(r"\d,\d", rest)) and not re.search(r"\d\.\d", rest)
+        commas = separator == ";" and _decimal_commas(lines[1:])
         options = {"sep": separator, "decimal": "," if commas else ".", "encoding": encoding}
         names = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **options)
-        frame = pd.read_csv(path, low_memory=False, skipinitialspace=True, **options)
+        kinds = {name: str for name in names.iloc[0] if name.strip() in text}
+        frame = pd.read_csv(path, low_memory=False, skipinitialspace=True, dtype=kinds, **options)
     except pd.errors.EmptyDataError as error:
         raise TableError(f"{str(path)!r} is empty") from error
     except pd.errors.ParserError as error:
@@ -75,6 +78,16 @@ def _csv(path: Path) -> tuple["pd.DataFrame", list[str]]:
     frame.columns = [str(name).strip() for name in frame.columns]
     frame, left = _without_row_numbers(frame)
     return frame, notes + left
+
+
+def _decimal_commas(lines: list[str]) -> bool:
+    """Whether some field between semicolons is a number such as 1,5, and none is one such as 1.5."""
+    fields = [field.strip(' "\n') for line in lines for field in line.split(";")]
+    comma, point = (
+        any(re.fullmatch(rf"[-+]?\d*{mark}\d+([eE][-+]?\d+)?", field) for field in fields)
+        for mark in (",", r"\.")
+    )
+    return comma and not point
 
 
 def _encoding(path: Path) -> tuple[str, list[str]]:
@@ -98,12 +111,10 @@ def _require_distinct(path: Path, names: list[str]) -> None:
 
 
 def _without_row_numbers(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[str]]:
-    """Leave out a first column without a name that counts the rows, as pandas writes it."""
-    name, n = frame.columns[0], len(frame)
-    if name.startswith("Unnamed: ") and n:
-        values = frame.iloc[:, 0].tolist()
-        if values in (list(range(n)), list(range(1, n + 1))):
-            return frame.iloc[:, 1:], ["the first column has no name and counts the rows: left out"]
+    """Leave out a first column without a name that numbers the rows, in any order, as pandas writes it."""
+    first = frame.iloc[:, 0]
+    if frame.columns[0].startswith("Unnamed: ") and first.dtype.kind == "i" and first.is_unique:
+        return frame.iloc[:, 1:], ["the first column has no name and counts the rows: left out"]
     return frame, []
 
 
@@ -138,6 +149,8 @@ def _npz(path: Path) -> tuple["pd.DataFrame", list[str]]:
         if len(array) != n:
             continue
         for column, values in _columns_of(name, array, arrays.get("feature_names")):
+            if column in columns:
+                raise TableError(f"{str(path)!r} has several columns named {column!r}")
             columns[column] = values
     left = sorted(set(arrays) - {"feature_names"} - {name for name in tables if len(tables[name]) == n})
     notes = [f"arrays without {n} rows are left out: {listed(left)}"] if left else []

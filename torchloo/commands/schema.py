@@ -73,6 +73,11 @@ class Schema:
     """Columns that may be there and are not looked at."""
 
     @property
+    def text(self) -> frozenset[str]:
+        """Names of the columns that hold text, whatever it looks like."""
+        return frozenset(column.name for column in self.columns if column.levels is not None)
+
+    @property
     def task(self) -> str:
         """classification or regression."""
         return CLASSIFICATION if self.labels else REGRESSION

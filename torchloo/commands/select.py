@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 import torchloo as tl
 from torchloo import report
 from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine, number_of_splits
@@ -148,7 +150,7 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         raise UserError(f"{what} has no gradient; take --search nelder-mead")
     if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
         raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
-    basis = _basis(args, n)
+    basis = _basis(args, prepared)
     if args.device == "cpu":
         _require_memory(args.machine, args.kernel, n)
     return Plan(
@@ -164,14 +166,21 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
     )
 
 
-def _basis(args: argparse.Namespace, n: int) -> int:
+def _basis(args: argparse.Namespace, prepared: Prepared) -> int:
     if args.machine != "sparse":
         if args.basis is not None:
             raise UserError("--basis is for --machine sparse")
         return 0
-    most = n // 2  # so that every outer split has as many
+    most = n = len(prepared.y)
+    most //= 2  # so that every outer split has as many
+    if prepared.clusters is not None and args.outer:
+        sizes = np.sort(np.unique(prepared.clusters, return_counts=True)[1])[::-1]
+        held = 1 if len(sizes) <= args.outer else max(1, round(0.1 * len(sizes)))
+        most = min(most, n - int(sizes[:held].sum()))
     if args.basis is not None and args.basis > most:
-        raise UserError(f"--basis must be at most half of the rows, {most}, got {args.basis}")
+        raise UserError(
+            f"--basis must be at most half of the rows, {most} for the outer splits, got {args.basis}"
+        )
     return args.basis or min(200, most)
 
 

@@ -71,6 +71,8 @@ def writable(suffix: str) -> "type[Path] | object":
 def folder(text: str) -> Path:
     """An argument that is a folder to be made: it is not there yet, or is empty."""
     path = Path(text)
+    if path.resolve() == Path.cwd() or os.path.ismount(path):
+        raise argparse.ArgumentTypeError(f"must be a folder to be made, got {text!r}; name a new one")
     if path.is_dir():
         if any(path.iterdir()):
             raise argparse.ArgumentTypeError(f"the folder {text!r} is not empty; remove it, or name another")

@@ -156,8 +156,8 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
     raw = np.hstack(blocks)
     with np.errstate(over="ignore"):
         spread = raw.std(0)
-    if not np.isfinite(spread).all():
-        raise TableError("numbers as large as these cannot be squared; scale the table first")
+    if not (np.isfinite(spread) & (spread > 0)).all():
+        raise TableError("numbers as large or as small as these cannot be squared; scale the table first")
     return tuple(columns), raw, notes
 
 

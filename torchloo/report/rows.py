@@ -100,7 +100,7 @@ def _spread(findings: Findings) -> str:
 
 
 def _worst(findings: Findings) -> str:
-    order = np.argsort(-findings.inner.size, kind="stable")[:_MOST_LISTED]
+    order = np.argsort(-findings.badness, kind="stable")[:_MOST_LISTED]
     said, target, leverage = findings.said(findings.inner), findings.prepared.target, findings.leverage
     head = ["row", "true", "said unseen", "size of residual"] + ["leverage"] * (leverage is not None)
     rows = []

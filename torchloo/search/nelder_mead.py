@@ -52,9 +52,10 @@ def walk(
 
 
 def _first_simplex(start: Tensor, box: Tensor, unit: Tensor) -> Tensor:
-    """A step along every axis from starts (R, 1, p); one that would leave the box goes the other way."""
-    corners = start + _STEP * torch.diag(unit)  # (R, p, p)
-    corners = torch.where(corners > box[1], 2 * start - corners, corners)
+    """A step along every axis from starts (R, 1, p); if that leaves the box, to its farther face."""
+    step = _STEP * torch.diag(unit)  # (p, p)
+    up = (start + step <= box[1]) | (box[1] - start >= start - box[0])  # (R, p, p)
+    corners = start + torch.where(up, step, -step)
     return torch.clamp(torch.cat([start, corners], 1), box[0], box[1])
 
 

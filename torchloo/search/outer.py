@@ -112,7 +112,8 @@ class Outer:
                 held_out = machine.loo(part.X, part.y, part.weight)
             else:
                 held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
-            shift = threshold(held_out, self.shift_metric.criterion)
+            once = held_out._replace(weight=torch.ones_like(held_out.weight))  # every row, as on test rows
+            shift = threshold(once, self.shift_metric.criterion)
             score = float(self.metric(shifted(tested, shift)))
         return {"score": score, "unshifted": plain, "shift": shift.tolist()}
 
@@ -137,6 +138,11 @@ def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | 
     """Numbers of the columns of X to standardise; None for none."""
     if standardise is False or given_matrix(machine):
         return None
+    if getattr(machine, "basis", None) is not None:
+        raise ValueError(
+            "validate: standardise must be False for a machine with given basis vectors, which would stay as "
+            f"they are; got {standardise!r}. Standardise before, or give basis= a number or a selector"
+        )
     d = X.shape[1]
     if standardise is True:
         return torch.arange(d, device=X.device)

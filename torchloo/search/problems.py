@@ -33,6 +33,8 @@ class Problems(NamedTuple):
 def check_rows(function: str, X: Tensor, y: Tensor) -> None:
     """Demand inputs (n, d) and targets (n,) or (n, c), all finite."""
     require_floating(function, X=X, y=y)
+    if X.layout != torch.strided:
+        raise TypeError(f"{function}: X must be dense, got layout {X.layout}; use X.to_dense()")
     if X.ndim != 2 or 0 in X.shape or len(X) < 3:
         raise ValueError(f"{function}: X must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
     if y.ndim not in (1, 2) or len(y) != len(X) or 0 in y.shape:

@@ -64,6 +64,10 @@ class Plan:
                 raise ValueError(
                     f"{self.function}: prior must be a number from 0 on or a callable, got {self.prior!r}"
                 )
+        if not (self.bounds is None or isinstance(self.bounds, Mapping)):
+            raise TypeError(
+                f"{self.function}: bounds must be a dict of name -> (low, high), got {self.bounds!r}"
+            )
         if self.grid is not None and self.search != "grid":
             raise ValueError(
                 f"{self.function}: grid must be left out unless search='grid', got {self.search!r}"
@@ -108,8 +112,9 @@ def run(
 def _first_starts(plan: Plan, space: Space, problems: Problems) -> tuple[Tensor, Tensor]:
     """The first start of every problem, (P, p), and its bounds, (2, P, p)."""
     if plan.start == "auto":
-        pairs = zip(problems.X, problems.y, strict=True)
-        first = torch.stack([first_start(space, X, y) for X, y in pairs])
+        weights: Any = [None] * len(problems.X) if problems.weight is None else problems.weight
+        rows = zip(problems.X, problems.y, weights, strict=True)
+        first = torch.stack([first_start(space, X, y, weight) for X, y, weight in rows])
     else:
         first = space.vector().repeat(len(problems.X), 1)
     box = space.bounds(first, plan.bounds, _DECADES)

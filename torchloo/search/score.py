@@ -46,7 +46,7 @@ class Score:
             raise TypeError(f"{function}: {argument} must be a name or a callable of a HeldOut, got {got}")
         self.function, self.argument, self.criterion = function, argument, criterion
         marked = criterion
-        while isinstance(marked, functools.partial):
+        while isinstance(marked, functools.partial) and not hasattr(marked, "lower_is_better"):
             marked = marked.func
         self.batched = hasattr(marked, "takes_fit")
         self.takes_fit: bool = getattr(marked, "takes_fit", False)

@@ -8,7 +8,8 @@ On up to 300 rows, evenly spread over the training rows:
 * the regularisation is q k, with k the mean diagonal of the centred kernel matrix and q the noise of the
   targets relative to their variance, where half the mean squared difference between each row's target and
   that of its nearest neighbour in the kernel's metric stands for the noise; q is kept within 0.01 and 10.
-  A least-squares machine is linear in its targets, so their unit plays no part. C of an SVM is 1 / (q k).
+  A least-squares machine is linear in its targets, so their unit plays no part; that of the weights does,
+  and q k is multiplied by their mean. C of an SVM is the inverse.
 
 All other parameters begin at the machine's own values. Further starts are N(0, 1) away in every logarithm,
 and half their size away in the weights of networks.
@@ -31,8 +32,8 @@ _ROWS = 300
 _WILD = 100.0  # ratio of standard deviations that is worth a warning
 
 
-def first_start(space: Space, X: Tensor, y: Tensor) -> Tensor:
-    """The start (p,) of Note [first start] for X (n, d) and y (n,) or (n, c)."""
+def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The start (p,) of Note [first start] for X (n, d), y (n,) or (n, c) and weights (n,)."""
     theta = space.vector()
     machine = space.machine_at(theta)
     parameters = dict(machine.named_parameters())
@@ -49,6 +50,8 @@ def first_start(space: Space, X: Tensor, y: Tensor) -> Tensor:
         if isinstance(machine, KFD):
             K = K @ K.mT * (n / len(rows))  # what all n columns would give
         reg = _regularisation(K, y.double())
+        if weight is not None:
+            reg = reg * weight.double().mean()
     for entry in space.entries:
         if entry.log and entry.name in ("reg", "C"):
             theta[entry.part] = torch.log(reg if entry.name == "reg" else 1 / reg).cpu()
