@@ -115,6 +115,33 @@ def test_lco_equals_refits(method):
         assert_close(held.outputs[rows], refit(K, y, 3.0, rows), atol=1e-4, rtol=1e-4)  # LIBSVM's accuracy
 
 
+def test_clusters_that_leave_one_class_each_say_its_label():
+    X, y = toy(6, n=20)
+    for method in ("auto", "smo"):
+        held = svm_lco(rbf(X), y, 1.0, (y > 0).long(), method=method)
+        assert_close(held.outputs, -y)
+        assert bool(held.certified.all())
+
+
+def test_smo_certifies_clusters_and_refuses_a_negative_epsilon():
+    X, y = toy(6, n=36)
+    held = svm_lco(rbf(X), y, 3.0, torch.arange(36) % 5, method="smo", epsilon=1e-6)
+    exact = svm_lco(rbf(X), y, 3.0, torch.arange(36) % 5)
+    assert bool(held.certified[exact.outputs.abs() > 0.05].all())
+    assert not bool((held.certified & (held.errors != exact.errors)).any())
+    with pytest.raises(ValueError, match="epsilon must be positive"):
+        svm_lco(rbf(X), y, 3.0, torch.arange(36) % 5, epsilon=-1.0)
+
+
+def test_smo_without_a_free_vector_equals_refits():
+    """The bias has an interval, which rows at a bound, used or not, hold up."""
+    for seed in range(30):
+        X, y = toy(seed, n=6, d=1)
+        K, C = X @ X.T, 10 ** (-3 + 3 * seed / 30)
+        held = svm_loo(K, y, C, method="smo", epsilon=1e-8)
+        assert_close(held.outputs, svm_loo(K, y, C).outputs, rtol=1e-6, atol=1e-6)
+
+
 def test_lco_of_single_rows_is_loo():
     X, y = toy(7)
     assert_close(svm_lco(rbf(X), y, 2.0, range(30)).outputs, svm_loo(rbf(X), y, 2.0).outputs)
@@ -171,6 +198,19 @@ def test_gradients_of_clusters_equal_differences_of_refits(C):
     received = torch.autograd.grad(value(a, b), [a, b])
     expected = difference(lambda x: value(x, b), a), difference(lambda x: value(a, x), b, 1e-5 * C)
     assert_close(received, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("C", [10.0, 1e6])
+def test_gradients_in_a_box_far_larger_than_any_coefficient(C):
+    X, y = toy(9, n=12)
+    X[:, 0] += 3 * y
+    direction = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def value(scale: Tensor) -> Tensor:
+        return svm_loo(X @ X.T * scale + 1e-3 * torch.eye(12), y, C).outputs @ direction
+
+    a = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    assert_close(torch.autograd.grad(value(a), a)[0], difference(value, a), atol=1e-6, rtol=1e-5)
 
 
 def test_gradients_without_a_free_vector_follow_the_midpoint():
@@ -423,6 +463,9 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
         ({"K": torch.ones(4, 3, dtype=torch.float64)}, "square"),
         ({"K": -torch.eye(4, dtype=torch.float64)}, "positive semi-definite"),
         ({"method": "fast"}, "method"),
+        ({"C": torch.ones(2), "K": torch.eye(4, dtype=torch.float64).expand(3, 4, 4)}, "must broadcast"),
+        ({"K": torch.eye(4, dtype=torch.float64).expand(0, 4, 4)}, "empty batch"),
+        ({"rows": torch.tensor([1, 2])}, "rows must be boolean"),
         ({"epsilon": -1.0}, "epsilon"),
     ],
 )
@@ -430,6 +473,13 @@ def test_bad_input_raises(change, match):
     good = {"K": torch.eye(4, dtype=torch.float64), "y": torch.tensor([1.0, 1, -1, -1]).double(), "C": 1.0}
     with pytest.raises(ValueError, match=match):
         svm_loo(**(good | change))
+
+
+def test_a_box_beyond_the_dtype_is_refused():
+    K, y = torch.eye(4), torch.tensor([1.0, 1, -1, -1])
+    for C in (1e39, 1e-50):
+        with pytest.raises(ValueError, match="C must be positive"):
+            svm_loo(K, y, C)
 
 
 def test_an_indefinite_kernel_is_named_with_its_eigenvalue():

@@ -139,15 +139,25 @@ def checked(
             f"{function}: weight must have {n} entries to match K, got shape {tuple(weight.shape)}"
         )
     guard.positive(weight=weight)
+    guard.positive(C=C)  # again: a number may be too large or too small for the dtype of K
     guard.finite(K=K)
     guard.require(y.abs() == 1, "y must hold the labels -1 and +1")
     guard.require((y > 0).any(-1) & (y < 0).any(-1), "y must hold both classes, got one only")
     # One matrix at a time: a temporary of the size of the batch costs more than the arithmetic.
+    if not K.numel():
+        raise ValueError(f"{function}: K must not be an empty batch, got shape {tuple(K.shape)}")
     asymmetry = max((k - k.mT).abs().amax() for k in K.detach().reshape(-1, n, n))
     guard.require(asymmetry <= 1e-6 * K.detach().abs().amax(), "K must be symmetric")
     guard.require(
         K.diagonal(dim1=-2, dim2=-1) >= 0, "K must be positive semi-definite, its diagonal is negative"
     )
+    try:
+        batch = torch.broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{function}: batch dimensions must broadcast, got K {tuple(K.shape)}, y {tuple(y.shape)}, "
+            f"weight {tuple(weight.shape)}, C {tuple(C.shape)}"
+        ) from None
+    guard.positive(**{"C * weight": C[..., None] * weight})
     guard.check()
-    batch = torch.broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
     return K.expand(*batch, n, n), y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)

@@ -14,6 +14,7 @@ All rows together: Kbar = W^T A with the rows of W fbar_r (e_r - lambda_r)^T and
 Copies of a point share the coefficient of their variable, and lambda, in proportion to their boxes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,9 @@ from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
 from torchloo.svm.tableau import bordered_inverse
 
-__all__ = ["Machines", "outputs_with_gradient", "unchanged_machines"]
+__all__ = ["Deferred", "Machines", "outputs_with_gradient"]
 
-_INSIDE = 1e-7  # of the box: a coefficient this far from both bounds is free
+_INSIDE = 1e-7  # of the box, or of the largest coefficient: this far from both bounds is free
 
 
 @dataclass
@@ -57,12 +58,18 @@ class Machines:
         others = problem.row_box.masked_fill(out, 0.0)
         total = torch.zeros(len(rows), len(y)).to(others).index_add_(1, v, others)
         share = (others / total[:, v]).nan_to_num(0.0)
-        upper = (alpha >= (1 - _INSIDE) * box) & (box > 0)
+        upper = (alpha >= box - _width(alpha, box)) & (box > 0)
         lam, rate = _adjoint(problem, v[rows], alpha, box, upper, total)
         self.coef[rows] = (alpha * y)[v] * share / problem.scale
         self.adjoint[rows] = -lam[:, v] * share
         self.adjoint[rows, rows] += 1
         self.box_rate[rows] = rate[:, v] * (upper[v] * y[v]) * (others > 0) * problem.scale
+
+    def enter_unchanged(self, problem: Problem, full: Exact) -> None:
+        """Rows that the full machine does without: all have its own coefficients."""
+        n = len(problem.variable)
+        rows = torch.arange(n, device=problem.y.device)
+        self.enter(problem, rows, full.alpha, problem.box, _alone(rows, n))
 
     def clear(self, rows: Tensor) -> None:
         """Rows whose output depends on nothing: one class is left."""
@@ -76,11 +83,23 @@ class Machines:
         return cls(*(problem.K.new_zeros(n, n) for _ in range(3)))
 
 
-def unchanged_machines(problem: Problem, full: Exact, y: Tensor, kept: Tensor) -> Machines:
-    """The machines of rows that the full machine does without: all have its own coefficients."""
-    machines, rows = Machines.none(problem), torch.arange(len(y), device=y.device)
-    machines.enter(problem, rows, full.alpha, problem.box, _alone(rows, len(y)))
-    return machines
+class Deferred:
+    """Machines that are made when a backward asks for them: most calls are never differentiated."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.entries: list[Callable[[Machines], None]] = []
+
+    def add(self, entry: Callable[[Machines], None]) -> None:
+        """Enter some machines, over those that were entered before."""
+        self.entries.append(entry)
+
+    def __call__(self) -> Machines:
+        """Make them."""
+        machines = Machines.none(self.problem)
+        for entry in self.entries:
+            entry(machines)
+        return machines
 
 
 def _adjoint(
@@ -88,7 +107,8 @@ def _adjoint(
 ) -> tuple[Tensor, Tensor]:
     """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
     K, y = problem.K, problem.y
-    S = ((alpha > _INSIDE * box) & (alpha < (1 - _INSIDE) * box)).nonzero()[:, 0]
+    width = _width(alpha, box)
+    S = ((alpha > width) & (alpha < box - width)).nonzero()[:, 0]
     if len(S):
         corner, edge, inner = bordered_inverse(K[S][:, S])
         lam = torch.zeros_like(left)
@@ -103,6 +123,11 @@ def _adjoint(
     return lam, K[r] - lam @ K
 
 
+def _width(alpha: Tensor, box: Tensor) -> Tensor:
+    """How near a bound a coefficient is at it, (m,): a box may be far larger than any coefficient."""
+    return _INSIDE * torch.minimum(box, alpha.amax())
+
+
 def _alone(rows: Tensor, n: int) -> Tensor:
     """Masks (R, n) of single rows."""
     return rows[:, None] == torch.arange(n, device=rows.device)
@@ -112,7 +137,7 @@ class _HeldOutOutputs(torch.autograd.Function):
     """Outputs that are known, with the backward of Note [gradient]. Once differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, K: Tensor, box: Tensor, outputs: Tensor, machines: Machines) -> Tensor:
+    def forward(ctx: Any, K: Tensor, box: Tensor, outputs: Tensor, machines: Deferred) -> Tensor:
         ctx.machines = machines
         ctx.dtype = K.dtype
         return outputs.clone()
@@ -120,12 +145,12 @@ class _HeldOutOutputs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        machines, g = ctx.machines, grad.double()
+        machines, g = ctx.machines(), grad.double()
         K_bar = (machines.adjoint * g[:, None]).T @ machines.coef
         box_bar = g @ machines.box_rate
         return ((K_bar + K_bar.T) / 2).to(ctx.dtype), box_bar.to(ctx.dtype), None, None
 
 
-def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: Machines) -> Tensor:
+def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: Deferred) -> Tensor:
     """Outputs (n,), differentiable once in K (n, n) and box (n,) by Note [gradient]."""
     return _HeldOutOutputs.apply(K, box, outputs, machines)

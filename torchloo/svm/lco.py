@@ -7,7 +7,7 @@ from torchloo.guards import host_labels
 from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.fit import checked, solve_problem, svm
-from torchloo.svm.gradient import Machines
+from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
 from torchloo.svm.merge import Problem
@@ -46,6 +46,8 @@ def svm_lco(
     """
     if method not in ("auto", "smo"):
         raise ValueError(f'svm_lco: method must be "auto" or "smo", got {method!r}')
+    if not epsilon > 0:
+        raise ValueError(f"svm_lco: epsilon must be positive, got {epsilon}")
     K, y, C, weight = checked("svm_lco", K, y, C, weight)
     labels = torch.from_numpy(host_labels("svm_lco", clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
@@ -81,7 +83,9 @@ def _leave_clusters_out_exactly(
     alpha[both], columns[both] = solve_without(problem, full, boxes[both], near)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
-    machines = _machines(problem, alpha, boxes, member, both) if trace else None
+    machines = Deferred(problem) if trace else None
+    if machines is not None:
+        machines.add(lambda machines: _enter(machines, problem, alpha, boxes, member, both))
     return RowOutcome(outputs, certified, by, torch.zeros_like(member), columns[member], machines)
 
 
@@ -105,11 +109,11 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     return f, (sign * f > 0) | one_class[member]
 
 
-def _machines(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor) -> Machines:
+def _enter(
+    machines: Machines, problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor
+) -> None:
     """Machines for the backward; those of one class only depend on nothing."""
-    machines = Machines.none(problem)
     for g in both.nonzero()[:, 0].tolist():
         rows = (member == g).nonzero()[:, 0]
         out = (member == g).expand(len(rows), -1)
         machines.enter(problem, rows, alpha[g], boxes[g], out)
-    return machines

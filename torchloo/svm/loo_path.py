@@ -7,7 +7,7 @@ from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.checks import strictly_inside, sufficiency_checks
 from torchloo.svm.exact import Exact, duality_gap
-from torchloo.svm.gradient import unchanged_machines
+from torchloo.svm.gradient import Deferred
 from torchloo.svm.merge import Problem
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.unlearn import Task, Unlearned, unlearn_many
@@ -71,7 +71,7 @@ class _Work:
     ) -> None:
         self.problem, self.full = problem, full
         self.rows = rows = _Rows(problem, full)
-        self.machines = unchanged_machines(problem, full, rows.y, rows.kept) if trace else None
+        self.machines = Deferred(problem) if trace else None
         inner = strictly_inside(full.alpha, problem.box)
         # A row may take the only free variable to its bound merely by making its box smaller.
         filled = inner[problem.variable] & (rows.room >= -1e-7 * problem.box[problem.variable])
@@ -80,7 +80,8 @@ class _Work:
             _settle_without_free(problem, full, rows, loose.nonzero()[:, 0])
         alone = _settle_one_class(rows)
         if self.machines is not None:
-            self.machines.clear(alone)
+            self.machines.add(lambda machines: machines.enter_unchanged(problem, full))
+            self.machines.add(lambda machines: machines.clear(alone))
         if checks and not values and bool(inner.any()):
             _settle_by_checks(problem, full, rows)
         if only is not None:
@@ -107,7 +108,8 @@ class _Work:
             )
         index = rows.open.nonzero()[:, 0]
         if self.machines is not None:
-            self.machines.set(problem, index, target, number, end.alpha, rows.kept[first])
+            kept, alpha = rows.kept[first], end.alpha
+            self.machines.add(lambda machines: machines.set(problem, index, target, number, alpha, kept))
         rows.iterations[index] = end.events[number]
         rows.settle(index, output[number], proved[number], code.PATH)
         rows.resolved_by[index] = by[number]

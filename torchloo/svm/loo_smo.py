@@ -8,7 +8,7 @@ from torch import Tensor
 from torchloo.svm import held_out as code
 from torchloo.svm.bound import BOUND, DualBound
 from torchloo.svm.certify import Held, gap_ball_sign
-from torchloo.svm.checks import sufficiency_checks
+from torchloo.svm.checks import strictly_inside, sufficiency_checks
 from torchloo.svm.fit import SVMFit
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo import SMOState, seed_without, smo
@@ -58,6 +58,8 @@ def leave_one_out_by_smo(
     by = sufficiency_checks(K, y, alpha, outputs, box)
     if values:
         by[by > code.UNUSED] = -1
+        if not bool(strictly_inside(alpha, box).any()):  # b has an interval, which an unused row may bound
+            by.fill_(-1)
     certified = by >= 0
     steps, columns = torch.zeros_like(by), torch.zeros_like(by)
     rows = (by < 0 if only is None else (by < 0) & only).nonzero()[:, 0]
@@ -130,6 +132,16 @@ def leave_clusters_out_by_smo(
     end = _solve(K, y, boxes, start, epsilon, SMOOptions())
     member = member.to(y.device)
     rows = torch.arange(len(y), device=y.device)
-    outputs = (end.F + y)[member, rows] + end.bias[member]
-    by = torch.full_like(member, code.KKT)
-    return RowOutcome(outputs, torch.zeros_like(inside[0]), by, end.steps[member], end.columns[member], None)
+    u, bias = (end.F + y)[member], end.bias[member]
+    outputs = u[rows, rows] + bias
+    held = Held(end.alpha[member], u, boxes[member], torch.zeros_like(outputs), rows)
+    sign, _ = gap_ball_sign(K, y, held, bias)
+    by = torch.where(end.violation[member] <= epsilon, code.KKT, code.CUT)
+    left = boxes > 0
+    positive, negative = ((left & (y == label)).any(1)[member] for label in (1.0, -1.0))
+    one_class = ~(positive & negative)
+    outputs = torch.where(one_class, torch.where(positive, 1.0, -1.0).to(outputs), outputs)
+    by = by.masked_fill(one_class, code.ONE_CLASS)
+    return RowOutcome(
+        outputs, (sign * outputs > 0) | one_class, by, end.steps[member], end.columns[member], None
+    )

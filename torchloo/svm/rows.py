@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.gradient import Machines, outputs_with_gradient
+from torchloo.svm.gradient import Deferred, outputs_with_gradient
 from torchloo.svm.held_out import SVMHeldOut
 
 __all__ = ["OneProblem", "RowOutcome", "assembled", "taken_apart"]
@@ -21,7 +21,7 @@ class RowOutcome(NamedTuple):
     resolved_by: Tensor
     iterations: Tensor
     columns: Tensor
-    machines: Machines | None
+    machines: Deferred | None
     """The held-out machines for the backward; None if not asked for."""
 
 

@@ -261,7 +261,9 @@ def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
     rest = surplus.abs() - (left - alpha.minimum(box)).sum(1)
     shrink = torch.where(same, 0.0, left)
     left = left - _pour(rest.clamp_min(0), shrink, near)
-    return left.clamp_min(0).minimum(box)  # room + alpha may round past the bound
+    # Rounding must neither pass a bound nor miss it: what misses it looks free.
+    left = torch.where(left > box * (1 - _TINY), box, left)
+    return torch.where(left < box * _TINY, 0.0, left)
 
 
 def _pour(amount: Tensor, room: Tensor, near: Tensor) -> Tensor:

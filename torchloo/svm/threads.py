@@ -25,7 +25,8 @@ def share_out(items: Sequence[Item], most: int, device: torch.device) -> list[Se
 def on_threads(function: Callable[[Part], Result], parts: list[Part]) -> list[Result]:
     """The function of every part, without a graph, on as many threads as torch may use.
 
-    Each thread runs its operations alone; torch's own threads rest meanwhile.
+    Each thread runs its operations alone; torch's own threads rest meanwhile, also for threads that
+    others start during the call.
     """
     threads = torch.get_num_threads()
     if threads == 1 or len(parts) == 1:

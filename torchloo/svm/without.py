@@ -26,11 +26,12 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
     Every problem has both classes left. All are seeded from the full machine (`near` (B, m) tells
     which variables take what goes first), solved nearly by one batched SMO, and then exactly.
     """
+    if not len(boxes):
+        return boxes, torch.zeros(0, dtype=torch.long, device=boxes.device)
     y = problem.y.expand_as(boxes)
     start = seed_without(full.alpha.clamp_min(0).expand_as(boxes), y, boxes, near)
     end = smo(problem.K[None], y.contiguous(), boxes, start, _CLOSE, most_rounds=_ROUNDS)
-    alpha = [_exactly(problem, end, b) for b in range(len(boxes))]
-    return torch.stack(alpha) if alpha else boxes, end.columns
+    return torch.stack([_exactly(problem, end, b) for b in range(len(boxes))]), end.columns
 
 
 def _exactly(problem: Problem, end: SMOState, b: int) -> Tensor:
