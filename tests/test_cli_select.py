@@ -381,6 +381,34 @@ def test_predict_refuses_what_does_not_fit(folder, models, capsys, model, data, 
     assert not Path("p.csv").exists()
 
 
+def test_predict_with_its_arguments_swapped_ends_in_one_line(folder, models, capsys):
+    shutil.copy(models["price"], "model.pt")
+    pd.DataFrame({"a": [1.0, 2.0]}).to_csv("a.csv", index=False)
+    assert run("predict", "a.csv", "model.pt", "--out", "p.csv") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_predict_writes_nothing_where_a_target_is_unknown(folder, models, capsys):
+    table().assign(good="perhaps").to_csv("new.csv", index=False)
+    assert run("predict", models["good"], "new.csv", "--out", "p.csv") == 2
+    assert "perhaps" in capsys.readouterr().err
+    assert not Path("p.csv").exists()
+
+
+def test_numbers_of_shuffled_rows_are_no_input(folder, models, capsys):
+    """The index that pandas writes tells where a row stood: a leak where the file was sorted."""
+    table().sample(frac=1, random_state=0).to_csv("data.csv")
+    assert select("price", "--outer", "0") == 0
+    assert "Unnamed" not in capsys.readouterr().out
+    table().set_index(np.arange(1000, 1000 + N)).to_csv("new.csv")
+    assert run("predict", "out/model.pt", "new.csv", "--out", "p.csv") == 0
+
+
+def test_the_current_folder_is_no_place_for_the_results(folder, capsys):
+    assert run("select", "data.csv", "--target", "price", "--out", ".") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_bench_prints_its_ratios(capsys):
     assert run("bench", "--rows", "40", "--repeats", "1", "--no-progress") == 0
     out, err = capsys.readouterr()

@@ -493,6 +493,7 @@ def test_bounds_that_are_no_dict_are_refused():
         select(tl.LSSVM(K.RBF()), X, y, bounds=3)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_rows_are_refused_with_a_remedy():
     X, y = sine()
     with pytest.raises(TypeError, match="dense"):

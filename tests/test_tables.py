@@ -287,3 +287,28 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch, module, name, rem
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(TableError, match=remedy):
         read_table(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('"len, mm, x";"b";"y"\n1,5;2;3\n2,5;1;4\n', {"len, mm, x": [1.5, 2.5], "b": [2, 1], "y": [3, 4]}),
+        ("\na;y\n1;3\n2;4\n", {"a": [1, 2], "y": [3, 4]}),
+        (
+            "day;y\n01.02.2024;-0,077\n02.02.2024;1,5\n",
+            {"day": ["01.02.2024", "02.02.2024"], "y": [-0.077, 1.5]},
+        ),
+    ],
+)
+def test_separators_and_decimal_commas_are_told_apart(tmp_path, content, expected):
+    path = tmp_path / "data.csv"
+    path.write_text(content)
+    frame, _ = read_table(path)
+    assert {name: frame[name].tolist() for name in frame} == expected
+
+
+def test_columns_of_an_archive_have_names_of_their_own(tmp_path):
+    path = tmp_path / "data.npz"
+    np.savez(path, y=np.zeros(3), X=np.ones((3, 2)), feature_names=np.array(["a", "y"]))
+    with pytest.raises(TableError, match="several columns named 'y'"):
+        read_table(path)

@@ -379,3 +379,26 @@ def test_wild_scales_are_warned_of_where_nothing_is_standardised():
     X = X * torch.tensor([1.0, 1e4, 1.0], dtype=DOUBLE)
     with pytest.warns(UserWarning, match="validate: the columns of X have standard deviations"):
         validate(tl.LSSVM(K.RBF()), X, y, 2, standardise=False, max_evaluations=1, generator=seeded())
+
+
+def test_a_given_basis_is_not_left_behind_by_standardisation():
+    X, y = labelled()
+    machine = tl.SparseLSSVM(K.RBF(), basis=X[:5])
+    with pytest.raises(ValueError, match="standardise"):
+        validate(machine, X + 100, y, 3)
+    assert len(validate(machine, X, y, 3, standardise=False).scores) == 3
+
+
+def test_an_interrupt_while_scoring_keeps_what_was_scored():
+    X, y = labelled()
+    calls = []
+
+    def metric(held_out, **options):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return tl.criteria.error_rate(held_out, **options)
+
+    with pytest.warns(RuntimeWarning, match="interrupted"):
+        result = validate(tl.LSSVM(K.RBF()), X, y, 6, metric=metric, generator=seeded())
+    assert len(result.scores) == 3
