@@ -93,7 +93,8 @@ class _Dense:
         return not info
 
     def solve(self, rhs: Tensor) -> Tensor:
-        half = torch.linalg.solve_triangular(self.L, rhs, upper=False)  # which unlike cholesky_solve copies no L
+        # Unlike cholesky_solve this copies no L.
+        half = torch.linalg.solve_triangular(self.L, rhs, upper=False)
         return torch.linalg.solve_triangular(self.L.mT, half, upper=True)
 
     def take(self, keep: Tensor) -> "_Dense":
