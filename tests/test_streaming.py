@@ -209,6 +209,32 @@ def test_held_out_rows_go_to_memory_mapped_files(tmp_path):
     assert np.array_equal(stored[0], received.outputs.numpy())
 
 
+@pytest.mark.parametrize(
+    "make", [MACHINES["sparse with a given basis"], MACHINES["rls"]], ids=["sparse", "rls"]
+)
+def test_what_was_solved_does_not_follow_the_machine(make):
+    X, Y, weight = rows()
+    machine = make()
+    expected, by_cluster = machine.loo(X, Y, weight), machine.lco(X, Y, CLUSTERS["ragged"], weight)
+    solved = machine.solve(tl.Stream(X, Y, weight, block=16, progress=False))
+    before = fitted_state(machine)
+    with torch.no_grad():
+        for parameter in machine.kernel.parameters():
+            parameter.add_(0.5)
+        if isinstance(machine, tl.SparseLSSVM):
+            machine.basis.add_(0.5)
+    assert_same(solved.held_out(), expected)
+    assert_same(solved.held_out(CLUSTERS["ragged"]), by_cluster)
+    with pytest.raises(ValueError, match=r"kernel\..* of the machine has changed since solve"):
+        machine.fit(solved)
+    machine.load_state_dict(before)
+    assert machine.fit(solved).coef is not None
+    with torch.no_grad():
+        machine.log_reg.add_(0.5)
+    with pytest.raises(ValueError, match="log_reg of the machine has changed since solve"):
+        machine.fit(solved)
+
+
 def test_the_input_is_left_alone():
     X, Y, weight = rows()
     before = [t.clone() for t in (X, Y, weight)]

@@ -288,7 +288,8 @@ class LeastSquares(KernelMachine):
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "
                 f"SparseLSSVM(kernel, reg, basis=...); got the kernel {self.kernel}"
             )
-        return Expansion(lambda X: self.kernel.feature_map(X).to(torch.float64, copy=True).mT)
+        kernel = copy.deepcopy(self.kernel)  # later passes must find the one that was solved
+        return Expansion(lambda X: kernel.feature_map(X).to(torch.float64, copy=True).mT)
 
     def extra_repr(self) -> str:
         """Current regularisation."""

@@ -1,5 +1,6 @@
 """The sparse least-squares support vector machine: an expansion over few basis vectors."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -216,8 +217,10 @@ class SparseLSSVM(LeastSquares):
         if basis is None:
             assert self.rows is not None
             basis = stream.head(self._function, self.rows)
+        # Later passes must find what was solved, whatever becomes of the machine.
+        kernel, basis = copy.deepcopy(self.kernel), basis.detach().clone()
         guard = Guard(self._function)
-        Kzz = self.kernel(basis)
+        Kzz = kernel(basis)
         if Kzz.ndim > 2:
             raise ValueError(
                 f"{self._function}: basis must be (m, d) for a stream, got shape {tuple(basis.shape)}"
@@ -229,7 +232,7 @@ class SparseLSSVM(LeastSquares):
 
         def columns(X: Tensor) -> Tensor:
             require_floating(self._function, basis=basis, X=X)
-            K = self.kernel(basis, X).double()  # (m, b)
+            K = kernel(basis, X).double()  # (m, b)
             return K if all_kept else K * mask
 
         all_kept = bool(kept.all())

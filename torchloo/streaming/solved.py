@@ -10,7 +10,7 @@ does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [leaving o
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torchloo.streaming.sets import leave_out_sets
 from torchloo.streaming.sink import Sink
 from torchloo.streaming.stream import Block, Stream
 
+if TYPE_CHECKING:
+    from torchloo.machine import LeastSquares
+
 __all__ = ["StreamFit", "gather_moments"]
 
 # Part of the spread of the targets by which no held-out output may be in doubt: by a bound for all rows,
@@ -39,8 +42,9 @@ _LARGE = 0.9
 class StreamFit:
     """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
 
-    Nothing here keeps a graph. Memory: a few (m, m) matrices and a few blocks of m features, whatever
-    the number n of rows, in float64; and what comes back, of order n c for each regularisation.
+    It stays as it was solved, whatever becomes of the machine, and keeps no graph. Memory: a few (m, m)
+    matrices and a few blocks of m features, whatever the number n of rows, in float64; and what comes
+    back, of order n c for each regularisation.
 
     Args:
         machine: whose it is.
@@ -54,7 +58,7 @@ class StreamFit:
 
     def __init__(
         self,
-        machine: object,
+        machine: "LeastSquares",
         function: str,
         stream: Stream,
         expansion: Expansion,
@@ -66,13 +70,19 @@ class StreamFit:
             raise ValueError(f"{function}: reg must be one number for a stream, got shape {tuple(reg.shape)}")
         moments.join(others)
         self.function, self.stream, self.expansion, self.moments = function, stream, expansion, moments
-        self.others, self._owner = others, machine
+        self.others, self._owner, self._solved_with = others, machine, _settings(machine)
         self._machine = one_machine(Guard(function), expansion, moments, reg.to(moments.S))
 
-    def checked_for(self, machine: object) -> Self:
-        """The same, if it is this machine that was solved."""
+    def checked_for(self, machine: "LeastSquares") -> Self:
+        """The same, if it is this machine that was solved, as it is now."""
         if machine is not self._owner:
             raise ValueError(f"{self.function}: fit takes only what solve of the same machine gave")
+        now = _settings(machine)
+        for name, before in self._solved_with.items():
+            if name not in now or not torch.equal(now[name].to(before), before):
+                raise ValueError(
+                    f"{self.function}: {name} of the machine has changed since solve; solve the stream again"
+                )
         return self
 
     @property
@@ -228,6 +238,12 @@ class StreamFit:
         matters = (most > for_all * machines.spread).any()
         matters |= ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
         return any(self.others.gather(bool(matters)))
+
+
+def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
+    """A copy of what the coefficients of a machine depend on, by name."""
+    state = machine.kernel.state_dict(prefix="kernel.") | {"log_reg": machine.log_reg.detach()}
+    return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 class _Seen(NamedTuple):
