@@ -377,8 +377,20 @@ def test_rows_that_change_between_passes_are_found():
             yield X[order[:50]], Y[order[:50]]
             yield X[order[50:]], Y[order[50:]]
 
+    class Turned:
+        """Rows of zeros and ones, whose sums are exact, the first ten in another order every time."""
+
+        turns = 0
+
+        def __iter__(self):
+            self.turns += 1
+            order = torch.cat([torch.arange(10).roll(self.turns), torch.arange(10, ROWS)])
+            yield (X[order] > 0).double(), (Y[order] > 0).double()
+
     with pytest.raises(ValueError, match="same order, but rows 0 to 15 have changed; do not shuffle"):
         MACHINES["lssvm"]().loo(tl.Stream(Shuffled(), block=16, progress=False))
+    with pytest.raises(ValueError, match="rows 0 to 15 have changed"):
+        MACHINES["lssvm"]().loo(tl.Stream(Turned(), block=16, progress=False))
     loader = DataLoader(TensorDataset(X, Y), shuffle=True)
     with pytest.raises(ValueError, match="shuffle=False"):
         tl.Stream(loader)
