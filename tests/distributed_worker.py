@@ -136,6 +136,11 @@ def errors():
     make = MACHINES["lssvm"]
     other = tl.LSSVM(tl.kernels.Linear(), reg=0.3 + 0.1 * second)
     chosen = tl.SparseLSSVM(tl.kernels.RBF(), basis=3)
+    sure = rows()[0][:6]
+    family = (tl.LSSVM, tl.RLS)[second](tl.kernels.Linear(), reg=0.3)
+    matern = tl.SparseLSSVM((tl.kernels.RBF, tl.kernels.Matern)[second](), basis=sure)
+    permuted = tl.SparseLSSVM(tl.kernels.RBF(), basis=sure.flip(0) if second else sure)
+    unsure = tl.SparseLSSVM(tl.kernels.RBF(), basis=6 if second else sure)
 
     def fails(k):
         if k == 3:
@@ -150,7 +155,11 @@ def errors():
             lambda: tl.distributed.lco(make(), tl.Stream(X, Y, progress=False), clusters=torch.arange(len(X)))
         ),
         "machine": message(lambda: tl.distributed.loo(other, X, Y)),
+        "machine's name": message(lambda: tl.distributed.loo(family, X, Y)),
+        "kernel's name": message(lambda: tl.distributed.loo(matern, X, Y)),
+        "permuted basis": message(lambda: tl.distributed.loo(permuted, X, Y)),
         "basis": message(lambda: tl.distributed.loo(chosen, X, Y)),
+        "one basis": message(lambda: tl.distributed.loo(unsure, X, Y)),
         "kernel": message(lambda: tl.distributed.loo(tl.LSSVM(tl.kernels.RBF()), X, Y)),
         "columns": message(lambda: tl.distributed.loo(make(), X[:, : 2 + second], Y)),
         "share": message(lambda: tl.distributed.share(fails, range(4))),

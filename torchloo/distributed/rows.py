@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo.clusters import Partition
+from torchloo.distributed.alike import require_alike
 from torchloo.distributed.processes import Processes
 from torchloo.distributed.sharded import solve_shard
 from torchloo.held_out import HeldOut
@@ -37,7 +38,7 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
         group: a process group; None: all processes.
     """
     processes = Processes("distributed.solve", group)
-    _require_alike(processes, machine)
+    require_alike(processes, machine)
     return machine._solve_stream(stream, processes)
 
 
@@ -121,7 +122,7 @@ def _held_out(
     group: Any,
 ) -> HeldOut:
     processes = Processes(function, group)
-    _require_alike(processes, machine)
+    require_alike(processes, machine)
     if isinstance(X, Stream):
         processes.together(lambda: machine._only_stream(y, weight))
         return machine._solve_stream(X, processes).held_out(clusters)
@@ -163,28 +164,6 @@ def _require_fit_together(processes: Processes, problem: Problem, Z: Tensor) -> 
     rows = sum(processes.gather(len(Z)))
     if rows < 2:
         raise ValueError(f"{processes.function}: leave-one-out needs at least 2 rows, got {rows}")
-
-
-def _require_alike(processes: Processes, machine: LeastSquares) -> None:
-    """The same parameters in all processes, and the same basis."""
-    if getattr(machine, "basis", 0) is None:
-        raise ValueError(
-            f"{processes.function}: basis must be a tensor, the same in all processes, not a choice among "
-            "the rows of each; e.g. rows of process 0, sent by torch.distributed.broadcast"
-        )
-    own = {name: value.detach().double() for name, value in machine.named_parameters()}
-    if isinstance(basis := getattr(machine, "basis", None), Tensor):
-        own["basis"] = basis.detach().double()
-    sums = {name: [value.sum().item(), value.abs().sum().item()] for name, value in own.items()}
-    for rank, other in enumerate(processes.gather(sums)):
-        for name in sums:
-            if name not in other or any(
-                abs(a - b) > 1e-6 * (1 + abs(a)) for a, b in zip(sums[name], other[name], strict=True)
-            ):
-                raise ValueError(
-                    f"{processes.function}: machines must be alike in all processes, but {name} of process "
-                    f"{rank} differs from that of process {processes.rank}"
-                )
 
 
 def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> None:
