@@ -126,6 +126,37 @@ def message(call):
     return "nothing was raised"
 
 
+def calls(X, Y, second):
+    """What process 1 calls in another way; each is raised in both processes."""
+    make, stream = MACHINES["lssvm"], tl.Stream(X, Y, progress=False)
+    labels = clusters()[own()]
+    narrow = tl.Stream(X, Y[:, 0] if second else Y, progress=False)
+    empty = slice(0, 0 if second else None)
+    regs = torch.tensor([1.0 + second], dtype=torch.float64)
+    solved = tl.distributed.solve(make(), stream)
+    distributed = tl.distributed
+
+    def path(regs):
+        return message(lambda: distributed.path(make(), X, Y, regs))
+
+    def loo_or_lco():
+        return distributed.lco(make(), X, Y, labels) if second else distributed.loo(make(), X, Y)
+
+    return {
+        "stream's outputs": message(lambda: distributed.loo(make(), narrow)),
+        "empty shard": message(lambda: distributed.fit(make(), X[empty], Y[empty])),
+        "call": message(loo_or_lco),
+        "stream and tensors": message(lambda: distributed.loo(make(), *((X, Y) if second else (stream,)))),
+        "no clusters": message(lambda: distributed.lco(make(), X, Y, None if second else labels)),
+        "streamed call": message(lambda: solved.held_out(labels if second else None)),
+        "regs": path(regs),
+        "no regs": path(None if second else regs),
+        "negative regs": path(1 - 2 * (regs - 1)),
+        "fit with targets": message(lambda: distributed.fit(make(), stream, Y)),
+        "path with weights": message(lambda: distributed.path(make(), stream, regs=regs, weight=Y[:, 0])),
+    }
+
+
 def errors():
     """Each is raised in both processes, and leaves them able to go on."""
     X, Y, weight = (t[own()].clone() for t in rows())
@@ -162,6 +193,7 @@ def errors():
         "one basis": message(lambda: tl.distributed.loo(unsure, X, Y)),
         "kernel": message(lambda: tl.distributed.loo(tl.LSSVM(tl.kernels.RBF()), X, Y)),
         "columns": message(lambda: tl.distributed.loo(make(), X[:, : 2 + second], Y)),
+        **calls(X, Y, second),
         "share": message(lambda: tl.distributed.share(fails, range(4))),
         "graph": message(lambda: tl.distributed.loo(make(), X.requires_grad_(second), Y)),
     }

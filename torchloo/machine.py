@@ -16,7 +16,7 @@ from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
-from torchloo.streaming.collective import Alone
+from torchloo.streaming.collective import Alone, require_same
 from torchloo.streaming.machines import Expansion
 from torchloo.streaming.moments import Moments
 from torchloo.streaming.solved import StreamFit, gather_moments
@@ -275,6 +275,8 @@ class LeastSquares(KernelMachine):
             return expansion, gather_moments(self._function, stream, expansion, self._has_bias)
 
         expansion, moments = others.together(first_pass)
+        kind = (*moments.T.shape, str(moments.dtype), moments.centre)
+        require_same(self._function, others, "features, outputs, dtype and bias", kind)
         return StreamFit(self, self._function, stream, expansion, moments, self.reg, others)
 
     def _only_stream(self, y: object, weight: object) -> None:

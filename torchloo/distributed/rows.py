@@ -15,7 +15,7 @@ from torchloo.machine import LeastSquares
 from torchloo.problem import Problem, check_features
 from torchloo.smoothers import assemble
 from torchloo.spectral import path_features
-from torchloo.streaming.collective import require_own
+from torchloo.streaming.collective import require_own, require_same
 from torchloo.streaming.solved import StreamFit
 from torchloo.streaming.stream import Stream
 
@@ -42,15 +42,21 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
     return machine._solve_stream(stream, processes)
 
 
-def _stream(X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
-    return X if isinstance(X, Stream) else Stream(X, y, weight, progress=False)
+def _stream(machine: LeastSquares, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
+    if isinstance(X, Stream):
+        machine._only_stream(y, weight)
+        return X
+    return Stream(X, y, weight, progress=False)
 
 
 def fit(
     machine: M, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
 ) -> M:
     """Fit the machine, in every process, to the rows of all processes; arguments as in `loo`."""
-    return machine.fit(solve(machine, _stream(X, y, weight), group))
+    processes = Processes("distributed.fit", group)
+    require_alike(processes, machine)
+    stream = processes.together(lambda: _stream(machine, X, y, weight))
+    return machine.fit(machine._solve_stream(stream, processes))
 
 
 def path(
@@ -63,9 +69,16 @@ def path(
     group: Any = None,
 ) -> HeldOut:
     """Held-out rows of this process for every regularisation, without a graph; see `StreamFit.path`."""
-    if regs is None:
-        raise TypeError("distributed.path: regs must be regularisations (R,) or (R, c), got None")
-    return solve(machine, _stream(X, y, weight), group).path(regs, clusters)
+    processes = Processes("distributed.path", group)
+    require_alike(processes, machine)
+
+    def own() -> tuple[Stream, Tensor]:
+        if regs is None:
+            raise TypeError("distributed.path: regs must be regularisations (R,) or (R, c), got None")
+        return _stream(machine, X, y, weight), regs
+
+    stream, given = processes.together(own)
+    return machine._solve_stream(stream, processes).path(given, clusters)
 
 
 def loo(
@@ -107,8 +120,6 @@ def lco(
     Clusters with more rows than the machine has features, and those whose closed form would cancel,
     take m^2 numbers each.
     """
-    if clusters is None:
-        raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
     return _held_out("distributed.lco", machine, X, y, weight, clusters, group)
 
 
@@ -122,10 +133,11 @@ def _held_out(
     group: Any,
 ) -> HeldOut:
     processes = Processes(function, group)
-    require_alike(processes, machine)
+    require_alike(processes, machine, " of a Stream" if isinstance(X, Stream) else " of tensors")
+    processes.together(lambda: _require_clusters(function, clusters))
     if isinstance(X, Stream):
-        processes.together(lambda: machine._only_stream(y, weight))
-        return machine._solve_stream(X, processes).held_out(clusters)
+        stream = processes.together(lambda: _stream(machine, X, y, weight))
+        return machine._solve_stream(stream, processes).held_out(clusters)
     problem, Z, partition, flat = processes.together(lambda: _own(machine, X, y, weight, clusters))
     _require_fit_together(processes, problem, Z)
     if partition.labels is not None:
@@ -134,6 +146,11 @@ def _held_out(
     parts = shard.held_out(partition, problem.guard)
     processes.together(problem.guard.check)
     return assemble(problem.Y, problem.weight, partition.labels, parts, flat)
+
+
+def _require_clusters(function: str, clusters: object | None) -> None:
+    if clusters is None and function == "distributed.lco":
+        raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
 
 
 def _own(
@@ -156,11 +173,8 @@ def _own(
 
 def _require_fit_together(processes: Processes, problem: Problem, Z: Tensor) -> None:
     """The same features and outputs in all processes, and more than one row."""
-    kinds = processes.gather((Z.shape[-1], problem.Y.shape[-1], str(Z.dtype)))
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"{processes.function}: features, outputs and dtype must be alike in all processes, got {kinds}"
-        )
+    kind = (Z.shape[-1], problem.Y.shape[-1], str(Z.dtype))
+    require_same(processes.function, processes, "features, outputs and dtype", kind)
     rows = sum(processes.gather(len(Z)))
     if rows < 2:
         raise ValueError(f"{processes.function}: leave-one-out needs at least 2 rows, got {rows}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.primal import REFIT_BELOW
-from torchloo.streaming.collective import Alone
+from torchloo.streaming.collective import Alone, require_same
 from torchloo.streaming.machines import Expansion, Machines, one_machine, path_machines
 from torchloo.streaming.moments import Moments
 from torchloo.streaming.refit import Lost, refit
@@ -71,7 +71,9 @@ class StreamFit:
         moments.join(others)
         self.function, self.stream, self.expansion, self.moments = function, stream, expansion, moments
         self.others, self._owner, self._solved_with = others, machine, _settings(machine)
-        self._machine = one_machine(Guard(function), expansion, moments, reg.to(moments.S))
+        self._machine = others.together(
+            lambda: one_machine(Guard(function), expansion, moments, reg.to(moments.S))
+        )
 
     def checked_for(self, machine: "LeastSquares") -> Self:
         """The same, if it is this machine that was solved, as it is now."""
@@ -128,6 +130,13 @@ class StreamFit:
         One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
         machine's own reg is not used.
         """
+        checked = self.others.together(lambda: self._checked_regs(regs))
+        require_same(self.function, self.others, "regs", checked.tolist())
+        machines = path_machines(self.expansion, self.moments, checked)
+        return self._held_out(machines, clusters, out, path=True)
+
+    def _checked_regs(self, regs: Tensor) -> Tensor:
+        """Regularisations (R, 1) or (R, c)."""
         c, like = self.moments.T.shape[1], self.moments.S
         regs = torch.as_tensor(regs, dtype=like.dtype, device=like.device).detach()
         if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, c)):
@@ -138,8 +147,7 @@ class StreamFit:
         guard = Guard(self.function)
         guard.positive(regs=regs)
         guard.check()
-        machines = path_machines(self.expansion, self.moments, regs if regs.ndim == 2 else regs.unsqueeze(-1))
-        return self._held_out(machines, clusters, out, path=True)
+        return regs if regs.ndim == 2 else regs.unsqueeze(-1)
 
     def blocks(self, what: str) -> Iterator[Block]:
         """The blocks of one pass, under a bar that says what it is for."""
@@ -157,6 +165,7 @@ class StreamFit:
         n = self.stream.n
         assert n is not None
         R, c = machines.offset.shape
+        require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         with Sink((R, n, c), machines.regs.shape[1], self.dtype, self.moments.S.device, out) as sink:
             labels = None
             if clusters is None:
