@@ -11,6 +11,7 @@ import torchloo as tl
 
 ROWS, FIRST = 60, 35  # process 0 has the first 35 rows
 REGS = torch.tensor([0.01, 0.3, 4.0], dtype=torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.float32)
 MACHINES = {
     "sparse": lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1),
     "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.1, 1e-8),
@@ -126,6 +127,15 @@ def message(call):
     return "nothing was raised"
 
 
+def added():
+    """Gradients of a float32 and a float64 parameter, and of one that only process 1 has."""
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in DTYPES]
+    for k, parameter in enumerate(parameters[: 2 + dist.get_rank()]):
+        parameter.grad = torch.full_like(parameter, 1.0 + k + dist.get_rank())
+    tl.distributed.sum_gradients(parameters)
+    return [parameter.grad for parameter in parameters]
+
+
 def calls(X, Y, second):
     """What process 1 calls in another way; each is raised in both processes."""
     make, stream = MACHINES["lssvm"], tl.Stream(X, Y, progress=False)
@@ -194,6 +204,7 @@ def errors():
         "kernel": message(lambda: tl.distributed.loo(tl.LSSVM(tl.kernels.RBF()), X, Y)),
         "columns": message(lambda: tl.distributed.loo(make(), X[:, : 2 + second], Y)),
         **calls(X, Y, second),
+        "parameters": message(lambda: tl.distributed.sum_gradients([torch.ones(2 + second)])),
         "share": message(lambda: tl.distributed.share(fails, range(4))),
         "graph": message(lambda: tl.distributed.loo(make(), X.requires_grad_(second), Y)),
     }
@@ -204,7 +215,7 @@ def main(folder, rank):
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    results = {f.__name__: f() for f in (sharded, streamed, gathered, shared_out, errors)}
+    results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, errors)}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

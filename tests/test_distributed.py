@@ -110,6 +110,14 @@ def test_one_loss_of_gathered_rows_has_the_gradient_of_one_process(results):
         assert not refitted.any()
 
 
+def test_gradients_are_added_in_the_dtype_of_each_parameter(results):
+    for rank in range(2):
+        for received, total, dtype in zip(
+            results[rank]["added"], (3.0, 5.0, 4.0), worker.DTYPES, strict=True
+        ):
+            assert torch.equal(received, torch.full((2,), total, dtype=dtype))
+
+
 def test_shared_items_come_back_in_order(results):
     for rank in range(2):
         assert results[rank]["shared_out"]["share"] == [(k, k % 2) for k in range(5)]
@@ -177,6 +185,7 @@ def test_shared_grids_and_splits_choose_what_one_process_chooses(results):
         ("negative regs", "process 1 failed with ValueError: .*regs must be positive", "ValueError: .*regs"),
         ("fit with targets", "TypeError: .*a stream brings its own y and weight", None),
         ("path with weights", "TypeError: .*a stream brings its own y and weight", None),
+        ("parameters", "ValueError: .*shapes and dtypes of parameters must be alike", None),
         ("share", "RuntimeError: .*process 1 failed with KeyError: 'item 3'", "KeyError: 'item 3'"),
         ("graph", "ValueError: .*either all processes or none must ask for gradients", None),
     ],

@@ -188,15 +188,17 @@ def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> N
     """
     processes = Processes("distributed.sum_gradients", group)
     parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+    require_same("distributed.sum_gradients", processes, "shapes and dtypes of parameters", shapes)
     has = processes.gather([p.grad is not None for p in parameters])
-    if len({len(flags) for flags in has}) > 1:
-        raise ValueError("distributed.sum_gradients: all processes must have the same parameters")
     used = [p for p, *flags in zip(parameters, *has, strict=True) if any(flags)]
     if not used:
         return
     with torch.no_grad():
+        # Float32 and float64 go together as float64.
         sums = processes.sums(*(torch.zeros_like(p) if p.grad is None else p.grad for p in used))
-    for parameter, total in zip(used, sums, strict=True):
+        totals = [total.to(p) for p, total in zip(used, sums, strict=True)]
+    for parameter, total in zip(used, totals, strict=True):
         parameter.grad = total
 
 
