@@ -159,6 +159,8 @@ def calls(X, Y, second):
         "stream and tensors": message(lambda: distributed.loo(make(), *((X, Y) if second else (stream,)))),
         "no clusters": message(lambda: distributed.lco(make(), X, Y, None if second else labels)),
         "streamed call": message(lambda: solved.held_out(labels if second else None)),
+        "one folder": message(lambda: solved.held_out(out=Path(sys.argv[1]) / "rows")),
+        "no folder": message(lambda: solved.held_out(out="/dev/null/rows" if second else None)),
         "regs": path(regs),
         "no regs": path(None if second else regs),
         "negative regs": path(1 - 2 * (regs - 1)),

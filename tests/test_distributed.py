@@ -181,6 +181,8 @@ def test_shared_grids_and_splits_choose_what_one_process_chooses(results):
         ("no clusters", "process 1 failed with TypeError: .*clusters must be integer labels", "TypeError"),
         ("streamed call", "ValueError: .*whether there are clusters must be alike .*False, True", None),
         ("regs", r"ValueError: .*regs must be alike .*\[1.0\].*\[2.0\]", None),
+        ("one folder", "ValueError: .*out must be a folder of its own for each process", None),
+        ("no folder", "process 1 failed with .*Error: .*/dev/null", "Error: .*/dev/null"),
         ("no regs", "process 1 failed with TypeError: distributed.path: regs must be", "TypeError: dist"),
         ("negative regs", "process 1 failed with ValueError: .*regs must be positive", "ValueError: .*regs"),
         ("fit with targets", "TypeError: .*a stream brings its own y and weight", None),

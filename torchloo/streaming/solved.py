@@ -23,7 +23,7 @@ from torchloo.streaming.machines import Expansion, Machines, one_machine, path_m
 from torchloo.streaming.moments import Moments
 from torchloo.streaming.refit import Lost, refit
 from torchloo.streaming.sets import leave_out_sets
-from torchloo.streaming.sink import Sink
+from torchloo.streaming.sink import Sink, require_folders
 from torchloo.streaming.stream import Block, Stream
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ class StreamFit:
                 Rows of a cluster are gathered wherever they stand: those of arrays by indexing; batches
                 are first spooled to a temporary file, of n (d + c + 1) numbers.
             out: folder for outputs.npy, residuals.npy, variance.npy, refitted.npy, targets.npy and
-                weight.npy, whose memory the HeldOut then shares; None keeps everything in memory.
+                weight.npy, whose memory the HeldOut then shares; None keeps everything in memory. One
+                of its own for each process, where there are several.
 
         Returns:
             HeldOut in the order of the rows.
@@ -166,7 +167,9 @@ class StreamFit:
         assert n is not None
         R, c = machines.offset.shape
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
-        with Sink((R, n, c), machines.regs.shape[1], self.dtype, self.moments.S.device, out) as sink:
+        require_folders(self.function, self.others, out)
+        kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
+        with self.others.together(lambda: Sink((R, n, c), *kind, out)) as sink:
             labels = None
             if clusters is None:
                 self._leave_one_out(machines, sink)
