@@ -245,7 +245,7 @@ class SparseLSSVM(LeastSquares):
             indices = self.rows(self.kernel, X, Y, weight).indices  # (..., m)
             batch = indices.shape[:-1]
             if csr.is_csr(X):
-                return csr.take(X, indices)
+                return csr.take(X, indices.flatten()).unflatten(0, indices.shape)
             return X.expand(*batch, *X.shape[-2:]).take_along_dim(indices.unsqueeze(-1), -2)
         assert self.rows is not None
         if self.rows > X.shape[-2]:
