@@ -209,6 +209,29 @@ def test_held_out_rows_go_to_memory_mapped_files(tmp_path):
     assert np.array_equal(stored[0], received.outputs.numpy())
 
 
+def test_clusters_are_looked_at_before_any_pass():
+    X, Y, _ = rows()
+    passes = []
+
+    class Counted:
+        def __iter__(self):
+            passes.append(True)
+            yield X, Y
+
+    solved = MACHINES["lssvm"]().solve(tl.Stream(Counted(), progress=False))
+    before = len(passes)
+    with pytest.raises(ValueError, match="clusters"):
+        solved.held_out(torch.arange(ROWS - 1))
+    assert len(passes) == before
+
+
+def test_spooled_batches_come_back_on_their_device():
+    X, Y, weight = rows()
+    stream = tl.Stream(batches(X, Y, weight), progress=False)
+    MACHINES["lssvm"]().lco(stream, clusters=CLUSTERS["ragged"])
+    assert stream.device == X.device
+
+
 @pytest.mark.parametrize(
     "make", [MACHINES["sparse with a given basis"], MACHINES["rls"]], ids=["sparse", "rls"]
 )

@@ -100,12 +100,12 @@ class StreamFit:
     @property
     def coef(self) -> Tensor:
         """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
-        return self._refined(self._machine).coefficients()[0]
+        return self.refined(self._machine).coefficients()[0]
 
     @property
     def offset(self) -> Tensor:
         """Output at the mean of the features, (c,)."""
-        return self._refined(self._machine).offset[0]
+        return self.refined(self._machine).offset[0]
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
@@ -174,7 +174,7 @@ class StreamFit:
             if clusters is None:
                 self._leave_one_out(machines, sink)
             else:
-                labels = leave_out_sets(self, self._refined(machines), clusters, sink)
+                labels = leave_out_sets(self, machines, clusters, sink)
         return sink.held_out(labels, self.stream.flat, path)
 
     def _leave_one_out(self, machines: Machines, sink: Sink) -> None:
@@ -219,7 +219,7 @@ class StreamFit:
             r, variance = (t[:, part.rows].to(change).mT for t in (sink.residuals, sink.variance))
             sink.write(part, r - change * variance * part.weight.double() / regs, variance, part.rows)
 
-    def _refined(self, machines: Machines) -> Machines:
+    def refined(self, machines: Machines) -> Machines:
         """The machines, after a pass for a step of refinement if there was none yet."""
         if not machines.refined:
             with torch.no_grad():
