@@ -119,6 +119,23 @@ def shared_out():
     }
 
 
+def interrupted():
+    """Process 1 is interrupted at the second of its two splits."""
+    X, y = labels()
+    scored = []
+
+    def metric(held_out):
+        scored.append(True)
+        if dist.get_rank() == 1 and len(scored) == 2:
+            raise KeyboardInterrupt
+        return tl.criteria.mse(held_out)
+
+    splits = tl.splits.k_fold(40, 5, generator=torch.Generator().manual_seed(0))
+    options = {"search": "grid", "grid": {"reg": [0.1, 1.0]}, "metric": metric, "progress": False}
+    machine = tl.LSSVM(tl.kernels.RBF(3.0))
+    return tl.distributed.validate(machine, X, y, splits, **options).table
+
+
 def message(call):
     try:
         call()
@@ -217,7 +234,7 @@ def main(folder, rank):
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, errors)}
+    results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, interrupted, errors)}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

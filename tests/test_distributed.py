@@ -159,6 +159,18 @@ def test_shared_grids_and_splits_choose_what_one_process_chooses(results):
         assert [row["reg"] for row in table] == pytest.approx([row["reg"] for row in estimate.table])
 
 
+def test_an_interrupted_process_gives_the_splits_it_came_to(results):
+    X, y = worker.labels()
+    splits = tl.splits.k_fold(40, 5, generator=torch.Generator().manual_seed(0))
+    options = {"search": "grid", "grid": {"reg": [0.1, 1.0]}, "metric": "mse", "progress": False}
+    estimate = tl.validate(tl.LSSVM(tl.kernels.RBF(3.0)), X, y, splits, **options)
+    for rank in range(2):
+        table = results[rank]["interrupted"]
+        assert [row["split"] for row in table] == [0, 1, 2, 4]
+        expected = [estimate.table[k]["score"] for k in (0, 1, 2, 4)]
+        assert [row["score"] for row in table] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
