@@ -11,6 +11,7 @@ import torchloo as tl
 
 ROWS, FIRST = 60, 35  # process 0 has the first 35 rows
 REGS = torch.tensor([0.01, 0.3, 4.0], dtype=torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.float32)
 MACHINES = {
     "sparse": lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1),
     "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.1, 1e-8),
@@ -118,12 +119,71 @@ def shared_out():
     }
 
 
+def interrupted():
+    """Process 1 is interrupted at the second of its two splits."""
+    X, y = labels()
+    scored = []
+
+    def metric(held_out):
+        scored.append(True)
+        if dist.get_rank() == 1 and len(scored) == 2:
+            raise KeyboardInterrupt
+        return tl.criteria.mse(held_out)
+
+    splits = tl.splits.k_fold(40, 5, generator=torch.Generator().manual_seed(0))
+    options = {"search": "grid", "grid": {"reg": [0.1, 1.0]}, "metric": metric, "progress": False}
+    machine = tl.LSSVM(tl.kernels.RBF(3.0))
+    return tl.distributed.validate(machine, X, y, splits, **options).table
+
+
 def message(call):
     try:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def added():
+    """Gradients of a float32 and a float64 parameter, and of one that only process 1 has."""
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in DTYPES]
+    for k, parameter in enumerate(parameters[: 2 + dist.get_rank()]):
+        parameter.grad = torch.full_like(parameter, 1.0 + k + dist.get_rank())
+    tl.distributed.sum_gradients(parameters)
+    return [parameter.grad for parameter in parameters]
+
+
+def calls(X, Y, second):
+    """What process 1 calls in another way; each is raised in both processes."""
+    make, stream = MACHINES["lssvm"], tl.Stream(X, Y, progress=False)
+    labels = clusters()[own()]
+    narrow = tl.Stream(X, Y[:, 0] if second else Y, progress=False)
+    empty = slice(0, 0 if second else None)
+    regs = torch.tensor([1.0 + second], dtype=torch.float64)
+    solved = tl.distributed.solve(make(), stream)
+    distributed = tl.distributed
+
+    def path(regs):
+        return message(lambda: distributed.path(make(), X, Y, regs))
+
+    def loo_or_lco():
+        return distributed.lco(make(), X, Y, labels) if second else distributed.loo(make(), X, Y)
+
+    return {
+        "stream's outputs": message(lambda: distributed.loo(make(), narrow)),
+        "empty shard": message(lambda: distributed.fit(make(), X[empty], Y[empty])),
+        "call": message(loo_or_lco),
+        "stream and tensors": message(lambda: distributed.loo(make(), *((X, Y) if second else (stream,)))),
+        "no clusters": message(lambda: distributed.lco(make(), X, Y, None if second else labels)),
+        "streamed call": message(lambda: solved.held_out(labels if second else None)),
+        "one folder": message(lambda: solved.held_out(out=Path(sys.argv[1]) / "rows")),
+        "no folder": message(lambda: solved.held_out(out="/dev/null/rows" if second else None)),
+        "regs": path(regs),
+        "no regs": path(None if second else regs),
+        "negative regs": path(1 - 2 * (regs - 1)),
+        "fit with targets": message(lambda: distributed.fit(make(), stream, Y)),
+        "path with weights": message(lambda: distributed.path(make(), stream, regs=regs, weight=Y[:, 0])),
+    }
 
 
 def errors():
@@ -136,6 +196,11 @@ def errors():
     make = MACHINES["lssvm"]
     other = tl.LSSVM(tl.kernels.Linear(), reg=0.3 + 0.1 * second)
     chosen = tl.SparseLSSVM(tl.kernels.RBF(), basis=3)
+    sure = rows()[0][:6]
+    family = (tl.LSSVM, tl.RLS)[second](tl.kernels.Linear(), reg=0.3)
+    matern = tl.SparseLSSVM((tl.kernels.RBF, tl.kernels.Matern)[second](), basis=sure)
+    permuted = tl.SparseLSSVM(tl.kernels.RBF(), basis=sure.flip(0) if second else sure)
+    unsure = tl.SparseLSSVM(tl.kernels.RBF(), basis=6 if second else sure)
 
     def fails(k):
         if k == 3:
@@ -150,9 +215,15 @@ def errors():
             lambda: tl.distributed.lco(make(), tl.Stream(X, Y, progress=False), clusters=torch.arange(len(X)))
         ),
         "machine": message(lambda: tl.distributed.loo(other, X, Y)),
+        "machine's name": message(lambda: tl.distributed.loo(family, X, Y)),
+        "kernel's name": message(lambda: tl.distributed.loo(matern, X, Y)),
+        "permuted basis": message(lambda: tl.distributed.loo(permuted, X, Y)),
         "basis": message(lambda: tl.distributed.loo(chosen, X, Y)),
+        "one basis": message(lambda: tl.distributed.loo(unsure, X, Y)),
         "kernel": message(lambda: tl.distributed.loo(tl.LSSVM(tl.kernels.RBF()), X, Y)),
         "columns": message(lambda: tl.distributed.loo(make(), X[:, : 2 + second], Y)),
+        **calls(X, Y, second),
+        "parameters": message(lambda: tl.distributed.sum_gradients([torch.ones(2 + second)])),
         "share": message(lambda: tl.distributed.share(fails, range(4))),
         "graph": message(lambda: tl.distributed.loo(make(), X.requires_grad_(second), Y)),
     }
@@ -163,7 +234,7 @@ def main(folder, rank):
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    results = {f.__name__: f() for f in (sharded, streamed, gathered, shared_out, errors)}
+    results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, interrupted, errors)}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

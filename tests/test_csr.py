@@ -166,6 +166,15 @@ def test_a_selector_takes_a_batch_of_kernels():
         assert_close(selector(kernel, X.to_sparse_csr()).indices, selector(kernel, X).indices)
 
 
+def test_a_machine_of_selected_rows_takes_a_batch_of_kernels():
+    X, Y = rows(), rows(seed=1)[:, :2]
+    kernel = Polynomial(offset=torch.tensor([0.5, 2.0], dtype=torch.float64))
+    machine = tl.SparseLSSVM(kernel, 0.3, basis=tl.basis.pivoted(5))
+    for y in (Y[:, 0], Y):
+        assert_close(machine.loo(X.to_sparse_csr(), y).outputs, machine.loo(X, y).outputs)
+        assert_close(machine.fit(X.to_sparse_csr(), y)(X), machine.fit(X, y)(X))
+
+
 def test_precomputed_matrices_are_made_dense():
     X = rows()
     K = X @ X.T

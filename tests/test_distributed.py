@@ -110,6 +110,14 @@ def test_one_loss_of_gathered_rows_has_the_gradient_of_one_process(results):
         assert not refitted.any()
 
 
+def test_gradients_are_added_in_the_dtype_of_each_parameter(results):
+    for rank in range(2):
+        for received, total, dtype in zip(
+            results[rank]["added"], (3.0, 5.0, 4.0), worker.DTYPES, strict=True
+        ):
+            assert torch.equal(received, torch.full((2,), total, dtype=dtype))
+
+
 def test_shared_items_come_back_in_order(results):
     for rank in range(2):
         assert results[rank]["shared_out"]["share"] == [(k, k % 2) for k in range(5)]
@@ -151,6 +159,18 @@ def test_shared_grids_and_splits_choose_what_one_process_chooses(results):
         assert [row["reg"] for row in table] == pytest.approx([row["reg"] for row in estimate.table])
 
 
+def test_an_interrupted_process_gives_the_splits_it_came_to(results):
+    X, y = worker.labels()
+    splits = tl.splits.k_fold(40, 5, generator=torch.Generator().manual_seed(0))
+    options = {"search": "grid", "grid": {"reg": [0.1, 1.0]}, "metric": "mse", "progress": False}
+    estimate = tl.validate(tl.LSSVM(tl.kernels.RBF(3.0)), X, y, splits, **options)
+    for rank in range(2):
+        table = results[rank]["interrupted"]
+        assert [row["split"] for row in table] == [0, 1, 2, 4]
+        expected = [estimate.table[k]["score"] for k in (0, 1, 2, 4)]
+        assert [row["score"] for row in table] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
@@ -158,10 +178,28 @@ def test_shared_grids_and_splits_choose_what_one_process_chooses(results):
         ("stream", "process 1 failed with ValueError: .* at row 3", "ValueError: .* at row 3"),
         ("clusters", "ValueError: .*cluster 0 has some in process 0 and in process 1", None),
         ("streamed clusters", "ValueError: .*cluster 0 has some in process 0 and in process 1", None),
-        ("machine", "ValueError: .*log_reg of process 1 differs from that of process 0", "process 0 differs"),
+        ("machine", "ValueError: .*log_reg of process 1 differs from that of process 0", None),
+        ("machine's name", "ValueError: .*kind of process 1 differs .* RLS.* from LSSVM", None),
+        ("kernel's name", "ValueError: .*kind of process 1 differs .* Matern.* from .* RBF", None),
+        ("permuted basis", "ValueError: .*basis of process 1 differs from that of process 0", None),
         ("basis", "ValueError: .*basis must be a tensor, the same in all processes", None),
+        ("one basis", "ValueError: .*basis must be a tensor, .* as in process 1", None),
         ("kernel", "TypeError: .*SparseLSSVM", None),
         ("columns", "ValueError: .*features, outputs and dtype must be alike", None),
+        ("stream's outputs", "ValueError: .*features, outputs, dtype and bias must be alike", None),
+        ("empty shard", "process 1 failed with ValueError: Stream: X must be .*one row", "Stream: X"),
+        ("call", "ValueError: .*call of process 1 differs .*lco of tensors from distributed.loo of", None),
+        ("stream and tensors", "call of process 1 differs .*loo of tensors from .*loo of a Stream", None),
+        ("no clusters", "process 1 failed with TypeError: .*clusters must be integer labels", "TypeError"),
+        ("streamed call", "ValueError: .*whether there are clusters must be alike .*False, True", None),
+        ("regs", r"ValueError: .*regs must be alike .*\[1.0\].*\[2.0\]", None),
+        ("one folder", "ValueError: .*out must be a folder of its own for each process", None),
+        ("no folder", "process 1 failed with .*Error: .*/dev/null", "Error: .*/dev/null"),
+        ("no regs", "process 1 failed with TypeError: distributed.path: regs must be", "TypeError: dist"),
+        ("negative regs", "process 1 failed with ValueError: .*regs must be positive", "ValueError: .*regs"),
+        ("fit with targets", "TypeError: .*a stream brings its own y and weight", None),
+        ("path with weights", "TypeError: .*a stream brings its own y and weight", None),
+        ("parameters", "ValueError: .*shapes and dtypes of parameters must be alike", None),
         ("share", "RuntimeError: .*process 1 failed with KeyError: 'item 3'", "KeyError: 'item 3'"),
         ("graph", "ValueError: .*either all processes or none must ask for gradients", None),
     ],

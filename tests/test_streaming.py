@@ -209,6 +209,55 @@ def test_held_out_rows_go_to_memory_mapped_files(tmp_path):
     assert np.array_equal(stored[0], received.outputs.numpy())
 
 
+def test_clusters_are_looked_at_before_any_pass():
+    X, Y, _ = rows()
+    passes = []
+
+    class Counted:
+        def __iter__(self):
+            passes.append(True)
+            yield X, Y
+
+    solved = MACHINES["lssvm"]().solve(tl.Stream(Counted(), progress=False))
+    before = len(passes)
+    with pytest.raises(ValueError, match="clusters"):
+        solved.held_out(torch.arange(ROWS - 1))
+    assert len(passes) == before
+
+
+def test_spooled_batches_come_back_on_their_device():
+    X, Y, weight = rows()
+    stream = tl.Stream(batches(X, Y, weight), progress=False)
+    MACHINES["lssvm"]().lco(stream, clusters=CLUSTERS["ragged"])
+    assert stream.device == X.device
+
+
+@pytest.mark.parametrize(
+    "make", [MACHINES["sparse with a given basis"], MACHINES["rls"]], ids=["sparse", "rls"]
+)
+def test_what_was_solved_does_not_follow_the_machine(make):
+    X, Y, weight = rows()
+    machine = make()
+    expected, by_cluster = machine.loo(X, Y, weight), machine.lco(X, Y, CLUSTERS["ragged"], weight)
+    solved = machine.solve(tl.Stream(X, Y, weight, block=16, progress=False))
+    before = fitted_state(machine)
+    with torch.no_grad():
+        for parameter in machine.kernel.parameters():
+            parameter.add_(0.5)
+        if isinstance(machine, tl.SparseLSSVM):
+            machine.basis.add_(0.5)
+    assert_same(solved.held_out(), expected)
+    assert_same(solved.held_out(CLUSTERS["ragged"]), by_cluster)
+    with pytest.raises(ValueError, match=r"kernel\..* of the machine has changed since solve"):
+        machine.fit(solved)
+    machine.load_state_dict(before)
+    assert machine.fit(solved).coef is not None
+    with torch.no_grad():
+        machine.log_reg.add_(0.5)
+    with pytest.raises(ValueError, match="log_reg of the machine has changed since solve"):
+        machine.fit(solved)
+
+
 def test_the_input_is_left_alone():
     X, Y, weight = rows()
     before = [t.clone() for t in (X, Y, weight)]
@@ -351,8 +400,20 @@ def test_rows_that_change_between_passes_are_found():
             yield X[order[:50]], Y[order[:50]]
             yield X[order[50:]], Y[order[50:]]
 
+    class Turned:
+        """Rows of zeros and ones, whose sums are exact, the first ten in another order every time."""
+
+        turns = 0
+
+        def __iter__(self):
+            self.turns += 1
+            order = torch.cat([torch.arange(10).roll(self.turns), torch.arange(10, ROWS)])
+            yield (X[order] > 0).double(), (Y[order] > 0).double()
+
     with pytest.raises(ValueError, match="same order, but rows 0 to 15 have changed; do not shuffle"):
         MACHINES["lssvm"]().loo(tl.Stream(Shuffled(), block=16, progress=False))
+    with pytest.raises(ValueError, match="rows 0 to 15 have changed"):
+        MACHINES["lssvm"]().loo(tl.Stream(Turned(), block=16, progress=False))
     loader = DataLoader(TensorDataset(X, Y), shuffle=True)
     with pytest.raises(ValueError, match="shuffle=False"):
         tl.Stream(loader)

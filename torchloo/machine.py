@@ -16,7 +16,7 @@ from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
-from torchloo.streaming.collective import Alone
+from torchloo.streaming.collective import Alone, require_same
 from torchloo.streaming.machines import Expansion
 from torchloo.streaming.moments import Moments
 from torchloo.streaming.solved import StreamFit, gather_moments
@@ -275,6 +275,8 @@ class LeastSquares(KernelMachine):
             return expansion, gather_moments(self._function, stream, expansion, self._has_bias)
 
         expansion, moments = others.together(first_pass)
+        kind = (*moments.T.shape, str(moments.dtype), moments.centre)
+        require_same(self._function, others, "features, outputs, dtype and bias", kind)
         return StreamFit(self, self._function, stream, expansion, moments, self.reg, others)
 
     def _only_stream(self, y: object, weight: object) -> None:
@@ -288,7 +290,8 @@ class LeastSquares(KernelMachine):
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "
                 f"SparseLSSVM(kernel, reg, basis=...); got the kernel {self.kernel}"
             )
-        return Expansion(lambda X: self.kernel.feature_map(X).to(torch.float64, copy=True).mT)
+        kernel = copy.deepcopy(self.kernel)  # later passes must find the one that was solved
+        return Expansion(lambda X: kernel.feature_map(X).to(torch.float64, copy=True).mT)
 
     def extra_repr(self) -> str:
         """Current regularisation."""

@@ -1,5 +1,6 @@
 """The sparse least-squares support vector machine: an expansion over few basis vectors."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -216,8 +217,10 @@ class SparseLSSVM(LeastSquares):
         if basis is None:
             assert self.rows is not None
             basis = stream.head(self._function, self.rows)
+        # Later passes must find what was solved, whatever becomes of the machine.
+        kernel, basis = copy.deepcopy(self.kernel), basis.detach().clone()
         guard = Guard(self._function)
-        Kzz = self.kernel(basis)
+        Kzz = kernel(basis)
         if Kzz.ndim > 2:
             raise ValueError(
                 f"{self._function}: basis must be (m, d) for a stream, got shape {tuple(basis.shape)}"
@@ -229,7 +232,7 @@ class SparseLSSVM(LeastSquares):
 
         def columns(X: Tensor) -> Tensor:
             require_floating(self._function, basis=basis, X=X)
-            K = self.kernel(basis, X).double()  # (m, b)
+            K = kernel(basis, X).double()  # (m, b)
             return K if all_kept else K * mask
 
         all_kept = bool(kept.all())
@@ -242,7 +245,7 @@ class SparseLSSVM(LeastSquares):
             indices = self.rows(self.kernel, X, Y, weight).indices  # (..., m)
             batch = indices.shape[:-1]
             if csr.is_csr(X):
-                return csr.take(X, indices)
+                return csr.take(X, indices.flatten()).unflatten(0, indices.shape)
             return X.expand(*batch, *X.shape[-2:]).take_along_dim(indices.unsqueeze(-1), -2)
         assert self.rows is not None
         if self.rows > X.shape[-2]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo.clusters import Partition
+from torchloo.distributed.alike import require_alike
 from torchloo.distributed.processes import Processes
 from torchloo.distributed.sharded import solve_shard
 from torchloo.held_out import HeldOut
@@ -14,7 +15,7 @@ from torchloo.machine import LeastSquares
 from torchloo.problem import Problem, check_features
 from torchloo.smoothers import assemble
 from torchloo.spectral import path_features
-from torchloo.streaming.collective import require_own
+from torchloo.streaming.collective import require_own, require_same
 from torchloo.streaming.solved import StreamFit
 from torchloo.streaming.stream import Stream
 
@@ -37,19 +38,25 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
         group: a process group; None: all processes.
     """
     processes = Processes("distributed.solve", group)
-    _require_alike(processes, machine)
+    require_alike(processes, machine)
     return machine._solve_stream(stream, processes)
 
 
-def _stream(X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
-    return X if isinstance(X, Stream) else Stream(X, y, weight, progress=False)
+def _stream(machine: LeastSquares, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
+    if isinstance(X, Stream):
+        machine._only_stream(y, weight)
+        return X
+    return Stream(X, y, weight, progress=False)
 
 
 def fit(
     machine: M, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
 ) -> M:
     """Fit the machine, in every process, to the rows of all processes; arguments as in `loo`."""
-    return machine.fit(solve(machine, _stream(X, y, weight), group))
+    processes = Processes("distributed.fit", group)
+    require_alike(processes, machine)
+    stream = processes.together(lambda: _stream(machine, X, y, weight))
+    return machine.fit(machine._solve_stream(stream, processes))
 
 
 def path(
@@ -62,9 +69,16 @@ def path(
     group: Any = None,
 ) -> HeldOut:
     """Held-out rows of this process for every regularisation, without a graph; see `StreamFit.path`."""
-    if regs is None:
-        raise TypeError("distributed.path: regs must be regularisations (R,) or (R, c), got None")
-    return solve(machine, _stream(X, y, weight), group).path(regs, clusters)
+    processes = Processes("distributed.path", group)
+    require_alike(processes, machine)
+
+    def own() -> tuple[Stream, Tensor]:
+        if regs is None:
+            raise TypeError("distributed.path: regs must be regularisations (R,) or (R, c), got None")
+        return _stream(machine, X, y, weight), regs
+
+    stream, given = processes.together(own)
+    return machine._solve_stream(stream, processes).path(given, clusters)
 
 
 def loo(
@@ -106,8 +120,6 @@ def lco(
     Clusters with more rows than the machine has features, and those whose closed form would cancel,
     take m^2 numbers each.
     """
-    if clusters is None:
-        raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
     return _held_out("distributed.lco", machine, X, y, weight, clusters, group)
 
 
@@ -121,10 +133,11 @@ def _held_out(
     group: Any,
 ) -> HeldOut:
     processes = Processes(function, group)
-    _require_alike(processes, machine)
+    require_alike(processes, machine, " of a Stream" if isinstance(X, Stream) else " of tensors")
+    processes.together(lambda: _require_clusters(function, clusters))
     if isinstance(X, Stream):
-        processes.together(lambda: machine._only_stream(y, weight))
-        return machine._solve_stream(X, processes).held_out(clusters)
+        stream = processes.together(lambda: _stream(machine, X, y, weight))
+        return machine._solve_stream(stream, processes).held_out(clusters)
     problem, Z, partition, flat = processes.together(lambda: _own(machine, X, y, weight, clusters))
     _require_fit_together(processes, problem, Z)
     if partition.labels is not None:
@@ -133,6 +146,11 @@ def _held_out(
     parts = shard.held_out(partition, problem.guard)
     processes.together(problem.guard.check)
     return assemble(problem.Y, problem.weight, partition.labels, parts, flat)
+
+
+def _require_clusters(function: str, clusters: object | None) -> None:
+    if clusters is None and function == "distributed.lco":
+        raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
 
 
 def _own(
@@ -155,36 +173,11 @@ def _own(
 
 def _require_fit_together(processes: Processes, problem: Problem, Z: Tensor) -> None:
     """The same features and outputs in all processes, and more than one row."""
-    kinds = processes.gather((Z.shape[-1], problem.Y.shape[-1], str(Z.dtype)))
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"{processes.function}: features, outputs and dtype must be alike in all processes, got {kinds}"
-        )
+    kind = (Z.shape[-1], problem.Y.shape[-1], str(Z.dtype))
+    require_same(processes.function, processes, "features, outputs and dtype", kind)
     rows = sum(processes.gather(len(Z)))
     if rows < 2:
         raise ValueError(f"{processes.function}: leave-one-out needs at least 2 rows, got {rows}")
-
-
-def _require_alike(processes: Processes, machine: LeastSquares) -> None:
-    """The same parameters in all processes, and the same basis."""
-    if getattr(machine, "basis", 0) is None:
-        raise ValueError(
-            f"{processes.function}: basis must be a tensor, the same in all processes, not a choice among "
-            "the rows of each; e.g. rows of process 0, sent by torch.distributed.broadcast"
-        )
-    own = {name: value.detach().double() for name, value in machine.named_parameters()}
-    if isinstance(basis := getattr(machine, "basis", None), Tensor):
-        own["basis"] = basis.detach().double()
-    sums = {name: [value.sum().item(), value.abs().sum().item()] for name, value in own.items()}
-    for rank, other in enumerate(processes.gather(sums)):
-        for name in sums:
-            if name not in other or any(
-                abs(a - b) > 1e-6 * (1 + abs(a)) for a, b in zip(sums[name], other[name], strict=True)
-            ):
-                raise ValueError(
-                    f"{processes.function}: machines must be alike in all processes, but {name} of process "
-                    f"{rank} differs from that of process {processes.rank}"
-                )
 
 
 def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> None:
@@ -195,15 +188,17 @@ def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> N
     """
     processes = Processes("distributed.sum_gradients", group)
     parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+    require_same("distributed.sum_gradients", processes, "shapes and dtypes of parameters", shapes)
     has = processes.gather([p.grad is not None for p in parameters])
-    if len({len(flags) for flags in has}) > 1:
-        raise ValueError("distributed.sum_gradients: all processes must have the same parameters")
     used = [p for p, *flags in zip(parameters, *has, strict=True) if any(flags)]
     if not used:
         return
     with torch.no_grad():
+        # Float32 and float64 go together as float64.
         sums = processes.sums(*(torch.zeros_like(p) if p.grad is None else p.grad for p in used))
-    for parameter, total in zip(used, sums, strict=True):
+        totals = [total.to(p) for p, total in zip(used, sums, strict=True)]
+    for parameter, total in zip(used, totals, strict=True):
         parameter.grad = total
 
 

@@ -39,8 +39,6 @@ class Shard:
     """Cholesky factor of the normal matrix of all rows, (p', p')."""
     coef: Tensor
     """Coefficients, (p', c)."""
-    centre: Tensor
-    """Mean of the features of all rows, (1, p)."""
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (n, c), variances (n, 1), and which rows (n,) were refitted."""
@@ -140,4 +138,4 @@ def solve_shard(processes: Processes, problem: Problem, Z: Tensor, bias: bool) -
     with torch.no_grad():  # a step of refinement, as in the primal form; its gradient is that of the solution
         (gradient,) = processes.sums(D.mT @ (zeta * (Y - D @ coef)))
         step = torch.cholesky_solve(gradient - R @ coef, L)
-    return Shard(processes, D, Y, zeta, R, reg, L, coef + step, centre)
+    return Shard(processes, D, Y, zeta, R, reg, L, coef + step)

@@ -107,7 +107,8 @@ def validate(
 ) -> Validation:
     """`tl.validate` with its splits shared out over the processes; the outcome, in order, in each.
 
-    All rows are in every process. Random splits are those that process 0 draws.
+    All rows are in every process. Random splits are those that process 0 draws. Ctrl-C in a process
+    leaves out those of its splits whose search has not begun, and none of those of the others.
 
     Args:
         machine, X, y, splits, clusters, generator: as in `tl.validate`, alike in all processes.
@@ -124,7 +125,12 @@ def validate(
         return validate_alone(machine, X, y, pairs[first::count], *arguments, **options_here)
 
     parts = _share(processes, some, list(range(count)))
-    table = [dict(parts[k % count].table[k // count], split=k) for k in range(len(pairs))]
+    table = [
+        dict(row, split=first + count * row["split"])
+        for first, part in enumerate(parts)
+        for row in part.table
+    ]  # of a process that was interrupted, the splits that it came to
+    table.sort(key=lambda row: row["split"])
     return summed_up(table, parts[0].metric, parts[0].criterion)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchloo.clusters import Partition
 
-__all__ = ["Alone", "require_own"]
+__all__ = ["Alone", "require_own", "require_same"]
 
 
 T = TypeVar("T")
@@ -30,6 +30,13 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in their order."""
         return [value]
+
+
+def require_same(function: str, others: Alone, what: str, value: Any) -> None:
+    """Raise, in all processes, if they do not all have the same value."""
+    values = others.gather(value)
+    if any(other != values[0] for other in values):
+        raise ValueError(f"{function}: {what} must be alike in all processes, got {values}")
 
 
 def require_own(function: str, others: Alone, partition: Partition) -> None:

@@ -31,10 +31,10 @@ __all__ = ["leave_out_sets"]
 
 
 def leave_out_sets(solved: "StreamFit", machines: Machines, clusters: object, sink: Sink) -> Tensor:
-    """Write the held-out rows of all clusters; their labels (n,)."""
-    visit = _Visit(solved, machines, sink)
+    """Write the held-out rows of all clusters, which are looked at before any pass; their labels (n,)."""
     partition = solved.others.together(lambda: _partition(solved, clusters))
     require_own(solved.function, solved.others, partition)
+    visit = _Visit(solved, solved.refined(machines), sink)
     solved.others.together(lambda: _visits(visit, partition))
     refit(solved, machines, sink, visit.lost)
     assert partition.labels is not None

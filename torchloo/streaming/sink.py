@@ -9,10 +9,22 @@ import torch
 from torch import Tensor
 
 from torchloo.held_out import HeldOut
+from torchloo.streaming.collective import Alone
 from torchloo.streaming.sources import open_array
 from torchloo.streaming.stream import Block
 
-__all__ = ["Sink"]
+__all__ = ["Sink", "require_folders"]
+
+
+def require_folders(function: str, others: Alone, out: str | Path | None) -> None:
+    """Raise, in all processes, if two of them would write to one folder."""
+    own = others.together(lambda: None if out is None else str(Path(out).resolve()))
+    folders = [folder for folder in others.gather(own) if folder is not None]
+    if len(set(folders)) < len(folders):
+        raise ValueError(
+            f"{function}: out must be a folder of its own for each process, e.g. with its rank in the name, "
+            f"got {folders}"
+        )
 
 
 class Sink:

@@ -10,7 +10,7 @@ does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [leaving o
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,13 +18,16 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.primal import REFIT_BELOW
-from torchloo.streaming.collective import Alone
+from torchloo.streaming.collective import Alone, require_same
 from torchloo.streaming.machines import Expansion, Machines, one_machine, path_machines
 from torchloo.streaming.moments import Moments
 from torchloo.streaming.refit import Lost, refit
 from torchloo.streaming.sets import leave_out_sets
-from torchloo.streaming.sink import Sink
+from torchloo.streaming.sink import Sink, require_folders
 from torchloo.streaming.stream import Block, Stream
+
+if TYPE_CHECKING:
+    from torchloo.machine import LeastSquares
 
 __all__ = ["StreamFit", "gather_moments"]
 
@@ -39,8 +42,9 @@ _LARGE = 0.9
 class StreamFit:
     """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
 
-    Nothing here keeps a graph. Memory: a few (m, m) matrices and a few blocks of m features, whatever
-    the number n of rows, in float64; and what comes back, of order n c for each regularisation.
+    It stays as it was solved, whatever becomes of the machine, and keeps no graph. Memory: a few (m, m)
+    matrices and a few blocks of m features, whatever the number n of rows, in float64; and what comes
+    back, of order n c for each regularisation.
 
     Args:
         machine: whose it is.
@@ -54,7 +58,7 @@ class StreamFit:
 
     def __init__(
         self,
-        machine: object,
+        machine: "LeastSquares",
         function: str,
         stream: Stream,
         expansion: Expansion,
@@ -66,13 +70,21 @@ class StreamFit:
             raise ValueError(f"{function}: reg must be one number for a stream, got shape {tuple(reg.shape)}")
         moments.join(others)
         self.function, self.stream, self.expansion, self.moments = function, stream, expansion, moments
-        self.others, self._owner = others, machine
-        self._machine = one_machine(Guard(function), expansion, moments, reg.to(moments.S))
+        self.others, self._owner, self._solved_with = others, machine, _settings(machine)
+        self._machine = others.together(
+            lambda: one_machine(Guard(function), expansion, moments, reg.to(moments.S))
+        )
 
-    def checked_for(self, machine: object) -> Self:
-        """The same, if it is this machine that was solved."""
+    def checked_for(self, machine: "LeastSquares") -> Self:
+        """The same, if it is this machine that was solved, as it is now."""
         if machine is not self._owner:
             raise ValueError(f"{self.function}: fit takes only what solve of the same machine gave")
+        now = _settings(machine)
+        for name, before in self._solved_with.items():
+            if name not in now or not torch.equal(now[name].to(before), before):
+                raise ValueError(
+                    f"{self.function}: {name} of the machine has changed since solve; solve the stream again"
+                )
         return self
 
     @property
@@ -88,12 +100,12 @@ class StreamFit:
     @property
     def coef(self) -> Tensor:
         """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
-        return self._refined(self._machine).coefficients()[0]
+        return self.refined(self._machine).coefficients()[0]
 
     @property
     def offset(self) -> Tensor:
         """Output at the mean of the features, (c,)."""
-        return self._refined(self._machine).offset[0]
+        return self.refined(self._machine).offset[0]
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
@@ -103,7 +115,8 @@ class StreamFit:
                 Rows of a cluster are gathered wherever they stand: those of arrays by indexing; batches
                 are first spooled to a temporary file, of n (d + c + 1) numbers.
             out: folder for outputs.npy, residuals.npy, variance.npy, refitted.npy, targets.npy and
-                weight.npy, whose memory the HeldOut then shares; None keeps everything in memory.
+                weight.npy, whose memory the HeldOut then shares; None keeps everything in memory. One
+                of its own for each process, where there are several.
 
         Returns:
             HeldOut in the order of the rows.
@@ -118,6 +131,13 @@ class StreamFit:
         One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
         machine's own reg is not used.
         """
+        checked = self.others.together(lambda: self._checked_regs(regs))
+        require_same(self.function, self.others, "regs", checked.tolist())
+        machines = path_machines(self.expansion, self.moments, checked)
+        return self._held_out(machines, clusters, out, path=True)
+
+    def _checked_regs(self, regs: Tensor) -> Tensor:
+        """Regularisations (R, 1) or (R, c)."""
         c, like = self.moments.T.shape[1], self.moments.S
         regs = torch.as_tensor(regs, dtype=like.dtype, device=like.device).detach()
         if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, c)):
@@ -128,8 +148,7 @@ class StreamFit:
         guard = Guard(self.function)
         guard.positive(regs=regs)
         guard.check()
-        machines = path_machines(self.expansion, self.moments, regs if regs.ndim == 2 else regs.unsqueeze(-1))
-        return self._held_out(machines, clusters, out, path=True)
+        return regs if regs.ndim == 2 else regs.unsqueeze(-1)
 
     def blocks(self, what: str) -> Iterator[Block]:
         """The blocks of one pass, under a bar that says what it is for."""
@@ -147,12 +166,15 @@ class StreamFit:
         n = self.stream.n
         assert n is not None
         R, c = machines.offset.shape
-        with Sink((R, n, c), machines.regs.shape[1], self.dtype, self.moments.S.device, out) as sink:
+        require_same(self.function, self.others, "whether there are clusters", clusters is not None)
+        require_folders(self.function, self.others, out)
+        kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
+        with self.others.together(lambda: Sink((R, n, c), *kind, out)) as sink:
             labels = None
             if clusters is None:
                 self._leave_one_out(machines, sink)
             else:
-                labels = leave_out_sets(self, self._refined(machines), clusters, sink)
+                labels = leave_out_sets(self, machines, clusters, sink)
         return sink.held_out(labels, self.stream.flat, path)
 
     def _leave_one_out(self, machines: Machines, sink: Sink) -> None:
@@ -197,7 +219,7 @@ class StreamFit:
             r, variance = (t[:, part.rows].to(change).mT for t in (sink.residuals, sink.variance))
             sink.write(part, r - change * variance * part.weight.double() / regs, variance, part.rows)
 
-    def _refined(self, machines: Machines) -> Machines:
+    def refined(self, machines: Machines) -> Machines:
         """The machines, after a pass for a step of refinement if there was none yet."""
         if not machines.refined:
             with torch.no_grad():
@@ -228,6 +250,12 @@ class StreamFit:
         matters = (most > for_all * machines.spread).any()
         matters |= ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
         return any(self.others.gather(bool(matters)))
+
+
+def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
+    """A copy of what the coefficients of a machine depend on, by name."""
+    state = machine.kernel.state_dict(prefix="kernel.") | {"log_reg": machine.log_reg.detach()}
+    return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 class _Seen(NamedTuple):

@@ -119,6 +119,7 @@ class Stream:
         flat = self.flat
         arrays: list[np.ndarray] = []
         for part in self.blocks(function, size, "spooling"):
+            self.device = self.device or part.X.device  # files are on the host, rows stay where they were
             values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
             if not arrays:
                 assert self.n is not None
