@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from measure import Table, add_data, best_times, peak_bytes
+from tqdm import tqdm
 
 import torchloo as tl
 from torchloo.search import objective
@@ -30,8 +31,10 @@ PAPER = 0.1687
 REMARKS = """
 The paper altered the bias (I-A), so its numbers belong beside those with tl.threshold. It made 100 splits,
 not 20, and took logarithms of two features and cut two more at thresholds; as its feature numbers do not fit
-this file, here the six continuous columns are standardised and no more. The paper's 0.1740 (row 07) is for
-weighted training and an unweighted PRESS, as here.
+this file, here the six continuous columns are standardised and no more (logarithms of the two most skewed
+ones make it no better). A shift that the test rows choose for themselves gives what the paper has, which
+its final entry, with a test error of 0.1845 (Table V), did not keep: that is near the honest numbers here.
+The paper's 0.1740 (row 07) is for weighted training and an unweighted PRESS, as here.
 """
 
 
@@ -122,6 +125,27 @@ def splits(table: Table, data: Path, quick: bool) -> None:
     table.row(what, times["batch"], times["loop"] / times["batch"], 1.0, at_least=True)
 
 
+def _summary(rates: torch.Tensor) -> tuple[float, float]:
+    """Mean and its standard error."""
+    return rates.mean().item(), rates.std().item() / len(rates) ** 0.5
+
+
+def peeked(
+    machine: tl.LSSVM, X: torch.Tensor, y: torch.Tensor, columns: list[int], pairs: list
+) -> torch.Tensor:
+    """Balanced error rates of the splits if the test rows themselves choose the shift: too good."""
+    rates = []
+    for train, test in tqdm(pairs, desc="peeking", leave=False):
+        Z = X.clone()
+        Z[:, columns] = (X[:, columns] - X[train][:, columns].mean(0)) / X[train][:, columns].std(0)
+        f = machine.fit(Z[train], y[train])(Z[test]).detach()
+        one = torch.ones_like(f)
+        tested = tl.HeldOut(f, y[test] - f, y[test], one, None, one, one > 1)
+        f = f + tl.threshold(tested, "balanced_error_rate")
+        rates.append(tl.criteria.balanced_error_rate(tested._replace(outputs=f, residuals=y[test] - f)))
+    return torch.stack(rates)
+
+
 def ada(table: Table, data: Path, quick: bool) -> None:
     X, y, *_ = tl.datasets.benchmark("ada", data)
     X = X[:, torch.arange(48) != 39]
@@ -131,9 +155,10 @@ def ada(table: Table, data: Path, quick: bool) -> None:
     machine = tl.LSSVM(tl.kernels.Polynomial(degree=2))
     Z = X.clone()
     Z[:, columns] = (Z[:, columns] - Z[:, columns].mean(0)) / Z[:, columns].std(0)
-    begin = time.perf_counter()
-    peak = peak_bytes(lambda: print(tl.select(machine, Z, y)))
+    begin, found = time.perf_counter(), []
+    peak = peak_bytes(lambda: found.append(tl.select(machine, Z, y)))
     seconds = time.perf_counter() - begin
+    print(found[0])
     table.row(f"ADA, {len(y)} rows, quadratic: one select, minutes", seconds, seconds / 60, 10.0)
     table.row("ADA: peak memory of it in GiB", None, peak / 2**30, 4.0)
     rows = []
@@ -146,10 +171,12 @@ def ada(table: Table, data: Path, quick: bool) -> None:
         seconds = time.perf_counter() - begin
         print(f"\nPRESS, quadratic{what} ({seconds / 60:.1f} min)\n{result}\n")
         plain = torch.tensor([row["unshifted"] for row in result.table])
-        rows.append((f"threshold 0{what}", plain.mean().item(), plain.std().item() / len(plain) ** 0.5))
+        rows.append((f"threshold 0{what}", *_summary(plain)))
         rows.append((f"tl.threshold in each split{what}", result.mean, result.stderr))
+    plain = peeked(found[0].machine, X, y, columns, pairs)
+    rows.append(("the test rows' own shift, hyper-parameters of all", *_summary(plain)))
     print(f"{'balanced error rate of the outer loop':<50}{'mean':>8}{'stderr':>9}{'paper':>9}")
-    for (name, mean, stderr), paper in zip(rows, (PAPER, PAPER, 0.1740, 0.1740), strict=True):
+    for (name, mean, stderr), paper in zip(rows, (PAPER, PAPER, 0.1740, 0.1740, PAPER), strict=True):
         print(f"{name:<50}{mean:>8.4f}{stderr:>9.4f}{paper:>9.4f}")
     print(REMARKS)
 
