@@ -9,7 +9,7 @@ from torch import nn
 import torchloo as tl
 from torchloo.search.gradient import descend
 from torchloo.search.nelder_mead import walk
-from torchloo.search.objective import Objective
+from torchloo.search.objective import Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
 from torchloo.search.problems import stack
@@ -43,7 +43,7 @@ def search(method, function, starts, limit=5, evaluations=2000, tolerance=1e-12)
     objective = Known(function, len(starts))
     box = torch.stack([torch.full_like(starts, -limit), torch.full_like(starts, limit)])
     unit = torch.ones(starts.shape[1], dtype=DOUBLE)
-    method(objective, starts, torch.arange(len(starts)), box, unit, evaluations, tolerance)
+    method(objective, Outset(starts, torch.arange(len(starts)), box, unit, evaluations, tolerance))
     return objective
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchloo.search.objective import Objective
+from torchloo.search.objective import Objective, Outset
 
 __all__ = ["descend"]
 
@@ -100,21 +100,14 @@ def _two_loops(g: Tensor, s: Tensor, z: Tensor, metric: Tensor) -> Tensor:
     return q
 
 
-def descend(
-    objective: Objective,
-    start: Tensor,
-    problem: Tensor,
-    box: Tensor,
-    unit: Tensor,
-    evaluations: int,
-    tolerance: float,
-) -> None:
-    """Minimise from R starts (R, p) of problems (R,) in the boxes (2, R, p); the objective keeps the best.
+def descend(objective: Objective, outset: Outset) -> None:
+    """Minimise from R starts, each in its box; the objective keeps the best.
 
     A run stops when the projected gradient falls below `tolerance` of the value, when three steps in a row
     gain less than `tolerance` of it, when no step along the gradient itself descends, or after so many
     `evaluations`.
     """
+    start, problem, box, unit, evaluations, tolerance = outset
     f, g = objective(start, problem, gradient=True)
     memory = start.new_zeros(_MEMORY, *start.shape)
     blank = torch.zeros_like(f)

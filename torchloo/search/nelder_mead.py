@@ -10,7 +10,7 @@ flatten the simplex.
 import torch
 from torch import Tensor
 
-from torchloo.search.objective import Objective
+from torchloo.search.objective import Objective, Outset
 
 __all__ = ["walk"]
 
@@ -18,20 +18,13 @@ _STEP = 1.0  # edge of the first simplex, in units: a factor e in a positive par
 _SMALL = 1e-2  # edge at which a simplex may stop
 
 
-def walk(
-    objective: Objective,
-    start: Tensor,
-    problem: Tensor,
-    box: Tensor,
-    unit: Tensor,
-    evaluations: int,
-    tolerance: float,
-) -> None:
-    """Minimise from R starts (R, p) of problems (R,) in the boxes (2, R, p); the objective keeps the best.
+def walk(objective: Objective, outset: Outset) -> None:
+    """Minimise from R starts, each in its box; the objective keeps the best.
 
     Reflection 1, expansion 2, contraction and shrinkage 1/2. A simplex stops when its values differ by less
     than `tolerance` of the best and its edges are below 1 % of a unit, or after so many `evaluations`.
     """
+    start, problem, box, unit, evaluations, tolerance = outset
     runs, p = start.shape
     simplex = _first_simplex(start.unsqueeze(1), box.unsqueeze(2), unit)  # (R, p + 1, p)
     f = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))[0].view(runs, p + 1)

@@ -26,7 +26,7 @@ from torchloo.search.prior import HyperPrior
 from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 
-__all__ = ["Best", "Evaluation", "Objective"]
+__all__ = ["Best", "Evaluation", "Objective", "Outset"]
 
 ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 
@@ -51,6 +51,23 @@ class Best:
     theta: Tensor | None = None
     objective: float = float("inf")
     value: float = float("nan")
+
+
+class Outset(NamedTuple):
+    """Where R runs begin, and where they end at the latest."""
+
+    start: Tensor
+    """(R, p)."""
+    problem: Tensor
+    """The problem of each, (R,)."""
+    box: Tensor
+    """Bounds, (2, R, p)."""
+    unit: Tensor
+    """A natural step for every number, (p,)."""
+    evaluations: int
+    """The most for each run."""
+    tolerance: float
+    """Relative change of the value that counts as nothing."""
 
 
 class Objective:

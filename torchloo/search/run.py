@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.search import gradient, grid, nelder_mead
-from torchloo.search.objective import Objective
+from torchloo.search.objective import Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problems import Problems
@@ -136,7 +136,7 @@ def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> Non
     search = gradient.descend if plan.search == "gradient" else nelder_mead.walk
     boxes = box.repeat_interleave(plan.starts, 1)
     limit = plan.evaluations(space.size)
-    search(objective, starts, problem, boxes, space.units(), limit, plan.tolerance)
+    search(objective, Outset(starts, problem, boxes, space.units(), limit, plan.tolerance))
 
 
 def warn_interrupted(function: str, stacklevel: int = 3) -> None:
