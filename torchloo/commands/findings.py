@@ -184,19 +184,26 @@ class Findings:
         return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
 
 
+def _how(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """What a selection and its repetition in every split have in common."""
+    return {
+        "criterion": plan.criterion_function,
+        "search": plan.search,
+        "clusters": problem.clusters,
+        "weight": problem.weight,
+        "prior": plan.prior,
+        "generator": torch.Generator().manual_seed(plan.seed),
+        "progress": plan.progress,
+    }
+
+
 def choose(problem: Problem, plan: Plan) -> Choice:
     """Select the hyper-parameters by the criterion."""
     selection = tl.select(
         plan.spec.build().to(plan.device),
         problem.X,
         problem.y,
-        criterion=plan.criterion_function,
-        search=plan.search,
-        clusters=problem.clusters,
-        weight=problem.weight,
-        prior=plan.prior,
-        generator=torch.Generator().manual_seed(plan.seed),
-        progress=plan.progress,
+        **_how(problem, plan),
     )
     seconds = selection.evaluations * _seconds_of_one(selection.machine, problem, plan)
     history = [float(record.value) for record in selection.history]
@@ -242,15 +249,9 @@ def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | N
         problem.X,
         problem.y,
         splits="leave-cluster-out" if few else plan.outer,
-        criterion=plan.criterion_function,
         metric=metric,
-        search=plan.search,
-        clusters=problem.clusters,
-        weight=problem.weight,
         standardise=plan.standardise,
-        prior=plan.prior,
-        generator=torch.Generator().manual_seed(plan.seed),
-        progress=plan.progress,
+        **_how(problem, plan),
     )
     return [measure.over_splits(tested) for measure in of]
 
