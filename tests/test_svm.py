@@ -447,7 +447,7 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, torch.zeros(2, dtype=torch.float64), r), bias)
+    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, r), bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 

@@ -181,9 +181,9 @@ def _homotopy(
     values = [torch.cat([x, tail]) for x in (alpha, margin + lift)]
     diagonal = torch.cat([K.diagonal(), tail])
     base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
-    last = torch.full((1,), m, device=K.device)
-    (end,) = follow(base, torch.zeros_like(last), last, tail + 1, most_events=20 * m)
-    low, high = end.distance[0, :, :m]
+    row, column = tableau.find(torch.full((1,), m, device=K.device))
+    (end,) = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=20 * m)
+    low, high = end.distance[0, :, :-2].index_select(1, tableau.order[0].argsort())[:, :m]
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)
     free, upper = low.isfinite() & high.isfinite(), low.isinf() & high.isfinite()

@@ -74,7 +74,7 @@ def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)
     nothing = torch.zeros(1, dtype=torch.long, device=K.device)
-    whole = Held(full.alpha[None], u[None], problem.box[None], u.new_zeros(1), nothing)
+    whole = Held(full.alpha[None], u[None], problem.box, nothing)
     bias = held_out_bias(problem.y, whole)[0]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
     return SVMFit(coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K))

@@ -99,9 +99,9 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
     first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias = held_out_bias(y, Held(alpha, u, boxes, torch.zeros_like(u[:, 0]), first))
+    bias = held_out_bias(y, Held(alpha, u, boxes, first))
     f = u[member, v] + bias[member]
-    held = Held(alpha[member], u[member], boxes[member], torch.zeros_like(f), v)
+    held = Held(alpha[member], u[member], boxes[member], v)
     sign, _ = gap_ball_sign(problem.K, y, held, bias[member])
     one_class = ~_both_classes(y, boxes)
     remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)
