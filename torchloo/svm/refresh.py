@@ -92,11 +92,7 @@ class Ends:
         A, sign, P = self.tableau.A[0], self.sign, self.P
         padded = len(self.columns) <= P
         rhs = (sign[P] * (wanted - change.gather(1, P))).masked_fill(padded, 0)[:, :, None]
-        A_PP = A[P[:, :, None], P[:, None, :]]
-        c = self.H @ rhs
-        for _ in range(2):  # H has seen many updates: let A_PP itself have the last word
-            c = c + self.H @ (rhs - A_PP @ c)
-        c = c[:, :, 0]
+        c = (self.H @ rhs)[:, :, 0]
         return change + sign * embedding_bag(P, A, per_sample_weights=c, mode="sum"), c
 
 
