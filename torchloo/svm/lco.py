@@ -6,7 +6,7 @@ from torch import Tensor
 from torchloo.guards import host_labels
 from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
-from torchloo.svm.fit import checked, solve_problem, svm
+from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
@@ -71,7 +71,7 @@ def _leave_clusters_out_exactly(
     K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
-    problem, full = solve_problem("svm_lco", K, y, box)
+    ((problem, full),) = solve_problems("svm_lco", K, y, box[None])
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))

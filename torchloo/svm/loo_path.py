@@ -15,6 +15,7 @@ from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["leave_one_out_by_path"]
 
+
 class _Rows:
     """Work arrays for the n rows: everything starts as check 1 leaves it."""
 

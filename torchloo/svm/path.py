@@ -13,9 +13,9 @@ meets a bound it changes its role, with rank-one updates of H and of c:
     j joins P:   x = H A_Pj,  pi = A_jj - A_jP x,  u = x - e_j,  H += u u^T / pi,    c += u v_j / pi
     j leaves P:  x = H e_j,   pi = H_jj,           u = x,        H -= u u^T / pi,    c -= u v_j / pi
 
-Indices are columns of the tableau; r may be a row only. Nothing per problem has size n^2. |pi| is the diagonal entry of the problem's own tableau: 0 if the
-new free set would be singular. Places in P are given out in the same order to all problems, one in
-each round, and packed when they run out.
+Indices are columns of the tableau; r may be a row only. Nothing per problem has size n^2. |pi| is
+the diagonal entry of the problem's own tableau: 0 if the new free set would be singular. Places in P
+are given out in the same order to all problems, one in each round, and packed when they run out.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """Outcomes by rows: from what is known of each problem of a batch to one SVMHeldOut."""
 
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 from torchloo.svm.gradient import Deferred, outputs_with_gradient
 from torchloo.svm.held_out import SVMHeldOut
 
-__all__ = ["OneProblem", "RowOutcome", "assembled", "taken_apart"]
+__all__ = ["OneProblem", "RowOutcome", "assembled", "families", "taken_apart"]
 
 OneProblem = tuple[Tensor, Tensor, Tensor]
 
@@ -27,8 +29,16 @@ class RowOutcome(NamedTuple):
 
 def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
     """The problems K (n, n), y (n,), box (n,) of a batch."""
-    n = y.shape[-1]
-    return list(zip(K.reshape(-1, n, n), y.reshape(-1, n), box.reshape(-1, n), strict=True))
+    # No reshape: it would copy what is expanded, and hide what problems share.
+    return [(K[index], y[index], box[index]) for index in product(*map(range, y.shape[:-1]))]
+
+
+def families(problems: Sequence[OneProblem]) -> list[list[int]]:
+    """Numbers of the problems that share K and y and differ in their boxes only."""
+    same: dict[tuple[object, ...], list[int]] = {}
+    for number, (K, y, _) in enumerate(problems):
+        same.setdefault((K.data_ptr(), K.stride(), y.data_ptr(), y.stride()), []).append(number)
+    return list(same.values())
 
 
 def assembled(

@@ -133,7 +133,8 @@ class Paths:
         """So many places in every change set that are not yet given out; pack first, then grow."""
         if self.used + places <= self.P.shape[1]:
             return
-        kept = (self.P < self.distance.shape[2] - 2) | (self.rate != 0)
+        nothing = self.distance.shape[2] - 2
+        kept = self.P.ne(nothing) | (self.rate != 0)
         kept[:, 0] = True
         self.used = int(kept.sum(1).max())
         order = kept.argsort(dim=1, descending=True, stable=True)[:, : self.used]  # (B, used)

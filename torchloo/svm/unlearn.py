@@ -79,7 +79,7 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     """
     outcomes = _unlearn_near(tasks, values, _NEAREST)
     open_rows = {t: (~end.proved).nonzero()[:, 0] for t, end in enumerate(outcomes)}
-    again = [t for t, rows in open_rows.items() if len(rows) and _NEAREST < len(tasks[t].problem.y)]
+    again = [t for t, rows in open_rows.items() if len(rows) and len(tasks[t].problem.y) > _NEAREST]
     if again:
         few = [tasks[t].take(open_rows[t]) for t in again]
         for t, end in zip(again, _unlearn_near(few, values, None), strict=True):
