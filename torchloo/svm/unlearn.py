@@ -98,11 +98,10 @@ def _unlearn_near(tasks: list[Task], values: bool, nearest: int | None) -> list[
         )
         places = [A.find(task.target) for task, A in zip(members, tableaux, strict=True)]
         row, column = (torch.cat(x) for x in zip(*places, strict=True))
-        counts = torch.tensor([len(task.target) for task in members], device=row.device)
-        table = torch.arange(len(group), device=row.device).repeat_interleave(counts)
+        counts = [len(task.target) for task in members]
+        table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
         ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
-        height = len(members[0].problem.y) + 2
-        for t, tableau, own in zip(group, tableaux, _sorted(ends, len(group), height), strict=True):
+        for t, tableau, own in zip(group, tableaux, _of_each(ends, counts), strict=True):
             outcomes[t] = _certified(tasks[t], tableau, own)
     return [outcomes[t] for t in range(len(tasks))]
 
@@ -140,16 +139,10 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
     return groups
 
 
-def _sorted(parts: list[Paths], machines: int, height: int) -> list[Paths]:
-    """The paths of each machine; only among them are change sets padded to one size."""
-    if machines == 1:
-        return [Paths.join(parts)]
-    own: list[list[Paths]] = [[] for _ in range(machines)]
-    for part in parts:
-        table = part.first_row // height
-        for t in table.unique().tolist():
-            own[t].append(part.take((table == t).nonzero()[:, 0]))
-    return [Paths.join(mine) for mine in own]
+def _of_each(parts: list[Paths], counts: list[int]) -> list[Paths]:
+    """The paths of each machine, which has so many of them."""
+    whole = Paths.cat(parts)
+    return [whole.take(rows).trimmed() for rows in whole.name.argsort().split(counts)]
 
 
 def _certified(task: Task, tableau: Tableau, ends: Paths) -> Unlearned:
