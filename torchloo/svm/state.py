@@ -195,6 +195,12 @@ class Shared:
         self.turns = _turns(base)
         self.count = len(self.sign)
 
+    def rows_of(self, first_row: Tensor, P: Tensor) -> Tensor:
+        """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
+        if self.count == self.width:
+            return P
+        return (first_row + P).masked_fill_(P == self.pad, self.pad)
+
     def look_up(self, column: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
         """What a change of role does to columns of all tableaux, see _turns: new (B, 2), and four (B,)."""
         key = column.add(inside, alpha=self.count).add_(at_high, alpha=2 * self.count)

@@ -18,6 +18,7 @@ __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
 _EXACT = 1e-7  # relative gap of a decision value that counts as exact
+_FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 96, 5  # columns beside the free variables: so many, or a fifth of all variables
 
 
@@ -77,22 +78,25 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     O(m l + B m).
     Reference: Cauwenberghs and Poggio 2000, for the idea of unlearning.
     """
-    outcomes = _unlearn_near(tasks, values, _NEAREST)
-    open_rows = {t: (~end.proved).nonzero()[:, 0] for t, end in enumerate(outcomes)}
-    again = [t for t, rows in open_rows.items() if len(rows) and len(tasks[t].problem.y) > _NEAREST]
-    if again:
-        few = [tasks[t].take(open_rows[t]) for t in again]
-        for t, end in zip(again, _unlearn_near(few, values, None), strict=True):
-            outcomes[t] = outcomes[t].replaced(open_rows[t], end)
+    outcomes = _unlearn(tasks, values, whole=False)
+    doubtful = {
+        t: (~end.proved).nonzero()[:, 0]
+        for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
+        if len(task.problem.y) > _FEW and not bool(end.proved.all())
+    }
+    if doubtful:
+        few = [tasks[t].take(rows) for t, rows in doubtful.items()]
+        for (t, rows), end in zip(doubtful.items(), _unlearn(few, values, whole=True), strict=True):
+            outcomes[t] = outcomes[t].replaced(rows, end)
     return outcomes
 
 
-def _unlearn_near(tasks: list[Task], values: bool, nearest: int | None) -> list[Unlearned]:
-    """`unlearn_many` with columns for the free variables and so many more; None: for all."""
+def _unlearn(tasks: list[Task], values: bool, whole: bool) -> list[Unlearned]:
+    """`unlearn_many` with columns for the free variables and the nearest others, or for all."""
     outcomes: dict[int, Unlearned] = {}
     for group in _groups(tasks):
         members = [tasks[t] for t in group]
-        tableaux = _tableaux(members, values, nearest)
+        tableaux = _tableaux(members, values, whole)
         base = Base.stack(
             [perturbed_base(task.problem, task.full, A) for task, A in zip(members, tableaux, strict=True)]
         )
@@ -106,10 +110,10 @@ def _unlearn_near(tasks: list[Task], values: bool, nearest: int | None) -> list[
     return [outcomes[t] for t in range(len(tasks))]
 
 
-def _tableaux(tasks: list[Task], values: bool, nearest: int | None) -> list[Tableau]:
+def _tableaux(tasks: list[Task], values: bool, whole: bool) -> list[Tableau]:
     """Tableaux with equally many columns: the free variables, then by the size of their margins."""
     m = len(tasks[0].problem.y)
-    if nearest is None:
+    if whole or m <= _FEW:
         return [pivot_transform(task.problem.K, task.problem.y, task.full.free) for task in tasks]
     orders, wanted = [], 0
     for task in tasks:
@@ -119,7 +123,7 @@ def _tableaux(tasks: list[Task], values: bool, nearest: int | None) -> list[Tabl
         first = first.masked_fill_(task.full.free, -2.0)
         orders.append(first.argsort(stable=True))
         wanted = max(wanted, int((first < 0).sum()))
-    columns = min(m, wanted + max(nearest, m // _SHARE))
+    columns = min(m, wanted + max(_NEAREST, m // _SHARE))
     return [
         pivot_transform(task.problem.K, task.problem.y, task.full.free, order=order, columns=columns)
         for task, order in zip(tasks, orders, strict=True)
@@ -142,6 +146,8 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
 def _of_each(parts: list[Paths], counts: list[int]) -> list[Paths]:
     """The paths of each machine, which has so many of them."""
     whole = Paths.cat(parts)
+    if len(parts) == 1 and len(counts) == 1:
+        return [whole]
     return [whole.take(rows).trimmed() for rows in whole.name.argsort().split(counts)]
 
 
