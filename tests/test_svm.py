@@ -447,7 +447,7 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, r), bias)
+    sign, gap, _ = gap_ball_sign(K, y, Held(alpha, u, box, r), bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 
@@ -488,3 +488,57 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
     K = K - K.diagonal().min().clamp(max=0) * torch.eye(30)
     with pytest.raises(ValueError, match="smallest eigenvalue"):
         svm(K, y, 1000.0)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch):
+    """With columns for two variables beside the free ones most paths miss an event, and are followed again."""
+    from torchloo.svm import unlearn
+
+    X, y = toy(31, n=90, noise=1.0)
+    K = rbf(X, 1.5)
+    expected = svm_loo(K, y, 8.0, method="path", values=values)
+    followed = []
+    one_pass = unlearn._unlearn
+
+    def counted(tasks, values, whole):
+        followed.append(sum(len(task.target) for task in tasks))
+        return one_pass(tasks, values, whole)
+
+    monkeypatch.setattr(unlearn, "_unlearn", counted)
+    monkeypatch.setattr(unlearn, "_FEW", 10)
+    monkeypatch.setattr(unlearn, "_NEAREST", 2)
+    monkeypatch.setattr(unlearn, "_SHARE", 1000)
+    received = svm_loo(K, y, 8.0, method="path", values=values)
+    assert len(followed) == 2
+    assert followed[1] > followed[0] // 3
+    assert_close(received.outputs, expected.outputs, rtol=1e-8, atol=1e-8)
+    assert bool(received.certified.all())
+    assert int((received.resolved_by == expected.resolved_by).sum()) == 90
+
+
+@pytest.mark.parametrize("kernel", ["linear", "smooth", "rough"])
+def test_machines_that_share_a_kernel_matrix_are_solved_as_each_alone(kernel):
+    X, y = toy(32, n=270, d=2)
+    K = X @ X.T if kernel == "linear" else rbf(X, 8.0 if kernel == "smooth" else 0.2)
+    C = torch.tensor([[0.01, 1.0], [30.0, 1000.0]], dtype=torch.float64)
+    together = svm_loo(K, y, C)
+    assert bool((together.certified | together.unstable).all())
+    for i in range(2):
+        for j in range(2):
+            alone = svm_loo(K.clone(), y, C[i, j])
+            assert_close(together.outputs[i, j], alone.outputs, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rank", "found"), [(1, True), (40, True), (90, False), (300, False)])
+def test_a_low_rank_is_found_and_proved(rank, found):
+    from torchloo.svm.low_rank import low_rank_factor
+
+    generator = torch.Generator().manual_seed(rank)
+    G = torch.randn(300, rank, generator=generator, dtype=torch.float64)
+    K = G @ G.T
+    factor = low_rank_factor(K)
+    assert (factor is not None) == found
+    if factor is not None:
+        assert factor.shape[1] <= 75
+        assert_close(factor @ factor.T, K, rtol=0, atol=1e-9 * float(K.diagonal().mean()))

@@ -63,7 +63,7 @@ class DualBound:
         primal, bias = primal_objective(state)
         u = state.F + state.y
         held = Held(state.alpha, u, state.box, self.target)
-        ball, _ = gap_ball_sign(self.K, self.y, held, bias)
+        ball = gap_ball_sign(self.K, self.y, held, bias).sign
         self._approach(state)
         unproved = (ball == 0) & ~self._exceeds(state, primal) & state.read.any(1)
         if bool(unproved.any()):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Held", "bias_of_free", "gap_ball_sign", "held_out_bias", "weighted_interval"]
+__all__ = ["Held", "Proof", "bias_of_free", "gap_ball_sign", "held_out_bias", "weighted_interval"]
 
 
 class Held(NamedTuple):
@@ -120,12 +120,26 @@ def bias_of_free(y: Tensor, held: Held, miss: Tensor, free: Tensor) -> Tensor:
     return bias
 
 
-def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The certified sign of f*(x_r), +1, -1 or 0 where it is open, and the duality gap; (B,) both."""
-    gap = _duality_gap(y, held, bias)
+class Proof(NamedTuple):
+    """What a solution proves."""
+
+    sign: Tensor
+    """The certified sign of f*(x_r), +1, -1 or 0 where it is open, (B,)."""
+
+    gap: Tensor
+    """Duality gap, (B,)."""
+
+    slip: Tensor
+    """How far a variable other than r misses its margin at most, relative to the largest |u|, (B,)."""
+
+
+def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
+    """The sign of f*(x_r) by Note [gap ball]."""
+    gap, slip = _optimality(y, held, bias)
     u_r = held.of_target(held.u)
     norm = K.diagonal().clamp_min(0).sqrt()
-    rounding = 1e-12 * (1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)))
+    scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1))
+    rounding = 1e-12 * scale
     # k'_ii <= (|phi_i| + |phi_r|)^2 for all i at once proves nearly every sign.
     rho = gap.sqrt() * (norm.amax() + norm[held.target]) + rounding
     count, slack = held.positive_count(y), held.slack()
@@ -136,21 +150,26 @@ def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tenso
     rows = (sign == 0).nonzero()[:, 0]
     if len(rows):
         sign[rows] = _sign_by_each_distance(K, y, held.take(rows), gap[rows], rounding[rows])
-    return sign, gap
+    return Proof(sign, gap, slip / scale)
 
 
-def _duality_gap(y: Tensor, held: Held, bias: Tensor) -> Tensor:
-    """alpha max(margin, 0) + (box - alpha) max(-margin, 0) >= 0, summed: nothing cancels; (B,)."""
+def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Duality gap and largest miss of a margin, (B,) both.
+
+    The gap is the sum of alpha max(margin, 0) + (box - alpha) max(-margin, 0) >= 0: nothing cancels.
+    """
     margin = (held.u + bias[:, None]).sub_(y).mul_(y)
     alpha = held.alpha.clamp_min(0).minimum(held.box)
     terms = margin.clamp_max(0).mul_(held.box).neg_().addcmul_(alpha, margin).clamp_min_(0)
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
     gap = terms.sum(-1) + (bias * (held.alpha @ y)).abs()
+    slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.own is None:
-        return gap
+        return gap, slip
     margin_r, alpha_r = held.of_target(margin), held.of_target(alpha).minimum(held.own)
-    return gap + alpha_r * margin_r.clamp_min(0) + (held.own - alpha_r) * (-margin_r).clamp_min(0)
+    of_r = alpha_r * margin_r.clamp_min(0) + (held.own - alpha_r) * (-margin_r).clamp_min(0)
+    return gap + of_r, slip
 
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor, rounding: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     bias = held_out_bias(y, Held(alpha, u, boxes, first))
     f = u[member, v] + bias[member]
     held = Held(alpha[member], u[member], boxes[member], v)
-    sign, _ = gap_ball_sign(problem.K, y, held, bias[member])
+    sign = gap_ball_sign(problem.K, y, held, bias[member]).sign
     one_class = ~_both_classes(y, boxes)
     remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)
     f = torch.where(one_class[member], remaining[member], f)

@@ -149,7 +149,7 @@ def _settle_without_free(problem: Problem, full: Exact, rows: _Rows, index: Tens
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     held = _held(problem, full.alpha.expand(len(index), -1), problem.variable[index], rows.kept[index])
     bias = held_out_bias(problem.y, held)
-    sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
+    sign = gap_ball_sign(problem.K, problem.y, held, bias).sign
     f = held.of_target(held.u) + bias
     rows.settle(index, f, sign * f > 0, code.UNUSED)
 
@@ -165,6 +165,6 @@ def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple
     alpha, _ = solve_without(problem, full, boxes, problem.K[target])
     held = _held(problem, alpha, target, kept)
     bias = held_out_bias(problem.y, held)
-    sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
+    sign = gap_ball_sign(problem.K, problem.y, held, bias).sign
     f = held.of_target(held.u) + bias
     return f, sign * f > 0, alpha

@@ -8,6 +8,7 @@ __all__ = ["low_rank_factor"]
 _WORTH = 256  # rows: below, nothing is gained
 _PLACES = 16  # columns chosen at once
 _MISSING = 1e-10  # of the mean diagonal may be missing from F F^T
+_PATIENCE = 60  # columns that may bring nothing: a linear kernel is complete all at once
 _PACE = 8  # digits by which what is missing must shrink for all the columns that there may be
 _INDEPENDENT = 1e-7  # eigenvalues of a block of columns, relative to the largest
 
@@ -39,5 +40,5 @@ def low_rank_factor(K: Tensor) -> Tensor | None:
         missing = float(largest[0] / mean)
         if missing <= _MISSING:
             return F[:, :p].contiguous()
-        if p > most or not len(w) or (4 * p > most and missing > 10 ** (-_PACE * p / most)):
+        if p > most or not len(w) or (p > _PATIENCE and missing > 10 ** (-_PACE * p / most)):
             return None

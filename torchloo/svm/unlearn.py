@@ -17,7 +17,7 @@ __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 
 _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
-_EXACT = 1e-7  # relative gap of a decision value that counts as exact
+_EXACT = 1e-9  # slip of a solution that counts as exact
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 160, 3  # columns beside the free variables: so many, or a third of all variables
 
@@ -71,8 +71,8 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     """Lower alpha of each target by its room along the exact path and certify the end.
 
     Machines with as many variables stack their tableaux and are followed as one batch; at first with
-    columns only for the variables of the smallest margins, and again with all where the duality gap
-    shows that another one had a part in it. With `values` to the end; else only until y_r f_r < 0.
+    columns only for the variables of the smallest margins, and again with all where the margins of
+    the end show that another one had a part in it. With `values` to the end; else only until y_r f_r < 0.
 
     Cost O(m l s) for each machine with s free variables and l columns, then O(l k) an event. Memory
     O(m l + B m).
@@ -164,12 +164,12 @@ def _certified(task: Task, tableau: Tableau, ends: Paths) -> Unlearned:
     held = Held(alpha, u, problem.box, target, torch.where(finished, kept, 0.0), stuck)
     columns = finish.columns
     bias = bias_of_free(problem.y, held, problem.y[columns] - u[:, columns], finish.inside(alpha[:, columns]))
-    sign, gap = gap_ball_sign(problem.K, problem.y, held, bias)
+    sign, _, slip = gap_ball_sign(problem.K, problem.y, held, bias)
     output = held.of_target(u) + bias
     finished &= ~ends.failed
     proved = (sign * output > 0) & (finished | (sign == -problem.y[target]))
-    # A sign may be proved where the value is not: then the path has lost its way.
-    proved &= ~finished | (gap <= _EXACT * (1 + alpha.sum(1)))
+    # A sign may be proved where the value is not: then the path has missed an event.
+    proved &= ~finished | (slip <= _EXACT)
     return Unlearned(output, proved, ends.events, alpha)
 
 
