@@ -17,8 +17,7 @@ def require_classes(guard: Guard, name: str, y: Tensor, both: bool = True) -> No
     """Demand that every label of y (..., n) has a sign, and that both signs are there."""
     guard.require(y != 0, f"{name} must be positive or negative labels, got 0")
     if both:
-        positive = y > 0
-        held = positive.any(-1) & (y < 0).any(-1)
+        held = (y > 0).any(-1) & (y < 0).any(-1)
         guard.require(held, f"{name} must hold both classes, positive and negative, got one class only")
 
 
