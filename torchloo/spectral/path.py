@@ -14,7 +14,7 @@ from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
-from torchloo.problem import Problem, check_dual, check_features
+from torchloo.problem import Problem, check_dual, check_features, check_regs
 from torchloo.smoothers import assemble, centred, with_ones
 from torchloo.spectral.form import Parts, Spectral, spectral
 
@@ -73,19 +73,6 @@ def _factorised(problem: Problem, K: Tensor, regs: Tensor, partition: Partition,
     return _each(problem, regs, partition, form_of)
 
 
-def _check_regs(problem: Problem, regs: Tensor) -> Tensor:
-    """Regularisations as (R, 1), or (R, c) with one for each output."""
-    c = problem.Y.shape[-1]
-    regs = torch.as_tensor(regs, dtype=problem.Y.dtype, device=problem.Y.device)
-    if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, c)):
-        raise ValueError(
-            f"{problem.function}: regs must have shape (R,), or (R, {c}) with one for each output, "
-            f"got {tuple(regs.shape)}"
-        )
-    problem.guard.positive(regs=regs)
-    return regs if regs.ndim == 2 else regs.unsqueeze(-1)
-
-
 def _each(
     problem: Problem,
     regs: Tensor,
@@ -141,7 +128,7 @@ def path_dual(
     for the accuracy of eigenvalues, beside the scale of K and of the weights, are factorised.
     """
     problem = check_dual(guard, K, Y, 1.0, weight)
-    regs = _check_regs(problem, regs)
+    regs = check_regs(guard, regs, problem.Y.shape[-1], like=problem.Y)
     partition = Partition.of(guard.function, clusters, Y.shape[-2], Y.device)
     guard.check()  # before a decomposition that would fail in words of its own
     K = problem.expand(K)
@@ -175,7 +162,7 @@ def path_features(
         with full_precision(Z):
             shifted, _ = centred(problem.expand(Z), problem.weight, bias)
             return path_dual(guard, shifted @ shifted.mT, Y, regs, weight, bias, clusters, flat)
-    regs = _check_regs(problem, regs)
+    regs = check_regs(guard, regs, problem.Y.shape[-1], like=problem.Y)
     partition = Partition.of(guard.function, clusters, n, Y.device)
     guard.check()
     zeta = problem.weight.double()
