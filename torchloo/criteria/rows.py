@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, require_floating
-from torchloo.held_out import HeldOut
+from torchloo.held_out import HeldOut, require_held_out
 
 __all__ = ["Rows", "Weight", "no_weight", "require_classes"]
 
@@ -38,12 +38,7 @@ class Rows:
         steps: bool = False,
         signs: bool = False,
     ) -> None:
-        if not all(hasattr(held_out, name) for name in HeldOut._fields):
-            raise TypeError(f"{function}: held_out must be a HeldOut, got {type(held_out).__name__}")
-        if not signs and not getattr(held_out, "values", True):
-            raise ValueError(
-                f"{function}: held_out must hold decision values, got only their signs; use values=True"
-            )
+        require_held_out(function, held_out, signs)
         f, y, own = held_out.outputs, held_out.targets, held_out.weight
         require_floating(function, outputs=f, targets=y, weight=own)
         self.output_axis = f.ndim == own.ndim + 1
