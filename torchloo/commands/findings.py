@@ -56,11 +56,9 @@ class Row(NamedTuple):
         """The values that there are, as text."""
         values = [self.guess, self.loo] + ([] if self.lco is None else [self.lco])
         shown = [self.measure.show(value) for value in values]
-        return (
-            shown
-            if self.outer is None
-            else [*shown, self.measure.show_mean(self.outer.mean, self.outer.stderr)]
-        )
+        if self.outer is not None:
+            shown.append(self.measure.show_mean(self.outer.mean, self.outer.stderr))
+        return shown
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,7 @@ class Findings:
 
     def said(self, answers: Answers) -> np.ndarray:
         """Outputs as the user knows the target: numbers or labels."""
-        outputs = answers.outputs
-        if not self.classes:
-            return outputs
-        names = np.array(self.prepared.schema.labels)
-        return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
+        return self.prepared.schema.said(answers.outputs)
 
 
 def _how(problem: Problem, plan: Plan) -> dict[str, Any]:
