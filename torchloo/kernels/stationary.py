@@ -13,6 +13,8 @@ __all__ = ["RBF", "Matern"]
 
 
 class _Stationary(Kernel):
+    """A function of |x - z| / lengthscale that is 1 at zero."""
+
     lengthscale = exp_of("log_lengthscale")
     log_lengthscale: Tensor
 
