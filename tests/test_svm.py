@@ -416,12 +416,6 @@ def test_batched_kernel_parameters_equal_their_loop():
         assert_close(together[k], one, rtol=1e-8, atol=1e-8)
 
 
-def test_labels_in_columns_are_refused():
-    X, y = toy(22)
-    with pytest.raises(ValueError, match="one label for each row"):
-        SVC(tl.kernels.RBF(1.0)).loo(X, y[:, None])
-
-
 def test_more_problems_than_are_followed_together(monkeypatch):
     """A smooth kernel and many support vectors: blocks are joined and packed while paths exchange."""
     monkeypatch.setattr("torchloo.svm.path._BLOCK", 64)

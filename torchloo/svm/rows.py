@@ -26,9 +26,14 @@ class RowOutcome(NamedTuple):
 
 
 def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
-    """The problems K (n, n), y (n,), box (n,) of a batch."""
-    n = y.shape[-1]
-    return list(zip(K.reshape(-1, n, n), y.reshape(-1, n), box.reshape(-1, n), strict=True))
+    """The problems K (n, n), y (n,), box (n,) of a batch, whose shape y has and K may broadcast to.
+
+    Problems that share a kernel matrix have the same tensor, and add to the same gradient.
+    """
+    n, batch = y.shape[-1], K.shape[:-2]
+    matrices = K.reshape(-1, n, n).unbind()
+    own = torch.arange(len(matrices)).reshape(batch).expand(y.shape[:-1]).flatten().tolist()
+    return list(zip([matrices[k] for k in own], y.reshape(-1, n), box.reshape(-1, n), strict=True))
 
 
 def assembled(
