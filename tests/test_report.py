@@ -148,6 +148,22 @@ def test_two_classes_tell_their_answers_and_no_leverage_where_there_is_none(tmp_
     assert len(yes) == 4
 
 
+@pytest.mark.parametrize("machine", ["kfd", "svc"])
+def test_several_classes_of_every_machine_have_a_whole_report(tmp_path, machine):
+    options = ("--machine", machine, "--outer", "0", "--search", "nelder-mead")
+    page, held_out = written(tmp_path, "class", *options)
+    check_self_contained(page)
+    wrong = (held_out["loo_class"] != held_out["target"]).mean()
+    assert page.row("error rate")[2] == f"{100 * wrong:.1f} %"
+    for label in range(3):
+        own = held_out[held_out["target"] == label]
+        counts = [int((own["loo_class"] == said).sum()) for said in range(3)]
+        assert page.row(str(label))[1:4] == [str(k or "·") for k in counts]
+    assert "one for each of 3 classes" in page.text
+    assert any("leads over the next best one" in caption for caption in page.captions)
+    assert any(caption.startswith("Leverage") for caption in page.captions) == (machine == "kfd")
+
+
 def test_several_classes_with_clusters_compare_both_ways_of_leaving_out(tmp_path):
     page, held_out = written(tmp_path, "class", "--clusters", "site", "--outer", "100")
     check_self_contained(page)

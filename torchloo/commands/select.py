@@ -142,11 +142,9 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
     if criterion == "leave_pair_out_auc" and args.clusters is not None:
         raise UserError("--criterion leave_pair_out_auc leaves out pairs, not clusters; take wmw")
-    svc_clusters = args.machine == "svc" and args.clusters is not None
-    differentiable = getattr(tl.criteria, criterion).differentiable and not svc_clusters
+    differentiable = getattr(tl.criteria, criterion).differentiable
     if args.search == "gradient" and not differentiable:
-        what = "svc with clusters" if svc_clusters else f"--criterion {criterion}"
-        raise UserError(f"{what} has no gradient; take --search nelder-mead")
+        raise UserError(f"--criterion {criterion} has no gradient; take --search nelder-mead")
     if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
         raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
     basis = _basis(args, prepared)
