@@ -267,11 +267,11 @@ def test_a_batch_equals_its_loop():
 
 
 def test_the_margin_of_the_target_never_rises_on_its_way_out():
-    from torchloo.svm.fit import solve_problem
+    from torchloo.svm.fit import solve_problems
     from torchloo.svm.unlearn import unlearn
 
     X, y = toy(14)
-    problem, full = solve_problem("test", rbf(X), y, torch.full_like(y, 5.0))
+    ((problem, full),) = solve_problems("test", rbf(X), y, torch.full((1, len(y)), 5.0, dtype=y.dtype))
     target = (full.alpha > 1e-6).nonzero()[:, 0]
     last = problem.y[target] * (problem.y * (1 + full.margin))[target]
     for share in (0.25, 0.5, 0.75, 1.0):
@@ -441,7 +441,7 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, torch.zeros(2, dtype=torch.float64), r), bias)
+    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, r), bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 

@@ -11,7 +11,7 @@ from torchloo.svm.exact import Exact, duality_gap, solve_exactly
 from torchloo.svm.merge import Problem, merge_duplicates
 from torchloo.svm.rows import taken_apart
 
-__all__ = ["SVMFit", "checked", "solve_problem", "svm"]
+__all__ = ["SVMFit", "checked", "solve_problems", "svm"]
 
 
 _SOLVED = 1e-6  # relative gap of a solution whose active set is open to rounding
@@ -82,28 +82,30 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
 
 def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of the SVMFit of one problem."""
-    problem, full = solve_problem("svm", K.double(), y.double(), box.double())
+    ((problem, full),) = solve_problems("svm", K.double(), y.double(), box.double()[None])
     share = problem.row_box / problem.box[problem.variable]
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)
     nothing = torch.zeros(1, dtype=torch.long, device=K.device)
-    whole = Held(full.alpha[None], u[None], problem.box[None], u.new_zeros(1), nothing)
+    whole = Held(full.alpha[None], u[None], problem.box, nothing)
     bias = held_out_bias(problem.y, whole)[0]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
     return coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K)
 
 
-def solve_problem(function: str, K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
-    """Merge and solve exactly; a failure is blamed on K where that is not positive semi-definite."""
-    problem = merge_duplicates(K, y, box)
+def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
+    """Merge and solve exactly for each of the boxes (B, n); a failure is blamed on K if it is no kernel."""
+    problems = merge_duplicates(K, y, boxes)
     try:
-        full = solve_exactly(problem)
+        solutions = solve_exactly(problems)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         _require_semidefinite(function, K)
         raise ValueError(
             f"{function}: K is too ill-conditioned to solve; use float64 or a smaller C"
         ) from failure
-    if not full.optimal:
+    for problem, full in zip(problems, solutions, strict=True):
+        if full.optimal:
+            continue
         _require_semidefinite(function, K)
         gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
         if not abs(gap) <= _SOLVED:  # nor NaN
@@ -111,7 +113,7 @@ def solve_problem(function: str, K: Tensor, y: Tensor, box: Tensor) -> tuple[Pro
                 f"{function}: no solution found, the relative duality gap is {gap:.3g}; "
                 "use a smaller C or add to the diagonal of K"
             )
-    return problem, full
+    return list(zip(problems, solutions, strict=True))
 
 
 def _require_semidefinite(function: str, K: Tensor) -> None:

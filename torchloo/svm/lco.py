@@ -6,7 +6,7 @@ from torch import Tensor
 from torchloo.guards import host_labels
 from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
-from torchloo.svm.fit import checked, solve_problem, svm
+from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
@@ -71,7 +71,7 @@ def _leave_clusters_out_exactly(
     K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
-    problem, full = solve_problem("svm_lco", K, y, box)
+    ((problem, full),) = solve_problems("svm_lco", K, y, box[None])
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))
@@ -99,9 +99,9 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
     first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias = held_out_bias(y, Held(alpha, u, boxes, torch.zeros_like(u[:, 0]), first))
+    bias = held_out_bias(y, Held(alpha, u, boxes, first))
     f = u[member, v] + bias[member]
-    held = Held(alpha[member], u[member], boxes[member], torch.zeros_like(f), v)
+    held = Held(alpha[member], u[member], boxes[member], v)
     sign, _ = gap_ball_sign(problem.K, y, held, bias[member])
     one_class = ~_both_classes(y, boxes)
     remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)

@@ -1,15 +1,18 @@
 """svm_loo: leave-one-out of the SVM, exact and certified."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from torchloo.svm.fit import checked, solve_problem, svm
+from torchloo.svm.exact import Exact
+from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_path import leave_one_out_by_path
 from torchloo.svm.loo_smo import leave_one_out_by_smo
-from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
+from torchloo.svm.merge import Problem
+from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
 from torchloo.svm.threads import on_threads, share_out
 
 __all__ = ["svm_loo"]
@@ -72,23 +75,33 @@ def svm_loo(
     box = C[..., None] * weight
     problems = taken_apart(K, y, box)
     few = max(1, _TOGETHER // y.shape[-1] ** 2)
+    order = [number for family in families(problems) for number in family]
+    parts = share_out(order, few, K.device)
     with torch.no_grad():
         done = on_threads(
-            lambda part: _outcomes(part, method, values, epsilon, rows), share_out(problems, few, K.device)
+            lambda part: _outcomes([problems[i] for i in part], method, values, epsilon, rows), parts
         )
-    return assembled(problems, [outcome for part in done for outcome in part], y, weight, values=values)
+    outcomes = dict(zip(order, chain.from_iterable(done), strict=True))
+    in_turn = [outcomes[number] for number in range(len(problems))]
+    return assembled(problems, in_turn, y, weight, values=values)
 
 
 def _outcomes(
     problems: Sequence[OneProblem], method: str, values: bool, epsilon: float, rows: Tensor | None
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
-    doubles = [tuple(x.double() for x in problem) for problem in problems]
     if method == "smo":
+        doubles = [tuple(x.double() for x in problem) for problem in problems]
         return [
             leave_one_out_by_smo(K, y, box, svm(K, y, 1.0, box), values, epsilon, only=rows)
             for K, y, box in doubles
         ]
-    machines = [solve_problem("svm_loo", *problem) for problem in doubles]
+    machines: dict[int, tuple[Problem, Exact]] = {}
+    for family in families(problems):
+        K, y, _ = problems[family[0]]
+        boxes = torch.stack([problems[number][2] for number in family])
+        solved = solve_problems("svm_loo", K.double(), y.double(), boxes.double())
+        machines.update(zip(family, solved, strict=True))
     trace = values and any(K.requires_grad or box.requires_grad for K, _, box in problems)
-    return leave_one_out_by_path(machines, values, trace, checks=method == "auto", only=rows)
+    in_turn = [machines[number] for number in range(len(problems))]
+    return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)
