@@ -109,7 +109,7 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
         _require_semidefinite(function, K)
         gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
         if not abs(gap) <= _SOLVED:  # nor NaN
-            raise RuntimeError(
+            raise ValueError(
                 f"{function}: no solution found, the relative duality gap is {gap:.3g}; "
                 "use a smaller C or add to the diagonal of K"
             )
