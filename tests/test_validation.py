@@ -379,7 +379,7 @@ def test_a_metric_that_test_rows_cannot_have_is_refused_before_any_search(monkey
     "call", [tl.select, lambda *args, **options: tl.validate(*args, splits=2, **options)]
 )
 @pytest.mark.parametrize("weight", [None, tl.balanced_weight])
-def test_a_criterion_without_a_weight_is_refused_before_any_search(monkeypatch, call, weight):
+def test_a_criterion_without_a_weight_is_refused_before_any_search(call, weight):
     asked = []
 
     def plain(held_out):
