@@ -121,8 +121,8 @@ class _Work:
 def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
     """One open row for each distinct (variable, C), and which of them each open row equals."""
     index = rows.open.nonzero()[:, 0]
-    key = torch.stack([problem.variable[index].to(rows.room), problem.row_box[index]], 1)
-    _, number = torch.unique(key, dim=0, return_inverse=True)
+    boxes, box = torch.unique(problem.row_box[index], return_inverse=True)
+    _, number = torch.unique(problem.variable[index] * len(boxes) + box, return_inverse=True)
     first = torch.full((int(number.max()) + 1 if len(index) else 0,), len(index), device=index.device)
     first = first.scatter_reduce_(0, number, torch.arange(len(index), device=index.device), "amin")
     return index[first], number

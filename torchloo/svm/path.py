@@ -214,6 +214,6 @@ def _change_role(shared: Shared, s: Paths, j: Tensor, v: Tensor, at_high: Tensor
     s.moved.masked_fill_(member, shared.pad)
     s.P.masked_fill_(member, shared.pad)
     s.P[:, s.used] = entry = torch.where(inside[:, 0], shared.pad, j).clamp_max_(shared.pad)
-    s.moved[:, s.used] = s.first_row + entry
+    s.moved[:, s.used] = shared.rows_of(s.first_row, entry)
     s.used += 1
     s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), new[:, :, None])

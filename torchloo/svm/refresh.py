@@ -27,7 +27,8 @@ class Ends:
         self.failed = ends.failed
         self.columns = tableau.order[0, : tableau.sign.shape[1] - 2]
         self.sign = tableau.sign[0]
-        self.upper = ends.distance[:, 0].isinf() & ends.distance[:, 1].isfinite()
+        low, high = ends.distance.unbind(1)
+        self.upper = (low == -torch.inf) & (high < torch.inf)
         self.changed = torch.zeros_like(self.upper).scatter_(1, self.P, True)
 
     def take(self, rows: Tensor) -> "Ends":
@@ -93,7 +94,8 @@ class Ends:
         padded = len(self.columns) <= P
         rhs = (sign[P] * (wanted - change.gather(1, P))).masked_fill(padded, 0)[:, :, None]
         c = (self.H @ rhs)[:, :, 0]
-        return change + sign * embedding_bag(P, A, per_sample_weights=c, mode="sum"), c
+        after = embedding_bag(P, A, per_sample_weights=c, mode="sum", padding_idx=len(self.columns))
+        return torch.addcmul(change, sign, after), c
 
 
 def final_solution(ends: Ends, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +117,7 @@ def final_solution(ends: Ends, target: Tensor) -> tuple[Tensor, Tensor]:
         miss = (y_near - u_near).mul_(free)
         bias = miss.sum(1) / count
         residual = miss.sub_(bias[:, None] * free).mul_(y_near)
-        size, scale = (torch.linalg.vector_norm(x, torch.inf, 1) for x in (residual, u_near))
+        size, scale = residual.abs().amax(1), u_near.abs().amax(1)
         rows = ((size > _ROUGH * (1 + scale)) & ~ends.failed).nonzero()[:, 0]
         if not len(rows):
             break

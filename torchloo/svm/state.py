@@ -98,7 +98,7 @@ class Paths:
     distance: Tensor
     """Distances from the bounds, (B, 2, l + 2)."""
     moved: Tensor
-    """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; padded, (B, k)."""
+    """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; else l, (B, k)."""
     P: Tensor
     """The change set in the same places, l where there is none, (B, k). Place 0 is r's."""
     rate: Tensor
@@ -163,13 +163,17 @@ class Paths:
         used, rounds = (max(getattr(part, name) for part in parts) for name in ("used", "rounds"))
         return Paths(**whole, used=used, rounds=rounds, swapping=any(part.swapping for part in parts))
 
-    @staticmethod
-    def join(parts: list["Paths"]) -> "Paths":
-        """Batches joined in the order of their names."""
-        if len(parts) == 1:
-            return parts[0]
-        whole = Paths.cat(parts)
-        return whole.take(whole.name.argsort())
+    def trimmed(self) -> "Paths":
+        """Without the places that no problem uses for its change set."""
+        used = self.P.ne(self.distance.shape[2] - 2).any(0)
+        used[0] = True
+        places = used.nonzero()[:, 0]
+        if len(places) < self.P.shape[1]:
+            self.moved, self.P, self.rate = (
+                x.index_select(1, places) for x in (self.moved, self.P, self.rate)
+            )
+            self.H = self.H.index_select(1, places).index_select(2, places)
+        return self
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
@@ -190,6 +194,12 @@ class Shared:
         self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)
         self.turns = _turns(base)
         self.count = len(self.sign)
+
+    def rows_of(self, first_row: Tensor, P: Tensor) -> Tensor:
+        """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
+        if self.count == self.width:
+            return P
+        return (first_row + P).masked_fill_(P == self.pad, self.pad)
 
     def look_up(self, column: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
         """What a change of role does to columns of all tableaux, see _turns: new (B, 2), and four (B,)."""

@@ -112,7 +112,7 @@ def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
     q, sense, P = s.driver[rows][:, None], s.sense[rows][:, None], s.P[rows]
     first = s.first_row[rows][:, None]
     own_row = torch.where(q == s.target[rows][:, None], s.row[rows][:, None], first + q)
-    moved = first + P
+    moved = shared.rows_of(first, P)
     moved[:, :1] = s.row[rows][:, None]
     member = q == P
     inside = member.any(1, keepdim=True)

@@ -18,7 +18,8 @@ __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
 _EXACT = 1e-7  # relative gap of a decision value that counts as exact
-_NEAREST, _SHARE = 96, 5  # columns beside the free variables: so many, or a fifth of all variables
+_FEW = 300  # variables that may all have a column
+_NEAREST, _SHARE = 160, 3  # columns beside the free variables: so many, or a third of all variables
 
 
 class Unlearned(NamedTuple):
@@ -77,40 +78,42 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     O(m l + B m).
     Reference: Cauwenberghs and Poggio 2000, for the idea of unlearning.
     """
-    outcomes = _unlearn_near(tasks, values, _NEAREST)
-    open_rows = {t: (~end.proved).nonzero()[:, 0] for t, end in enumerate(outcomes)}
-    again = [t for t, rows in open_rows.items() if len(rows) and len(tasks[t].problem.y) > _NEAREST]
-    if again:
-        few = [tasks[t].take(open_rows[t]) for t in again]
-        for t, end in zip(again, _unlearn_near(few, values, None), strict=True):
-            outcomes[t] = outcomes[t].replaced(open_rows[t], end)
+    outcomes = _unlearn(tasks, values, whole=False)
+    doubtful = {
+        t: (~end.proved).nonzero()[:, 0]
+        for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
+        if len(task.problem.y) > _FEW and not bool(end.proved.all())
+    }
+    if doubtful:
+        few = [tasks[t].take(rows) for t, rows in doubtful.items()]
+        for (t, rows), end in zip(doubtful.items(), _unlearn(few, values, whole=True), strict=True):
+            outcomes[t] = outcomes[t].replaced(rows, end)
     return outcomes
 
 
-def _unlearn_near(tasks: list[Task], values: bool, nearest: int | None) -> list[Unlearned]:
-    """`unlearn_many` with columns for the free variables and so many more; None: for all."""
+def _unlearn(tasks: list[Task], values: bool, whole: bool) -> list[Unlearned]:
+    """`unlearn_many` with columns for the free variables and the nearest others, or for all."""
     outcomes: dict[int, Unlearned] = {}
     for group in _groups(tasks):
         members = [tasks[t] for t in group]
-        tableaux = _tableaux(members, values, nearest)
+        tableaux = _tableaux(members, values, whole)
         base = Base.stack(
             [perturbed_base(task.problem, task.full, A) for task, A in zip(members, tableaux, strict=True)]
         )
         places = [A.find(task.target) for task, A in zip(members, tableaux, strict=True)]
         row, column = (torch.cat(x) for x in zip(*places, strict=True))
-        counts = torch.tensor([len(task.target) for task in members], device=row.device)
-        table = torch.arange(len(group), device=row.device).repeat_interleave(counts)
+        counts = [len(task.target) for task in members]
+        table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
         ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
-        height = len(members[0].problem.y) + 2
-        for t, tableau, own in zip(group, tableaux, _sorted(ends, len(group), height), strict=True):
+        for t, tableau, own in zip(group, tableaux, _of_each(ends, counts), strict=True):
             outcomes[t] = _certified(tasks[t], tableau, own)
     return [outcomes[t] for t in range(len(tasks))]
 
 
-def _tableaux(tasks: list[Task], values: bool, nearest: int | None) -> list[Tableau]:
+def _tableaux(tasks: list[Task], values: bool, whole: bool) -> list[Tableau]:
     """Tableaux with equally many columns: the free variables, then by the size of their margins."""
     m = len(tasks[0].problem.y)
-    if nearest is None:
+    if whole or m <= _FEW:
         return [pivot_transform(task.problem.K, task.problem.y, task.full.free) for task in tasks]
     orders, wanted = [], 0
     for task in tasks:
@@ -120,7 +123,7 @@ def _tableaux(tasks: list[Task], values: bool, nearest: int | None) -> list[Tabl
         first = first.masked_fill_(task.full.free, -2.0)
         orders.append(first.argsort(stable=True))
         wanted = max(wanted, int((first < 0).sum()))
-    columns = min(m, wanted + max(nearest, m // _SHARE))
+    columns = min(m, wanted + max(_NEAREST, m // _SHARE))
     return [
         pivot_transform(task.problem.K, task.problem.y, task.full.free, order=order, columns=columns)
         for task, order in zip(tasks, orders, strict=True)
@@ -140,16 +143,12 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
     return groups
 
 
-def _sorted(parts: list[Paths], machines: int, height: int) -> list[Paths]:
-    """The paths of each machine; only among them are change sets padded to one size."""
-    if machines == 1:
-        return [Paths.join(parts)]
-    own: list[list[Paths]] = [[] for _ in range(machines)]
-    for part in parts:
-        table = part.first_row // height
-        for t in table.unique().tolist():
-            own[t].append(part.take((table == t).nonzero()[:, 0]))
-    return [Paths.join(mine) for mine in own]
+def _of_each(parts: list[Paths], counts: list[int]) -> list[Paths]:
+    """The paths of each machine, which has so many of them."""
+    whole = Paths.cat(parts)
+    if len(parts) == 1 and len(counts) == 1:
+        return [whole]
+    return [whole.take(rows).trimmed() for rows in whole.name.argsort().split(counts)]
 
 
 def _certified(task: Task, tableau: Tableau, ends: Paths) -> Unlearned:
