@@ -416,12 +416,6 @@ def test_batched_kernel_parameters_equal_their_loop():
         assert_close(together[k], one, rtol=1e-8, atol=1e-8)
 
 
-def test_labels_in_columns_are_refused():
-    X, y = toy(22)
-    with pytest.raises(ValueError, match="one label for each row"):
-        SVC(tl.kernels.RBF(1.0)).loo(X, y[:, None])
-
-
 def test_more_problems_than_are_followed_together(monkeypatch):
     """A smooth kernel and many support vectors: blocks are joined and packed while paths exchange."""
     monkeypatch.setattr("torchloo.svm.path._BLOCK", 64)
@@ -492,7 +486,7 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
 
 @pytest.mark.parametrize("values", [True, False])
 def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch):
-    """With columns for two variables beside the free ones most paths miss an event, and are followed again."""
+    """With columns for two variables beside the free ones most paths miss an event and are repeated."""
     from torchloo.svm import unlearn
 
     X, y = toy(31, n=90, noise=1.0)
@@ -542,3 +536,61 @@ def test_a_low_rank_is_found_and_proved(rank, found):
     if factor is not None:
         assert factor.shape[1] <= 75
         assert_close(factor @ factor.T, K, rtol=0, atol=1e-9 * float(K.diagonal().mean()))
+
+
+def _many_problems():
+    X, y = toy(33, n=40)
+    K = torch.stack([rbf(X, s) for s in (0.5, 2.0)])[:, None]
+    return K, y, torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
+
+
+def test_workers_give_what_one_process_gives():
+    K, y, C = _many_problems()
+    alone, shared = svm_loo(K, y, C), svm_loo(K, y, C, workers=2)
+    for field in ("outputs", "certified", "resolved_by", "iterations", "kernel_columns"):
+        assert_close(getattr(shared, field), getattr(alone, field))
+    clusters = torch.arange(40) // 4
+    together = svm_lco(K, y, C, clusters, workers=3).outputs
+    assert_close(together, svm_lco(K, y, C, clusters).outputs)
+    machine = SVC(tl.kernels.RBF(1.0), C=C)
+    X, y = toy(33, n=40)
+    with torch.no_grad():
+        assert_close(machine.loo(X, y, workers=2).outputs, machine.loo(X, y).outputs)
+        assert_close(machine.lco(X, y, clusters, workers=2).outputs, machine.lco(X, y, clusters).outputs)
+
+
+def test_an_error_of_a_worker_is_raised_and_leaves_no_process(monkeypatch):
+    import multiprocessing
+
+    def broken(*_):
+        raise ValueError("no luck")
+
+    monkeypatch.setattr("torchloo.svm.loo.solve_problems", broken)
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="no luck"):
+        svm_loo(K, y, C, workers=2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_is_told_of(monkeypatch):
+    import os
+
+    monkeypatch.setattr("torchloo.svm.loo.solve_problems", lambda *_: os._exit(1))
+    K, y, C = _many_problems()
+    with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
+        svm_loo(K, y, C, workers=2)
+
+
+@pytest.mark.parametrize("workers", [-1, 1.5, True, "two"])
+def test_workers_must_be_a_number_of_processes(workers):
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="svm_loo: workers must be a number of processes"):
+        svm_loo(K, y, C, workers=workers)
+
+
+def test_workers_refuse_gradients():
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="svm_lco: workers must be 0 where gradients are asked for"):
+        svm_lco(K.requires_grad_(), y, C, torch.arange(40) // 4, workers=2)
+    with torch.no_grad():
+        assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K.detach(), y, C).outputs)

@@ -91,5 +91,9 @@ def _entry(held_out: Any, i: int) -> Any:
 
 def _output(held_out: Any, j: int) -> Any:
     """Output j of a HeldOut with an output axis."""
-    names = ("outputs", "residuals", "targets", "variance")
-    return held_out._replace(**{name: getattr(held_out, name)[:, j] for name in names})
+    fields = {
+        name: value[:, j]
+        for name, value in held_out._asdict().items()
+        if isinstance(value, Tensor) and value.ndim == 2  # weight, clusters and refitted have none
+    }
+    return held_out._replace(**fields)

@@ -14,6 +14,7 @@ from torchloo.commands.problem import Answers, Plan, Problem
 from torchloo.commands.tables import Prepared
 from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.splits import Split
 
 __all__ = [
     "Findings",
@@ -23,7 +24,6 @@ __all__ = [
     "choose",
     "estimate",
     "examine",
-    "number_of_splits",
 ]
 
 # An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
@@ -147,22 +147,10 @@ def _seconds_of_one(machine: Any, problem: Problem, plan: Plan) -> float:
     return (time.perf_counter() - start) * (3 if plan.search == "gradient" else 1)
 
 
-def number_of_splits(prepared: Prepared, plan: Plan) -> int:
-    """As many as asked for, but with clusters at most one for each."""
-    if prepared.clusters is None:
-        return plan.outer
-    return min(plan.outer, len(np.unique(prepared.clusters)))
-
-
-def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | None:
-    """The outer estimate of every measure: the whole selection repeated in every split.
-
-    Splits are hold-outs of 10 %, of whole clusters where there are some; where there are no more
-    clusters than splits asked for, each is left out once.
-    """
-    if not plan.outer:
+def estimate(problem: Problem, plan: Plan, splits: list[Split], of: list[Measure]) -> list[Outer] | None:
+    """The outer estimate of every measure: the whole selection repeated in every split."""
+    if not splits:
         return None
-    few = problem.clusters is not None and len(problem.clusters.unique()) <= plan.outer
     tested: list[HeldOut] = []
 
     def metric(held_out: HeldOut) -> Tensor:
@@ -174,7 +162,7 @@ def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | N
         plan.spec.build().to(plan.device),
         problem.X,
         problem.y,
-        splits="leave-cluster-out" if few else plan.outer,
+        splits=splits,
         metric=metric,
         standardise=plan.standardise,
         **_how(problem, plan),

@@ -98,7 +98,7 @@ class KernelMachine(nn.Module):
             )
         flat = y.ndim == X.ndim - 1
         rows = y.shape[-1 if flat else -2] if y.ndim else 0
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2]:
+        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2] or 0 in y.shape:
             raise ValueError(
                 f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
                 f"with the batch dimensions of X, got shape {tuple(y.shape)}"

@@ -95,6 +95,8 @@ def _drop_dependent(
     if not bool(info) and bool(L.diagonal().square().min() > 10 * _DEPENDENT):
         return free, upper, alpha
     chosen, dropped = (S[part] for part in _independent(K[S][:, S] + 1.0))
+    if not len(dropped):  # with pivots in their best order none is too small
+        return free, upper, alpha
     _, edge, inner = bordered_inverse(K[chosen][:, chosen])
     # Change of alpha of the chosen per alpha of each dropped one, (|chosen|, |dropped|).
     rates = -y[chosen, None] * y[dropped] * (inner @ K[chosen][:, dropped] + edge[:, None])

@@ -1,7 +1,7 @@
 """Independent problems shared out over threads or processes: small operations leave other cores idle."""
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -103,20 +103,23 @@ def _on_processes(
 def _work(function: Callable[[Any], list[Any]], parts: list[Any], taken: Any, pipe: Connection) -> None:
     """The life of a child: parts that nobody else has taken; what it sends is a list, or an error."""
     torch.set_num_threads(1)  # the threads of the parent are not here
-    done: list[Any] | Exception = []
     try:
-        while True:
-            with taken.get_lock():
-                number, taken.value = taken.value, taken.value + 1
-            if number >= len(parts):
-                break
-            with torch.no_grad():
-                outcomes = function(parts[number])
-            # Arrays are sent by value; tensors would go through files that outlive an interrupted child.
-            done.append((number, [_mapped(Tensor.numpy, outcome) for outcome in outcomes]))
-    except Exception as error:  # noqa: BLE001
-        done = error
-    pipe.send(done)
+        pipe.send(list(_done(function, parts, taken)))
+    except Exception as error:
+        pipe.send(error)
+
+
+def _done(function: Callable[[Any], list[Any]], parts: list[Any], taken: Any) -> Iterator[Any]:
+    """Numbers and outcomes of parts that nobody else has taken."""
+    while True:
+        with taken.get_lock():
+            number, taken.value = taken.value, taken.value + 1
+        if number >= len(parts):
+            return
+        with torch.no_grad():
+            outcomes = function(parts[number])
+        # Arrays are sent by value; tensors would go through files that outlive an interrupted child.
+        yield number, [_mapped(Tensor.numpy, outcome) for outcome in outcomes]
 
 
 def _received(pipe: Connection) -> list[tuple[int, Any]]:

@@ -1,7 +1,6 @@
 """Outcomes by rows: from what is known of each problem of a batch to one SVMHeldOut."""
 
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -28,9 +27,22 @@ class RowOutcome(NamedTuple):
 
 
 def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
-    """The problems K (n, n), y (n,), box (n,) of a batch."""
+    """The problems K (n, n), y (n,), box (n,) of a batch, whose shape y and box have and K broadcasts to.
+
+    Problems that share a kernel matrix have the same tensor, and add to the same gradient.
+    """
     # No reshape: it would copy what is expanded, and hide what problems share.
-    return [(K[index], y[index], box[index]) for index in product(*map(range, y.shape[:-1]))]
+    matrices = _entries(K)
+    number = torch.arange(len(matrices)).reshape(K.shape[:-2]).expand(y.shape[:-1])
+    own = [matrices[k] for k in number.flatten().tolist()]
+    return list(zip(own, _entries(y, 1), _entries(box, 1), strict=True))
+
+
+def _entries(batch: Tensor, ndim: int = 2) -> list[Tensor]:
+    """The entries of a batch as views, in order; `ndim` is how many dimensions each has."""
+    if batch.ndim == ndim:
+        return [batch]
+    return [entry for part in batch.unbind() for entry in _entries(part, ndim)]
 
 
 def families(problems: Sequence[OneProblem]) -> list[list[int]]:
