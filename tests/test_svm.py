@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
 from torchloo.svm.certify import Held, gap_ball_sign
 from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
+from torchloo.svm.exact import solve_exactly
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 
@@ -482,3 +483,37 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
     K = K - K.diagonal().min().clamp(max=0) * torch.eye(30)
     with pytest.raises(ValueError, match="smallest eigenvalue"):
         svm(K, y, 1000.0)
+
+
+def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
+    def only_small_boxes(problems):
+        return [
+            solution
+            if problem.box.max() < 50
+            else solution._replace(optimal=False, margin=solution.margin - 1)
+            for problem, solution in zip(problems, solve_exactly(problems), strict=True)
+        ]
+
+    monkeypatch.setattr("torchloo.svm.fit.solve_exactly", only_small_boxes)
+    X, y = toy(27)
+    with pytest.raises(
+        ValueError, match="no solution found, the relative duality gap is .*; use a smaller C"
+    ):
+        SVC(tl.kernels.RBF(1.0), C=100.0).loo(X, y)
+    chosen = tl.select(
+        SVC(tl.kernels.RBF(1.0)), X, y, "error_rate", "grid", grid={"C": [100.0, 2.0]}, progress=False
+    )
+    assert chosen.machine.C.item() == pytest.approx(2.0)
+    assert [entry.value < torch.inf for entry in chosen.history] == [False, True]
+
+
+def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
+    """Cholesky as it comes may doubt what pivots in their best order do not."""
+    monkeypatch.setattr(exact, "_independent", lambda M: (torch.arange(len(M)), torch.arange(0)))
+    K, y = torch.ones(3, 3, dtype=torch.float64), torch.tensor([1.0, -1.0, 1.0]).double()
+    box, alpha = torch.ones_like(y), torch.full_like(y, 0.5)
+    free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
+    for received, given in zip(
+        exact._drop_dependent(K, y, box, free, upper, alpha), (free, upper, alpha), strict=True
+    ):
+        assert torch.equal(received, given)

@@ -199,7 +199,7 @@ class Shared:
         """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
         if self.count == self.width:
             return P
-        return (first_row + P).masked_fill_(P == self.pad, self.pad)
+        return (first_row + P).masked_fill_(self.pad == P, self.pad)
 
     def look_up(self, column: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
         """What a change of role does to columns of all tableaux, see _turns: new (B, 2), and four (B,)."""
