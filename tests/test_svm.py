@@ -487,22 +487,16 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
 
 def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
     def only_small_boxes(problems):
-        return [
-            solution
-            if problem.box.max() < 50
-            else solution._replace(optimal=False, margin=solution.margin - 1)
-            for problem, solution in zip(problems, solve_exactly(problems), strict=True)
-        ]
+        found = zip(problems, solve_exactly(problems), strict=True)
+        wrong = {"optimal": False, "margin": torch.full_like(problems[0].y, -1.0)}
+        return [full if problem.box.max() < 50 else full._replace(**wrong) for problem, full in found]
 
     monkeypatch.setattr("torchloo.svm.fit.solve_exactly", only_small_boxes)
     X, y = toy(27)
-    with pytest.raises(
-        ValueError, match="no solution found, the relative duality gap is .*; use a smaller C"
-    ):
-        SVC(tl.kernels.RBF(1.0), C=100.0).loo(X, y)
-    chosen = tl.select(
-        SVC(tl.kernels.RBF(1.0)), X, y, "error_rate", "grid", grid={"C": [100.0, 2.0]}, progress=False
-    )
+    machine, grid = SVC(tl.kernels.RBF(1.0), C=100.0), {"C": [100.0, 2.0]}
+    with pytest.raises(ValueError, match="no solution found, the relative duality gap is"):
+        machine.loo(X, y)
+    chosen = tl.select(machine, X, y, "error_rate", "grid", grid=grid, progress=False)
     assert chosen.machine.C.item() == pytest.approx(2.0)
     assert [entry.value < torch.inf for entry in chosen.history] == [False, True]
 
@@ -513,7 +507,5 @@ def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
     K, y = torch.ones(3, 3, dtype=torch.float64), torch.tensor([1.0, -1.0, 1.0]).double()
     box, alpha = torch.ones_like(y), torch.full_like(y, 0.5)
     free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
-    for received, given in zip(
-        exact._drop_dependent(K, y, box, free, upper, alpha), (free, upper, alpha), strict=True
-    ):
-        assert torch.equal(received, given)
+    received = exact._drop_dependent(K, y, box, free, upper, alpha)
+    assert all(torch.equal(*pair) for pair in zip(received, (free, upper, alpha), strict=True))
