@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
 from torchloo.svm.certify import Held, gap_ball_sign
 from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
+from torchloo.svm.exact import solve_exactly
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 
@@ -484,6 +485,7 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
         svm(K, y, 1000.0)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("values", [True, False])
 def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch):
     """With columns for two variables beside the free ones most paths miss an event and are repeated."""
@@ -594,3 +596,29 @@ def test_workers_refuse_gradients():
         svm_lco(K.requires_grad_(), y, C, torch.arange(40) // 4, workers=2)
     with torch.no_grad():
         assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K.detach(), y, C).outputs)
+=======
+def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
+    def only_small_boxes(problems):
+        found = zip(problems, solve_exactly(problems), strict=True)
+        wrong = {"optimal": False, "margin": torch.full_like(problems[0].y, -1.0)}
+        return [full if problem.box.max() < 50 else full._replace(**wrong) for problem, full in found]
+
+    monkeypatch.setattr("torchloo.svm.fit.solve_exactly", only_small_boxes)
+    X, y = toy(27)
+    machine, grid = SVC(tl.kernels.RBF(1.0), C=100.0), {"C": [100.0, 2.0]}
+    with pytest.raises(ValueError, match="no solution found, the relative duality gap is"):
+        machine.loo(X, y)
+    chosen = tl.select(machine, X, y, "error_rate", "grid", grid=grid, progress=False)
+    assert chosen.machine.C.item() == pytest.approx(2.0)
+    assert [entry.value < torch.inf for entry in chosen.history] == [False, True]
+
+
+def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
+    """Cholesky as it comes may doubt what pivots in their best order do not."""
+    monkeypatch.setattr(exact, "_independent", lambda M: (torch.arange(len(M)), torch.arange(0)))
+    K, y = torch.ones(3, 3, dtype=torch.float64), torch.tensor([1.0, -1.0, 1.0]).double()
+    box, alpha = torch.ones_like(y), torch.full_like(y, 0.5)
+    free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
+    received = exact._drop_dependent(K, y, box, free, upper, alpha)
+    assert all(torch.equal(*pair) for pair in zip(received, (free, upper, alpha), strict=True))
+>>>>>>> wt_multi
