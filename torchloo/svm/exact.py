@@ -14,6 +14,7 @@ from torchloo.svm.tableau import bordered_inverse, pivot_transform
 __all__ = ["Exact", "duality_gap", "solve_exactly", "solve_from"]
 
 _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
+_CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-9  # pivot below which a point depends on the others, K having mean diagonal 1
 _ATTEMPTS = 4
 
@@ -36,8 +37,18 @@ class Exact(NamedTuple):
     upper: Tensor
     """Mask of the variables at their upper bound, (m,)."""
 
-    optimal: bool
-    """Whether every condition holds to rounding."""
+    slip: float
+    """How far a coefficient or a margin lies past its bound at most."""
+
+    @property
+    def optimal(self) -> bool:
+        """Whether every condition holds to rounding."""
+        return self.slip <= _SLIP
+
+    @property
+    def close(self) -> bool:
+        """Whether every condition nearly holds: all that can be had where margins hardly differ."""
+        return self.slip <= _CLOSE
 
 
 def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
@@ -57,19 +68,26 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
 
 
 def solve_from(problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor) -> Exact:
-    """The exact solution from an approximate one and its sets; where signs fail, by a homotopy."""
+    """The exact solution from an approximate one and its sets; where signs fail, by a homotopy.
+
+    Where a homotopy brings it no nearer, the best one is what rounding allows.
+    """
     K, y, box = problem.K, problem.y, problem.box
     alpha = torch.where(free, alpha, torch.where(upper, box, 0.0))
+    best: Exact | None = None
     for _ in range(_ATTEMPTS):
         if not bool(free.any()):
             free, upper, bias = _free_one(K, y, alpha, upper)
         free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
         solution = _active_set_solution(K, y, box, free, upper)
+        if best is not None and not solution.slip < best.slip / 2:
+            return best
+        best = solution
         if solution.optimal:
             break
         free, upper, alpha = _homotopy(problem, free, upper, alpha, bias)
         bias = solution.bias
-    return solution
+    return best if best is not None else solution
 
 
 def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,8 +172,8 @@ def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper:
     alpha = a * y
     margin = y * (K @ a + bias) - 1
     slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))
-    limit = _SLIP * torch.where(free, box.clamp(min=1.0), 1.0)
-    return Exact(alpha, bias, margin, free, upper, bool((slip <= limit).all()))
+    slip /= torch.where(free, box.clamp(min=1.0), 1.0)
+    return Exact(alpha, bias, margin, free, upper, float(slip.max()))
 
 
 def _homotopy(
@@ -187,7 +205,7 @@ def _homotopy(
     diagonal = torch.cat([K.diagonal(), tail])
     base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
     row, column = tableau.find(torch.full((1,), m, device=K.device))
-    (end,) = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=20 * m)
+    (end,) = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=200 + 2 * m)
     low, high = end.distance[0, :, :-2].index_select(1, tableau.order[0].argsort())[:, :m]
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)

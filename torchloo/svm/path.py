@@ -45,7 +45,7 @@ def follow(
     target: Tensor,
     room: Tensor,
     stop_at_error: bool = False,
-    most_events: int = 1000,
+    most_events: int | None = None,
 ) -> list[Paths]:
     """Lower alpha of each target by its room and return where each problem ends, in parts of any order.
 
@@ -53,12 +53,13 @@ def follow(
         base: T full solutions.
         table, row, target, room: full solution, row, column and distance of each problem, (B,).
         stop_at_error: end as soon as y_r f_r < 0: it never rises again. Every target needs a column.
-        most_events: give a problem up after so many.
+        most_events: give a problem up after so many; default 200 and one for each column.
 
     Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each of the 1024 problems in
     work, and for each that has ended.
     """
     shared = Shared(base, stop_at_error)
+    most_events = 200 + shared.width if most_events is None else most_events
     ended: list[Paths] = []
     names = torch.arange(len(target), device=target.device).split(_BLOCK)
     blocks: Iterator[Paths] = (

@@ -9,7 +9,8 @@ from torchloo.svm.smo import SMOState, seed_without, smo
 
 __all__ = ["left_of", "solve_without"]
 
-_CLOSE = 1e-6  # violation at which the sets of an SMO are nearly always the optimal ones
+_EXACT = 1e-9  # violation of an SMO that counts as none
+_CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
 _NOTHING = 1e-9  # of a box: rounding, once its rows are gone
 
@@ -35,15 +36,18 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
 
 
 def _exactly(problem: Problem, end: SMOState, b: int) -> Tensor:
-    """The exact solution (m,) near that of problem b of the SMO."""
-    box = end.box[b]
+    """The exact solution (m,) near that of problem b of the SMO, which often is exact already."""
+    box, violation = end.box[b], float(end.violation[b])
+    if violation <= _EXACT:
+        return end.alpha[b]
     some = box > 0
     smaller = problem._replace(K=problem.K[some][:, some], y=problem.y[some], box=box[some])
     near, limit = end.alpha[b][some], box[some]
-    solution = None
-    if end.violation[b] <= _CLOSE:
+    if violation <= _CLOSE:
         free, upper = (near > 0) & (near < limit), near >= limit
         solution = solve_from(smaller, near, end.bias[b], free, upper)
-    if solution is None or not solution.optimal:
+        if not solution.slip <= violation:
+            return end.alpha[b]
+    else:
         (solution,) = solve_exactly([smaller])
     return torch.zeros_like(box).masked_scatter(some, solution.alpha.clamp_min(0).minimum(limit))
