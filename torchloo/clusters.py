@@ -69,7 +69,10 @@ class Partition:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Rows of (..., n, c) by group: (..., g, s, c) each."""
-        return [values[..., rows, :] for rows in self.groups]
+        # All at once: gradients of one gather for each size would be added up over all n rows each time.
+        index = torch.cat([rows.flatten() for rows in self.groups])
+        parts = values.index_select(-2, index).split([rows.numel() for rows in self.groups], -2)
+        return [part.unflatten(-2, rows.shape) for part, rows in zip(parts, self.groups, strict=True)]
 
     def scatter(self, parts: list[Tensor], n: int) -> Tensor:
         """Put (..., g, s, c) of each group back in their rows: (..., n, c), zero where there is none."""

@@ -14,8 +14,8 @@ from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.distributed.processes import Processes
 from torchloo.guards import Guard
-from torchloo.primal import REFIT_BELOW, sum_of_others
 from torchloo.problem import Problem
+from torchloo.sums import REFIT_BELOW, sum_of_others
 
 __all__ = ["Shard", "solve_shard"]
 

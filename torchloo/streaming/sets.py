@@ -16,13 +16,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.clusters import Partition
-from torchloo.primal import REFIT_BELOW
 from torchloo.streaming.collective import require_own
 from torchloo.streaming.machines import Machines
 from torchloo.streaming.moments import add_symmetric
 from torchloo.streaming.refit import Lost, refit
 from torchloo.streaming.sink import Sink
 from torchloo.streaming.stream import Block
+from torchloo.sums import REFIT_BELOW
 
 if TYPE_CHECKING:
     from torchloo.streaming.solved import StreamFit
