@@ -34,7 +34,7 @@ from torchloo.blocks import solve_blocks
 from torchloo.clusters import Partition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
-from torchloo.sums import REFIT_BELOW, leave_out_large, leave_out_lost, normal, whitened
+from torchloo.sums import is_lost, leave_out_large, leave_out_lost, normal, whitened
 
 __all__ = ["Primal", "primal"]
 
@@ -191,20 +191,11 @@ class Primal(NamedTuple):
         return residuals, [variance * reg.unsqueeze(-1) for variance in variances], lost
 
     def _cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:
-        """Which sets (..., g) of each size have lost their 1 - h, the smallest pivot of I - H_LL.
-
-        None where values cannot be looked at: then nothing is refitted.
-        """
+        """Which sets (..., g) of each size have lost their 1 - h."""
         flags = []
         for rows, block in zip(partition.groups, blocks, strict=True):
-            if not values_visible(block):
-                flags.append(torch.zeros_like(block[..., 0, 0], dtype=torch.bool))
-                continue
-            root = (self.reg[..., None, None] / self.weight[..., rows]).sqrt().unsqueeze(-1)
-            remainder = (root * block * root.mT).detach()  # (..., g, s, s), I - H_LL
-            L, info = torch.linalg.cholesky_ex(remainder)
-            pivot = L.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-            flags.append((info != 0) | ~(pivot > REFIT_BELOW))
+            root = (self.reg[..., None, None] / self.weight[..., rows]).detach().sqrt().unsqueeze(-1)
+            flags.append(is_lost(root * block.detach() * root.mT))  # (..., g, s, s), I - H_LL
         return flags
 
     def _refitted(

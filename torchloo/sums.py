@@ -29,7 +29,15 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.guards import Guard, values_visible
 
-__all__ = ["REFIT_BELOW", "leave_out_large", "leave_out_lost", "normal", "sum_of_others", "whitened"]
+__all__ = [
+    "REFIT_BELOW",
+    "is_lost",
+    "leave_out_large",
+    "leave_out_lost",
+    "normal",
+    "sum_of_others",
+    "whitened",
+]
 
 # Below this 1 - h the form has lost too many of the 16 digits, and the rows are refitted.
 REFIT_BELOW = 1e-6
@@ -48,6 +56,17 @@ def whitened(L: Tensor, V: Tensor) -> Tensor:
     if L.ndim < V.ndim:
         return V / L.unsqueeze(-1)
     return torch.linalg.solve_triangular(L, V, upper=False)
+
+
+def is_lost(remainder: Tensor) -> Tensor:
+    """Whether sets, by their I - H_LL or the other side of it (..., g, k, k), have lost 1 - h, (..., g).
+
+    1 - h is the smallest pivot. None is lost where values cannot be looked at: then nothing is refitted.
+    """
+    if not values_visible(remainder):
+        return torch.zeros_like(remainder[..., 0, 0], dtype=torch.bool)
+    L, info = torch.linalg.cholesky_ex(remainder.detach())
+    return (info != 0) | ~(L.diagonal(dim1=-2, dim2=-1).square().amin(-1) > REFIT_BELOW)
 
 
 def sum_of_others(parts: Tensor) -> Tensor:
@@ -81,8 +100,7 @@ def leave_out_large(
 
     Returns:
         held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost
-        to rounding, for each size; of these the values mean nothing. None is lost where values cannot be
-        looked at.
+        to rounding, for each size; of these the values mean nothing.
 
     Differentiable to every order. Cost n p^2, and p^3 for each set. Memory: with G sets, 4 n p + 6 G p^2
     numbers, where G p < n.
@@ -90,10 +108,7 @@ def leave_out_large(
     T = whitened(factor, Z.mT).mT
     penalty = whitened(factor, whitened(factor, R).mT).unsqueeze(-3)
     C = penalty + _without_each(T, T, weight, partition)
-    L, info = torch.linalg.cholesky_ex(C.detach())
-    lost = (info != 0) | ~(L.diagonal(dim1=-2, dim2=-1).square().amin(-1) > REFIT_BELOW)
-    if not values_visible(C):
-        lost = torch.zeros_like(lost)
+    lost = is_lost(C)
     # A harmless matrix in place of a lost one: what comes of it is thrown away, and so is its gradient.
     unit = torch.diag_embed(torch.ones_like(C[..., 0]))
     L = torch.linalg.cholesky_ex(torch.where(lost[..., None, None], unit, C)).L

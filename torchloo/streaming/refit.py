@@ -52,7 +52,7 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> No
         for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
             refits = _Round(solved, machines.regs[r, j], outputs, some, large)
             for rows, residuals, variance in refits.solve():
-                sink.overwrite(rows, r, j, outputs, residuals, variance, mark=not large)
+                sink.overwrite(rows, r, j, outputs, residuals, variance)
 
 
 def _rounds(
