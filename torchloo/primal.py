@@ -160,7 +160,7 @@ class Primal(NamedTuple):
         small, large = partition.split(self.Z.shape[-1])
         residuals, variances, lost = self._by_blocks(small, guard) if small.groups else ([], [], [])
         if large.groups:
-            for parts, more in zip((residuals, variances, lost), self._by_sums(large), strict=True):
+            for parts, more in zip((residuals, variances, lost), self._by_sums(small, large), strict=True):
                 parts += more
         n = self.Z.shape[-2]
         marks = [
@@ -183,10 +183,10 @@ class Primal(NamedTuple):
         ]
         return *solve_blocks(partition.gather(a), safe, guard), lost
 
-    def _by_sums(self, partition: Partition) -> _Parts:
+    def _by_sums(self, small: Partition, large: Partition) -> _Parts:
         reg = self.reg[..., None, None]
         residuals, variances, lost = leave_out_large(
-            self.Z, self.R, self.weight, self.dual * reg, self.factor, partition
+            self.Z, self.R, self.weight, self.dual * reg, self.factor, small, large
         )
         return residuals, [variance * reg.unsqueeze(-1) for variance in variances], lost
 

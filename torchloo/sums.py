@@ -77,18 +77,8 @@ def sum_of_others(parts: Tensor) -> Tensor:
     return before + after
 
 
-def _without_each(Z: Tensor, V: Tensor, weight: Tensor, partition: Partition) -> Tensor:
-    """Z^T Omega V over all rows but those of a set, (..., G, p, q), for sets of some of the rows."""
-    index = torch.cat([rows.flatten() for rows in partition.groups])
-    weighted = weight.unsqueeze(-1) * V
-    pairs = zip(partition.gather(Z), partition.gather(weighted), strict=True)
-    sets = torch.cat([Z_L.mT @ V_L for Z_L, V_L in pairs], -3)
-    outside = Z.mT @ weighted.index_fill(-2, index, 0.0)  # (..., p, q), over the rows in no set
-    return outside.unsqueeze(-3) + sum_of_others(sets)
-
-
 def leave_out_large(
-    Z: Tensor, R: Tensor, weight: Tensor, a: Tensor, factor: Tensor, partition: Partition
+    Z: Tensor, R: Tensor, weight: Tensor, a: Tensor, factor: Tensor, small: Partition, large: Partition
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Sets of more rows than features, by Note [large sets].
 
@@ -96,33 +86,36 @@ def leave_out_large(
         Z: (..., n, p), R: (..., p, p), weight: (..., n).
         a: P Y, (..., n, c).
         factor: of C, (..., p, p), or (..., p) if diagonal; held constant.
-        partition: the sets, of some of the rows.
+        small, large: all other rows, and the sets.
 
     Returns:
         held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost
         to rounding, for each size; of these the values mean nothing.
 
-    Differentiable to every order. Cost n p^2, and p^3 for each set. Memory: with G sets, 4 n p + 6 G p^2
-    numbers, where G p < n.
+    Differentiable to every order. Cost n p^2, and p^3 for each set. Memory 3 n p numbers, 6 n p with the
+    backward, and 6 G p^2 for G sets, where G p < n.
     """
-    T = whitened(factor, Z.mT).mT
-    penalty = whitened(factor, whitened(factor, R).mT).unsqueeze(-3)
-    C = penalty + _without_each(T, T, weight, partition)
+    scale = weight.sqrt().unsqueeze(-1)
+    V = whitened(factor, (scale * Z).mT).mT  # (..., n, p), Omega^{1/2} Z S
+    parts = large.gather(V)
+    outside = whitened(factor, whitened(factor, R).mT)
+    if small.groups:
+        V_out = V.index_select(-2, small.index)
+        outside = outside + V_out.mT @ V_out
+    C = outside.unsqueeze(-3) + sum_of_others(torch.cat([V_L.mT @ V_L for V_L in parts], -3))
     lost = is_lost(C)
     # A harmless matrix in place of a lost one: what comes of it is thrown away, and so is its gradient.
     unit = torch.diag_embed(torch.ones_like(C[..., 0]))
-    L = torch.linalg.cholesky_ex(torch.where(lost[..., None, None], unit, C)).L
-    counts = [len(rows) for rows in partition.groups]
+    factors = torch.linalg.cholesky_ex(torch.where(lost[..., None, None], unit, C)).L
+    counts = [len(rows) for rows in large.groups]
     residuals, variances = [], []
-    for L_L, *of_rows in zip(
-        L.split(counts, -3),
-        *(partition.gather(values) for values in (T, weight.unsqueeze(-1), a)),
-        strict=True,
+    for V_L, scale_L, a_L, L in zip(
+        parts, large.gather(scale), large.gather(a), factors.split(counts, -3), strict=True
     ):
-        T_L, zeta, a_L = of_rows
-        root = torch.linalg.solve_triangular(L_L, T_L.mT, upper=False)  # (..., g, p, s)
-        residuals.append(a_L / zeta + root.mT @ (root @ a_L))
-        variances.append(1 / zeta + root.square().sum(-2).unsqueeze(-1))
+        root = torch.linalg.solve_triangular(L, V_L.mT, upper=False)  # (..., g, p, s)
+        b = a_L / scale_L
+        residuals.append((b + root.mT @ (root @ b)) / scale_L)
+        variances.append((1 + root.square().sum(-2).unsqueeze(-1)) / scale_L.square())
     return residuals, variances, list(lost.split(counts, -1))
 
 
@@ -164,7 +157,10 @@ def _refit(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Held-out residuals (g, s, c) and diag(P_LL^{-1}), (g, s, 1), for each size; G sets in all."""
     counts, c = [len(rows) for rows in partition.groups], Y.shape[-1]
-    sums = _without_each(Z, torch.cat([Z, Y], -1), weight, partition)
+    weighted = weight.unsqueeze(-1) * torch.cat([Z, Y], -1)
+    parts = zip(partition.gather(Z), partition.gather(weighted), strict=True)
+    sums = sum_of_others(torch.cat([Z_L.mT @ V_L for Z_L, V_L in parts]))  # (G, p, p + c)
+    sums = sums + Z.mT @ weighted.index_fill(0, partition.index, 0.0)  # of the rows in no set
     C, right = sums.split([len(R), c], -1)
     L, info = torch.linalg.cholesky_ex(R + C)
     guard.require(info == 0, NOT_DEFINITE)
@@ -189,7 +185,7 @@ def _refit(
 
 def _members(partition: Partition, n: int) -> Tensor:
     """Whether each of n rows is in each of the sets, boolean (n, G)."""
-    index = torch.cat([rows.flatten() for rows in partition.groups])
+    index = partition.index
     sizes = [rows.shape[1] for rows in partition.groups for _ in rows]
     sets = torch.arange(len(sizes), device=index.device)
     of_rows = sets.repeat_interleave(torch.tensor(sizes, device=index.device))
