@@ -92,8 +92,8 @@ def leave_out_large(
         held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost
         to rounding, for each size; of these the values mean nothing.
 
-    Differentiable to every order. Cost n p^2, and p^3 for each set. Memory 3 n p numbers, 6 n p with the
-    backward, and 6 G p^2 for G sets, where G p < n.
+    Differentiable to every order. Cost n p^2, and p^3 for each set. Memory 5 n p numbers, 7 n p with the
+    backward; 8 n p and 11 n p where the sets are hardly larger than p.
     """
     scale = weight.sqrt().unsqueeze(-1)
     V = whitened(factor, (scale * Z).mT).mT  # (..., n, p), Omega^{1/2} Z S
