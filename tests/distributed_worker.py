@@ -103,6 +103,7 @@ def shared_out():
     tl.criteria.hinge(result).backward()
     tl.distributed.sum_gradients(svc)
     signs = tl.distributed.svc_loo(svc, X, y, method="smo", values=False)
+    columns = tl.distributed.svc_loo(svc, X, torch.stack([y, y.roll(7)], -1))
     grid = {"reg": [0.1, 1.0, 10.0], "lengthscale": [1.0, 2.0, 4.0, 8.0]}
     machine = tl.LSSVM(tl.kernels.RBF())
     chosen = tl.distributed.select(machine, X, y, "press", grid=grid, progress=False)
@@ -114,6 +115,7 @@ def shared_out():
         "svc": (result.outputs.detach(), result.certified, result.resolved_by, svc.log_C.grad),
         "svc gradient": svc.kernel.log_lengthscale.grad,
         "signs": (signs.outputs, signs.errors),
+        "columns": (columns.outputs.detach(), columns.errors, columns.refitted),
         "select": (chosen.value, chosen.evaluations, chosen.machine(X).detach()),
         "validate": (estimate.scores, estimate.table),
     }

@@ -113,7 +113,8 @@ def test_pivoted_takes_the_row_reconstructed_worst(kernel):
 
 @pytest.mark.parametrize("kernel", [RBF(0.7), tl.kernels.Linear()])
 def test_rpcholesky_draws_each_pair_as_often_as_drawing_one_by_one(kernel, monkeypatch):
-    monkeypatch.setattr(basis, "_BLOCK", 4)  # some second vectors are in the first block, some are not
+    # Some second vectors are in the first block, some are not.
+    monkeypatch.setattr(basis.adaptive, "BLOCK", 4)
     X = points(5, 4)
     K = kernel(X).detach()
     expected = torch.zeros(5, 5, dtype=K.dtype)  # probability of the first and second vector

@@ -138,6 +138,51 @@ def test_held_out_outputs_are_those_of_refits(folder, machine):
         assert held_out["loo_class"][i] == schema.labels[int(output >= 0)]
 
 
+@pytest.mark.parametrize("machine", ["lssvm", "rls", "kfd", "svc"])
+def test_several_classes_are_told_apart_by_a_machine_for_each(folder, capsys, machine):
+    """From the table to predictions, and every class's held-out output by a machine refitted by hand."""
+    assert select("grade", "--machine", machine, "--outer", "2", "--search", "nelder-mead") == 0
+    out, err = capsys.readouterr()
+    assert "3 classes of 'grade': 0, 1, 2" in out
+    assert "outer (2 splits)" in out
+    assert err == ""
+    schema, fitted = load(Path("out/model.pt"), "cpu")
+    frame = read_table(Path("data.csv"))[0].drop(columns=["price", "good", "day", "w", "half"])
+    X, Y = torch.tensor(schema.design(frame)), torch.tensor(schema.codes(frame["grade"]))
+    held_out = pd.read_csv("out/held_out.csv")
+    outputs = held_out[[f"loo_output {label}" for label in schema.labels]].to_numpy()
+    assert (held_out["loo_class"] == outputs.argmax(1)).all()
+    assert (held_out["loo_class"] == held_out["target"]).mean() > 0.7
+    assert held_out["leverage"].isna().all() == (machine == "svc")
+
+    assert run("predict", "out/model.pt", "data.csv") == 0
+    assert "of 48 wrong" in capsys.readouterr().out
+    predicted = pd.read_csv("predictions.csv")
+    assert predicted.columns.tolist() == ["row", "prediction", "score 0", "score 1", "score 2"]
+    scores = predicted[["score 0", "score 1", "score 2"]].to_numpy()
+    assert scores == pytest.approx(fitted(X).detach().numpy())
+    assert (predicted["prediction"] == scores.argmax(1)).all()
+    if machine == "kfd":  # whose targets, and columns of K, stay as they are when a row is left out
+        return
+    for i in (0, 7, 40):
+        rest = torch.arange(N) != i
+        refitted = fitted.fit(X[rest], Y[rest])(X[i : i + 1])[0]
+        assert refitted.tolist() == pytest.approx(outputs[i], rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("machine", ["kfd", "svc"])
+def test_splits_without_a_class_are_refused_before_any_search(folder, capsys, monkeypatch, machine):
+    monkeypatch.setattr(tl, "select", lambda *args, **options: pytest.fail("searched"))
+    data = table()
+    data["grade"] = np.where(np.arange(N) < 2, "rare", data["grade"].astype(str))
+    data.to_csv("data.csv", index=False)
+    assert select("grade", "--machine", machine, "--outer", "400") == 2
+    err = capsys.readouterr().err
+    assert "outer splits put aside all 2 rows of 'rare'; take --machine lssvm, or --outer 0" in err
+    assert len(err.splitlines()) == 1
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("kernel", ["rbf", "ard", "linear", "poly2", "poly3", "matern"])
 def test_every_kernel_learns_the_target(folder, kernel):
     assert select("price", "--kernel", kernel, "--outer", "0") == 0
@@ -165,6 +210,7 @@ def test_the_boolean_kernel_takes_text_and_flags(folder, capsys):
         ["--criterion", "hinge", "--search", "nelder-mead"],
         ["--weights", "w", "--prior", "1"],
         ["--machine", "svc", "--clusters", "day", "--search", "grid", "--kernel", "linear", "--outer", "0"],
+        ["--machine", "svc", "--clusters", "day", "--criterion", "squared_hinge", "--outer", "0"],
         ["--machine", "sparse", "--basis", "9", "--weights", "w", "--clusters", "day"],
     ],
 )
@@ -208,8 +254,14 @@ def test_an_archive_is_a_table_too(folder):
         (["--target", "good", "--criterion", "auc", "--search", "gradient"], "auc has no gradient"),
         (["--target", "good", "--machine", "svc", "--criterion", "log_density"], "needs a least-squares"),
         (["--target", "good", "--criterion", "leave_pair_out_auc", "--clusters", "day"], "not clusters"),
-        (["--target", "grade", "--machine", "kfd"], "kfd tells two classes apart, 'grade' has 3 classes"),
-        (["--target", "price", "--machine", "svc"], "svc tells two classes apart, 'price' has numbers"),
+        (
+            ["--target", "price", "--machine", "kfd"],
+            "kfd tells classes apart, 'price' has numbers; take lssvm",
+        ),
+        (
+            ["--target", "price", "--machine", "svc"],
+            "svc tells classes apart, 'price' has numbers; take lssvm",
+        ),
         (["--target", "price", "--basis", "5"], "--basis is for --machine sparse"),
         (["--target", "price", "--machine", "sparse", "--basis", "30"], "at most half of the rows, 24"),
         (["--target", "price", "--outer", "-1"], "must be a whole number from 0 on"),

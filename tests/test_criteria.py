@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchloo import criteria, ranking
+from torchloo import criteria
+from torchloo.criteria import pairs
 from torchloo.held_out import HeldOut
 
 SHAPES = [((), 0), ((), 3), ((2, 3), 0), ((2, 3), 2)]
@@ -204,7 +205,7 @@ def test_smooth_wmw_in_small_blocks_is_the_same(monkeypatch):
     f = h.outputs.requires_grad_()
     whole = criteria.smooth_wmw(h)
     (whole_grad,) = torch.autograd.grad(whole.sum(), f)
-    monkeypatch.setattr(ranking, "PAIRS", 7)
+    monkeypatch.setattr(pairs, "PAIRS", 7)
     blocks = criteria.smooth_wmw(h)
     assert_close(blocks, whole)
     assert_close(torch.autograd.grad(blocks.sum(), f)[0], whole_grad)
@@ -309,7 +310,7 @@ def refit_without_pairs(M, Y, bias):
 @pytest.mark.parametrize("twins", [True, False])
 @pytest.mark.parametrize("block", [1 << 21, 1])
 def test_leave_pair_out_auc_equals_deleting_two_and_refitting(bias, twins, block, monkeypatch):
-    monkeypatch.setattr(ranking, "PAIRS", block)
+    monkeypatch.setattr(pairs, "PAIRS", block)
     M, fit = pair_problem(bias=bias, twins=twins)
     received = criteria.leave_pair_out_auc(fit, per_output=True)
     wanted = [[refit_without_pairs(M[b], fit.targets[b, :, k], bias) for k in range(2)] for b in range(2)]

@@ -129,6 +129,7 @@ def test_shared_points_of_an_svm_equal_those_of_one_process(results):
     expected = svc.loo(X, y)
     tl.criteria.hinge(expected).backward()
     signs = svc.loo(X, y, method="smo", values=False)
+    columns = svc.loo(X, torch.stack([y, y.roll(7)], -1))
     for rank in range(2):
         received = results[rank]["shared_out"]
         outputs, certified, resolved_by, gradient = received["svc"]
@@ -139,6 +140,10 @@ def test_shared_points_of_an_svm_equal_those_of_one_process(results):
         torch.testing.assert_close(received["svc gradient"], svc.kernel.log_lengthscale.grad)
         assert torch.equal(received["signs"][0], signs.outputs)
         assert torch.equal(received["signs"][1], signs.errors)
+        outputs, errors, refitted = received["columns"]
+        torch.testing.assert_close(outputs, columns.outputs.detach())
+        assert torch.equal(errors, columns.errors)
+        assert torch.equal(refitted, columns.refitted)
 
 
 def test_shared_grids_and_splits_choose_what_one_process_chooses(results):

@@ -91,10 +91,20 @@ def table() -> "pd.DataFrame":
     )
 
 
-def written(folder: Path, target: str, *options: str) -> tuple[Page, "pd.DataFrame"]:
-    table().to_csv(folder / "a & b.csv", index=False)
+def about_three_centres() -> "pd.DataFrame":
+    draw, kind = np.random.default_rng(1), np.arange(N) % 3
+    x, z = draw.normal(size=(2, N)) + 2.2 * np.array([[0, 1, 0], [0, 0, 1]])[:, kind]
+    return pd.DataFrame({"x": x, "z": z, "class": kind})
+
+
+def written(
+    folder: Path, target: str, *options: str, data: "pd.DataFrame | None" = None
+) -> tuple[Page, "pd.DataFrame"]:
+    data = table() if data is None else data
+    data.to_csv(folder / "a & b.csv", index=False)
     used = {target, *options}
-    drop = [f"--drop={name}" for name in ("number", "answer", "class", "site", "w") if name not in used]
+    others = [name for name in ("number", "answer", "class", "site", "w") if name in data.columns]
+    drop = [f"--drop={name}" for name in others if name not in used]
     words = ["select", str(folder / "a & b.csv"), "--target", target, *drop, "--no-progress", *options]
     assert cli.main([*words, "--out", str(folder / "out")]) == 0
     content = (folder / "out" / "report.html").read_text(encoding="utf-8")
@@ -146,6 +156,22 @@ def test_two_classes_tell_their_answers_and_no_leverage_where_there_is_none(tmp_
     assert "leverage" not in [cell for row in page.rows for cell in row]
     assert held_out["leverage"].isna().all()
     assert len(yes) == 4
+
+
+@pytest.mark.parametrize("machine", ["kfd", "svc"])
+def test_several_classes_of_every_machine_have_a_whole_report(tmp_path, machine):
+    options = ("--machine", machine, "--outer", "0", "--search", "nelder-mead")
+    page, held_out = written(tmp_path, "class", *options, data=about_three_centres())
+    check_self_contained(page)
+    wrong = (held_out["loo_class"] != held_out["target"]).mean()
+    assert page.row("error rate")[2] == f"{100 * wrong:.1f} %"
+    for label in range(3):
+        own = held_out[held_out["target"] == label]
+        counts = [int((own["loo_class"] == said).sum()) for said in range(3)]
+        assert page.row(str(label))[1:4] == [str(k or "·") for k in counts]
+    assert "one for each of 3 classes" in page.text
+    assert any("leads over the next best one" in caption for caption in page.captions)
+    assert any(caption.startswith("Leverage") for caption in page.captions) == (machine == "kfd")
 
 
 def test_several_classes_with_clusters_compare_both_ways_of_leaving_out(tmp_path):

@@ -165,8 +165,16 @@ def problems(n=14, count=2, seed=0):
     return list(X), list(y.double())
 
 
-def objective_of(machine, criterion=tl.criteria.squared_hinge, clusters=None, weights=False, prior=None):
+def several(y):
+    """Labels (n,) and others beside them, as columns."""
+    return torch.stack([y, y.roll(3), y * y.roll(1)], -1)
+
+
+def objective_of(
+    machine, criterion=tl.criteria.squared_hinge, clusters=None, weights=False, prior=None, columns=False
+):
     X, y = problems()
+    y = [several(labels) for labels in y] if columns else y
     weight = [0.5 + torch.rand(14, dtype=DOUBLE) if weights else None for _ in X]
     space = Space("select", machine)
     score = Score("select", "criterion", criterion)
@@ -181,9 +189,13 @@ def candidates(space, count=6, seed=1):
     return space.vector() + 0.3 * away, torch.arange(count) % 2
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_batch_of_machines_equals_its_loop(name):
-    objective = objective_of(MACHINES[name]())
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [(name, False) for name in MACHINES]
+    + [(name, True) for name in ("lssvm-rbf", "kfd", "sparse", "svc", "own-kernel")],
+)
+def test_a_batch_of_machines_equals_its_loop(name, columns):
+    objective = objective_of(MACHINES[name](), columns=columns)
     theta, problem = candidates(objective.space)
     values, slopes = objective(theta, problem, gradient=True)
     for i, k in enumerate(problem.tolist()):
@@ -206,13 +218,14 @@ CLUSTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("labels", CLUSTERS)
 @pytest.mark.parametrize(
     "name", ["lssvm-rbf", "rls-ard", "kfd", "sparse", "sparse-drawn", "sparse-basis", "svc", "own-kernel"]
 )
-def test_clusters_and_weights_reach_the_batch(name, labels):
+def test_clusters_and_weights_reach_the_batch(name, labels, columns):
     clusters = CLUSTERS[labels]
-    objective = objective_of(MACHINES[name](), tl.criteria.squared_hinge, clusters, weights=True)
+    objective = objective_of(MACHINES[name](), clusters=clusters, weights=True, columns=columns)
     theta, problem = candidates(objective.space)
     values, slopes = objective(theta, problem, gradient=True)
     one_problem = objective(theta[::2], problem[::2])[0]

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
 from torchloo.svm.certify import Held, gap_ball_sign
 from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
+from torchloo.svm.exact import solve_exactly
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 
@@ -267,11 +268,11 @@ def test_a_batch_equals_its_loop():
 
 
 def test_the_margin_of_the_target_never_rises_on_its_way_out():
-    from torchloo.svm.fit import solve_problem
+    from torchloo.svm.fit import solve_problems
     from torchloo.svm.unlearn import unlearn
 
     X, y = toy(14)
-    problem, full = solve_problem("test", rbf(X), y, torch.full_like(y, 5.0))
+    ((problem, full),) = solve_problems("test", rbf(X), y, torch.full((1, len(y)), 5.0, dtype=y.dtype))
     target = (full.alpha > 1e-6).nonzero()[:, 0]
     last = problem.y[target] * (problem.y * (1 + full.margin))[target]
     for share in (0.25, 0.5, 0.75, 1.0):
@@ -416,12 +417,6 @@ def test_batched_kernel_parameters_equal_their_loop():
         assert_close(together[k], one, rtol=1e-8, atol=1e-8)
 
 
-def test_labels_in_columns_are_refused():
-    X, y = toy(22)
-    with pytest.raises(ValueError, match="one label for each row"):
-        SVC(tl.kernels.RBF(1.0)).loo(X, y[:, None])
-
-
 def test_more_problems_than_are_followed_together(monkeypatch):
     """A smooth kernel and many support vectors: blocks are joined and packed while paths exchange."""
     monkeypatch.setattr("torchloo.svm.path._BLOCK", 64)
@@ -447,7 +442,7 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap = gap_ball_sign(K, y, Held(alpha, u, box, torch.zeros(2, dtype=torch.float64), r), bias)
+    sign, gap, _ = gap_ball_sign(K, y, Held(alpha, u, box, r), bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 
@@ -488,3 +483,142 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
     K = K - K.diagonal().min().clamp(max=0) * torch.eye(30)
     with pytest.raises(ValueError, match="smallest eigenvalue"):
         svm(K, y, 1000.0)
+
+
+<<<<<<< HEAD
+@pytest.mark.parametrize("values", [True, False])
+def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch):
+    """With columns for two variables beside the free ones most paths miss an event and are repeated."""
+    from torchloo.svm import unlearn
+
+    X, y = toy(31, n=90, noise=1.0)
+    K = rbf(X, 1.5)
+    expected = svm_loo(K, y, 8.0, method="path", values=values)
+    followed = []
+    one_pass = unlearn._unlearn
+
+    def counted(tasks, values, whole):
+        followed.append(sum(len(task.target) for task in tasks))
+        return one_pass(tasks, values, whole)
+
+    monkeypatch.setattr(unlearn, "_unlearn", counted)
+    monkeypatch.setattr(unlearn, "_FEW", 10)
+    monkeypatch.setattr(unlearn, "_NEAREST", 2)
+    monkeypatch.setattr(unlearn, "_SHARE", 1000)
+    received = svm_loo(K, y, 8.0, method="path", values=values)
+    assert len(followed) == 2
+    assert followed[1] > followed[0] // 3
+    assert_close(received.outputs, expected.outputs, rtol=1e-8, atol=1e-8)
+    assert bool(received.certified.all())
+    assert int((received.resolved_by == expected.resolved_by).sum()) == 90
+
+
+@pytest.mark.parametrize("kernel", ["linear", "smooth", "rough"])
+def test_machines_that_share_a_kernel_matrix_are_solved_as_each_alone(kernel):
+    X, y = toy(32, n=270, d=2)
+    K = X @ X.T if kernel == "linear" else rbf(X, 8.0 if kernel == "smooth" else 0.2)
+    C = torch.tensor([[0.01, 1.0], [30.0, 1000.0]], dtype=torch.float64)
+    together = svm_loo(K, y, C)
+    assert bool((together.certified | together.unstable).all())
+    for i in range(2):
+        for j in range(2):
+            alone = svm_loo(K.clone(), y, C[i, j])
+            assert_close(together.outputs[i, j], alone.outputs, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rank", "found"), [(1, True), (40, True), (90, False), (300, False)])
+def test_a_low_rank_is_found_and_proved(rank, found):
+    from torchloo.svm.low_rank import low_rank_factor
+
+    generator = torch.Generator().manual_seed(rank)
+    G = torch.randn(300, rank, generator=generator, dtype=torch.float64)
+    K = G @ G.T
+    factor = low_rank_factor(K)
+    assert (factor is not None) == found
+    if factor is not None:
+        assert factor.shape[1] <= 75
+        assert_close(factor @ factor.T, K, rtol=0, atol=1e-9 * float(K.diagonal().mean()))
+
+
+def _many_problems():
+    X, y = toy(33, n=40)
+    K = torch.stack([rbf(X, s) for s in (0.5, 2.0)])[:, None]
+    return K, y, torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
+
+
+def test_workers_give_what_one_process_gives():
+    K, y, C = _many_problems()
+    alone, shared = svm_loo(K, y, C), svm_loo(K, y, C, workers=2)
+    for field in ("outputs", "certified", "resolved_by", "iterations", "kernel_columns"):
+        assert_close(getattr(shared, field), getattr(alone, field))
+    clusters = torch.arange(40) // 4
+    together = svm_lco(K, y, C, clusters, workers=3).outputs
+    assert_close(together, svm_lco(K, y, C, clusters).outputs)
+    machine = SVC(tl.kernels.RBF(1.0), C=C)
+    X, y = toy(33, n=40)
+    with torch.no_grad():
+        assert_close(machine.loo(X, y, workers=2).outputs, machine.loo(X, y).outputs)
+        assert_close(machine.lco(X, y, clusters, workers=2).outputs, machine.lco(X, y, clusters).outputs)
+
+
+def test_an_error_of_a_worker_is_raised_and_leaves_no_process(monkeypatch):
+    import multiprocessing
+
+    def broken(*_):
+        raise ValueError("no luck")
+
+    monkeypatch.setattr("torchloo.svm.loo.solve_problems", broken)
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="no luck"):
+        svm_loo(K, y, C, workers=2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_is_told_of(monkeypatch):
+    import os
+
+    monkeypatch.setattr("torchloo.svm.loo.solve_problems", lambda *_: os._exit(1))
+    K, y, C = _many_problems()
+    with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
+        svm_loo(K, y, C, workers=2)
+
+
+@pytest.mark.parametrize("workers", [-1, 1.5, True, "two"])
+def test_workers_must_be_a_number_of_processes(workers):
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="svm_loo: workers must be a number of processes"):
+        svm_loo(K, y, C, workers=workers)
+
+
+def test_workers_refuse_gradients():
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="svm_lco: workers must be 0 where gradients are asked for"):
+        svm_lco(K.requires_grad_(), y, C, torch.arange(40) // 4, workers=2)
+    with torch.no_grad():
+        assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K.detach(), y, C).outputs)
+=======
+def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
+    def only_small_boxes(problems):
+        found = zip(problems, solve_exactly(problems), strict=True)
+        wrong = {"optimal": False, "margin": torch.full_like(problems[0].y, -1.0)}
+        return [full if problem.box.max() < 50 else full._replace(**wrong) for problem, full in found]
+
+    monkeypatch.setattr("torchloo.svm.fit.solve_exactly", only_small_boxes)
+    X, y = toy(27)
+    machine, grid = SVC(tl.kernels.RBF(1.0), C=100.0), {"C": [100.0, 2.0]}
+    with pytest.raises(ValueError, match="no solution found, the relative duality gap is"):
+        machine.loo(X, y)
+    chosen = tl.select(machine, X, y, "error_rate", "grid", grid=grid, progress=False)
+    assert chosen.machine.C.item() == pytest.approx(2.0)
+    assert [entry.value < torch.inf for entry in chosen.history] == [False, True]
+
+
+def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
+    """Cholesky as it comes may doubt what pivots in their best order do not."""
+    monkeypatch.setattr(exact, "_independent", lambda M: (torch.arange(len(M)), torch.arange(0)))
+    K, y = torch.ones(3, 3, dtype=torch.float64), torch.tensor([1.0, -1.0, 1.0]).double()
+    box, alpha = torch.ones_like(y), torch.full_like(y, 0.5)
+    free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
+    received = exact._drop_dependent(K, y, box, free, upper, alpha)
+    assert all(torch.equal(*pair) for pair in zip(received, (free, upper, alpha), strict=True))
+>>>>>>> wt_multi

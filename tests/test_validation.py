@@ -1,5 +1,6 @@
 """validate and threshold: nothing of the test rows is seen, and batches equal loops."""
 
+import functools
 import math
 
 import pytest
@@ -362,6 +363,49 @@ def test_threshold_maximises_what_is_better_higher_and_refuses_what_it_cannot_us
         tl.threshold(svc.loo(X, y, values=False), "error_rate")
 
 
+@pytest.mark.parametrize("metric", ["auc", "balanced_error_rate", "kendall_tau", "log_density"])
+def test_a_metric_that_test_rows_cannot_have_is_refused_before_any_search(monkeypatch, metric):
+    monkeypatch.setattr("torchloo.search.outer.run", lambda *args: pytest.fail("searched"))
+    X, y = labelled()
+    negative = (y < 0).nonzero()[:4, 0].tolist()
+    pair = ([i for i in range(50) if i not in negative], negative)
+    with pytest.raises(ValueError, match=f"validate: split 0 cannot be scored: {metric}: "):
+        validate(tl.LSSVM(K.RBF()), X, y, [pair], metric=metric)
+    columns = torch.stack([y, -y], -1)
+    with pytest.raises(ValueError, match=f"validate: split 0 cannot be scored: {metric}: "):
+        validate(tl.LSSVM(K.RBF()), X, columns, [pair], metric=metric)
+
+
+@pytest.mark.parametrize(
+    "call", [tl.select, lambda *args, **options: tl.validate(*args, splits=2, **options)]
+)
+@pytest.mark.parametrize("weight", [None, tl.balanced_weight])
+def test_a_criterion_without_a_weight_is_refused_before_any_search(call, weight):
+    asked = []
+
+    def plain(held_out):
+        asked.append(held_out)
+        return held_out.residuals.square().mean()
+
+    def weighted(held_out, weight=None):
+        return plain(held_out)
+
+    def anything(held_out, **options):
+        return plain(held_out)
+
+    X, y = labelled()
+    options = {"search": "grid", "grid": {"reg": [1.0]}, "progress": False}
+    with pytest.raises(
+        TypeError, match="criterion must take weight= where criterion_weight is given, and plain"
+    ):
+        call(tl.LSSVM(K.RBF()), X, y, criterion=plain, criterion_weight=weight, **options)
+    assert not asked
+    call(tl.LSSVM(K.RBF()), X, y, criterion=plain, **options)
+    for criterion in (weighted, anything, functools.partial(weighted)):
+        call(tl.LSSVM(K.RBF()), X, y, criterion=criterion, criterion_weight=weight, **options)
+    assert asked
+
+
 def test_a_split_that_cannot_be_used_is_named():
     X, y = labelled()
     both = [int((y > 0).nonzero()[0]), int((y < 0).nonzero()[0])]
@@ -370,6 +414,14 @@ def test_a_split_that_cannot_be_used_is_named():
     pairs = [([i for i in range(50) if i not in both], both), (others, negative[:5])]
     with pytest.raises(ValueError, match="validate: split 1 cannot be scored: auc: targets must hold both"):
         validate(tl.LSSVM(K.RBF()), X, y, pairs, metric="auc", max_evaluations=2)
+
+    def one_class_is_enough(held_out):
+        return held_out.residuals.abs().mean()
+
+    assert (
+        len(validate(tl.LSSVM(K.RBF()), X, y, pairs, metric=one_class_is_enough, max_evaluations=2).scores)
+        == 2
+    )
     pairs = [(others[:25], negative[:5]), (negative[5:30], others[:5])]
     with pytest.raises(ValueError, match="no candidate could be evaluated in split 1: kfd: y must hold both"):
         validate(tl.KFD(K.RBF()), X, y, pairs, max_evaluations=2)

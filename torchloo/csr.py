@@ -48,12 +48,14 @@ def _entries(X: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take(X: Tensor, rows: Tensor) -> Tensor:
-    """The given rows (m,) of sparse rows X (n, d), dense (m, d)."""
-    places, counts = _entries(X, rows)
-    D = X.values().new_zeros(len(rows), X.shape[-1])
-    line = torch.repeat_interleave(torch.arange(len(rows), device=X.device), counts)
+    """The given rows (..., m) of dense X (..., n, d), or of sparse rows (n, d); dense (..., m, d)."""
+    if not is_csr(X):
+        return X.expand(*rows.shape[:-1], *X.shape[-2:]).take_along_dim(rows.unsqueeze(-1), -2)
+    places, counts = _entries(X, rows.flatten())
+    D = X.values().new_zeros(rows.numel(), X.shape[-1])
+    line = torch.repeat_interleave(torch.arange(len(D), device=X.device), counts)
     D[line, X.col_indices()[places]] = X.values()[places]
-    return D
+    return D.unflatten(0, rows.shape)
 
 
 def select(X: Tensor, rows: Tensor) -> Tensor:

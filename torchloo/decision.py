@@ -1,11 +1,12 @@
 """threshold: where to cut the outputs of a machine, by what it says of rows that it has not seen."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchloo.held_out import HeldOut
+from torchloo.held_out import HeldOut, require_held_out
 from torchloo.search.score import Score
 
 __all__ = ["shifted", "threshold"]
@@ -45,12 +46,7 @@ def threshold(held_out: HeldOut, metric: Any) -> Tensor:
         raise ValueError(
             f"threshold: metric must be of held-out outputs, got {score.name}, which takes a Fit"
         )
-    if not all(hasattr(held_out, name) for name in HeldOut._fields):
-        raise TypeError(f"threshold: held_out must be a HeldOut, got {type(held_out).__name__}")
-    if not getattr(held_out, "values", True):
-        raise ValueError(
-            "threshold: held_out must hold decision values, got only their signs; use values=True"
-        )
+    require_held_out("threshold", held_out)
     return _threshold(held_out, score)
 
 
@@ -72,27 +68,32 @@ def _threshold(held_out: Any, score: Score) -> Tensor:
     return shifts[torch.where(values.isnan(), torch.inf, values).argmin()]
 
 
-def _scored(held_out: Any, shifts: Tensor, score: Score) -> Tensor:
-    """The metric for shifts (s,) of outputs (n,), as one batch."""
-    batch = {
-        name: value.expand(len(shifts), *value.shape)
-        for name, value in held_out._asdict().items()
-        if isinstance(value, Tensor) and name != "clusters"
-    }
-    return score(shifted(held_out._replace(**batch), shifts.unsqueeze(-1)))
-
-
-def _entry(held_out: Any, i: int) -> Any:
-    """Entry i of the first batch dimension."""
+def _each(held_out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same HeldOut with a change made to every field that has a batch shape."""
     fields = {
-        name: value[i]
+        name: change(value)
         for name, value in held_out._asdict().items()
         if isinstance(value, Tensor) and name != "clusters"
     }
     return held_out._replace(**fields)
 
 
+def _scored(held_out: Any, shifts: Tensor, score: Score) -> Tensor:
+    """The metric for shifts (s,) of outputs (n,), as one batch."""
+    batch = _each(held_out, lambda values: values.expand(len(shifts), *values.shape))
+    return score(shifted(batch, shifts.unsqueeze(-1)))
+
+
+def _entry(held_out: Any, i: int) -> Any:
+    """Entry i of the first batch dimension."""
+    return _each(held_out, lambda values: values[i])
+
+
 def _output(held_out: Any, j: int) -> Any:
     """Output j of a HeldOut with an output axis."""
-    names = ("outputs", "residuals", "targets", "variance")
-    return held_out._replace(**{name: getattr(held_out, name)[:, j] for name in names})
+    fields = {
+        name: value[:, j]
+        for name, value in held_out._asdict().items()
+        if isinstance(value, Tensor) and value.ndim == 2  # weight, clusters and refitted have none
+    }
+    return held_out._replace(**fields)

@@ -156,9 +156,7 @@ class _Coefficients(Function):
             else:
                 Pabar = _solve(L, abar) - e @ (e.mT @ abar)
             U = Pabar + _offset(e, ctx.bias) @ bbar.unsqueeze(-2)  # (..., n, c)
-            Kbar = None
-            if ctx.needs_input_grad[0]:
-                Kbar = _outer(U, a)
+            Kbar = _outer(U, a) if ctx.needs_input_grad[0] else None
             return Kbar, -(U * a).sum(-1), U, None
 
 

@@ -22,9 +22,8 @@ __all__ = ["KFD", "kfd"]
 def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
     """Targets +s/s_1 and -s/s_2 for labels +1 and -1 (..., n, c), with s the sums of the weights."""
     check_dual(guard, K, y, 1.0, weight)
-    guard.require(y.abs() == 1, "y must hold labels -1 and +1 only")
+    guard.two_classes(y=y)
     positive = y > 0
-    guard.require(positive.any(-2) & ~positive.all(-2), "y must hold both classes, got one only")
     zeta = torch.ones_like(y) if weight is None else weight.unsqueeze(-1)
     ones = (zeta * positive).sum(-2, keepdim=True)
     total = zeta.sum(-2, keepdim=True)
@@ -67,7 +66,10 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
 class KFD(LeastSquares):
     """The kernel Fisher discriminant as a module; see `kfd`.
 
-    Labels y are -1 and +1; the machine codes its own targets, which its HeldOut carries.
+    Labels y are -1 and +1, (..., n), or (..., n, c) for several classes: column k is +1 in the rows of
+    class k, one class against the rest, and the class with the largest output is the predicted one. The
+    machine codes its own targets column by column, which its HeldOut carries; all columns share one
+    decomposition.
 
     Args:
         kernel: a kernel of torchloo.kernels.

@@ -1,6 +1,8 @@
 """Input checks: shapes and dtypes at once, values of one call in a single synchronisation."""
 
 import numbers
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -70,13 +72,16 @@ class Guard:
     def __init__(self, function: str) -> None:
         self.function = function
         self._flags: list[Tensor] = []
-        self._messages: list[str] = []
+        self._messages: list[Callable[[], str]] = []
 
-    def require(self, flag: Tensor, message: str) -> None:
-        """Demand that a boolean tensor holds everywhere; the message says what else is wrong."""
+    def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
+        """Demand that a boolean tensor holds everywhere; the message says what else is wrong.
+
+        One that has to look at values is a function, called only where the demand does not hold.
+        """
         if values_visible(flag):
             self._flags.append(flag.detach().all())
-            self._messages.append(message)
+            self._messages.append(message if callable(message) else lambda: message)
 
     def finite(self, **tensors: Tensor) -> None:
         """Demand that no entry is NaN or infinite."""
@@ -108,6 +113,13 @@ class Guard:
             elif not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 
+    def two_classes(self, **labels: Tensor) -> None:
+        """Demand labels -1 and +1, both of them in every column of (..., n, c); a column without is named."""
+        for name, y in labels.items():
+            self.require(y.abs() == 1, f"{name} must hold labels -1 and +1 only")
+            both = (y > 0).any(-2) & (y < 0).any(-2)  # (..., c)
+            self.require(both, partial(_with_column, f"{name} must hold both classes, got one only", both))
+
     def check(self) -> None:
         """Raise for the first demand that does not hold."""
         if not self._flags:
@@ -117,4 +129,10 @@ class Guard:
         messages, self._flags, self._messages = self._messages, [], []
         for ok, message in zip(held, messages, strict=True):
             if not ok:
-                raise ValueError(f"{self.function}: {message}")
+                raise ValueError(f"{self.function}: {message()}")
+
+
+def _with_column(message: str, held: Tensor) -> str:
+    """The message and the first of several columns of (..., c) that does not hold."""
+    columns = held.reshape(-1, held.shape[-1]).all(0).tolist()
+    return f"{message} in column {columns.index(False)}" if len(columns) > 1 else message

@@ -1,10 +1,10 @@
 """HeldOut: what a machine says of the points that it has not seen."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["HeldOut"]
+__all__ = ["HeldOut", "require_held_out"]
 
 
 class HeldOut(NamedTuple):
@@ -35,3 +35,13 @@ class HeldOut(NamedTuple):
 
     refitted: Tensor
     """Boolean (..., n): rows refitted explicitly because the closed form would have cancelled."""
+
+
+def require_held_out(function: str, held_out: Any, signs: bool = False) -> None:
+    """Raise unless it has the fields of a HeldOut, and decision values unless `signs` are enough."""
+    if not all(hasattr(held_out, name) for name in HeldOut._fields):
+        raise TypeError(f"{function}: held_out must be a HeldOut, got {type(held_out).__name__}")
+    if not signs and not getattr(held_out, "values", True):
+        raise ValueError(
+            f"{function}: held_out must hold decision values, got only their signs; use values=True"
+        )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, require_floating
 
-__all__ = ["Problem", "check_dual", "check_features"]
+__all__ = ["Problem", "check_dual", "check_features", "check_regs"]
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,15 @@ def check_features(guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weig
     problem = _check(guard, "Z", Z, Y, reg, weight)
     problem.guard.finite(Z=Z)
     return problem
+
+
+def check_regs(guard: Guard, regs: Tensor, outputs: int, like: Tensor) -> Tensor:
+    """The regularisations of a path as (R, 1), or (R, c) with one for each output, of a dtype and device."""
+    regs = torch.as_tensor(regs, dtype=like.dtype, device=like.device)
+    if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, outputs)):
+        raise ValueError(
+            f"{guard.function}: regs must have shape (R,), or (R, {outputs}) with one for each output, "
+            f"got {tuple(regs.shape)}"
+        )
+    guard.positive(regs=regs)
+    return regs if regs.ndim == 2 else regs.unsqueeze(-1)

@@ -112,6 +112,7 @@ def select(
         "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress
     )
     score = Score("select", "criterion", criterion)
+    score.require_weight(criterion_weight, "criterion_weight")
     space = Space("select", machine)
     check_rows("select", X, y)
     warn_of_scales(space, X)

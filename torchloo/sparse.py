@@ -242,11 +242,7 @@ class SparseLSSVM(LeastSquares):
         if self.basis is not None:
             return self.basis
         if isinstance(self.rows, Selector):
-            indices = self.rows(self.kernel, X, Y, weight).indices  # (..., m)
-            batch = indices.shape[:-1]
-            if csr.is_csr(X):
-                return csr.take(X, indices.flatten()).unflatten(0, indices.shape)
-            return X.expand(*batch, *X.shape[-2:]).take_along_dim(indices.unsqueeze(-1), -2)
+            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices)
         assert self.rows is not None
         if self.rows > X.shape[-2]:
             raise ValueError(

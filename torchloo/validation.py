@@ -132,11 +132,13 @@ def validate(
     check_rows("validate", X, y)
     space, score = Space("validate", machine), Score("validate", "criterion", criterion)
     check_clusters("validate", score, clusters)
+    score.require_weight(criterion_weight, "criterion_weight")
     outer = Outer(space, score, _metric(metric, y), _shift_metric(threshold), X, y, clusters, weight,
                    criterion_weight, columns_of(standardise, machine, X))  # fmt: skip
     if outer.columns is None:
         warn_of_scales(space, X)
     pairs = resolve(splits, len(X), clusters, generator)
+    outer.check_metric(pairs)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()
     groups = _groups(pairs, clusters, len(X))

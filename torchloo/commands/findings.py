@@ -10,13 +10,13 @@ from torch import Tensor
 
 import torchloo as tl
 from torchloo.commands.measures import Measure, Outer, guess, measures
-from torchloo.commands.models import Spec
+from torchloo.commands.problem import Answers, Plan, Problem
 from torchloo.commands.tables import Prepared
 from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.splits import Split
 
 __all__ = [
-    "Answers",
     "Findings",
     "Plan",
     "Problem",
@@ -24,66 +24,10 @@ __all__ = [
     "choose",
     "estimate",
     "examine",
-    "number_of_splits",
 ]
 
 # An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
 _MOST_ROWS_OF_PATH = 2000
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked for."""
-
-    spec: Spec
-    criterion: str
-    search: str
-    prior: float | None
-    outer: int
-    seed: int
-    device: str
-    progress: bool
-    standardise: bool
-
-    @property
-    def criterion_function(self) -> Any:
-        """The criterion itself."""
-        return getattr(tl.criteria, self.criterion)
-
-
-class Problem(NamedTuple):
-    """A prepared table as tensors, rows in the order in which the machine sees them."""
-
-    X: Tensor
-    y: Tensor
-    weight: Tensor | None
-    clusters: Tensor | None
-    order: Tensor
-    """Row of the table for each row here, (n,)."""
-
-    @classmethod
-    def of(cls, prepared: Prepared, plan: Plan) -> "Problem":
-        """Rows stay as they are, but for a sparse machine, whose basis is the first rows: it is drawn."""
-        n = len(prepared.y)
-        generator = torch.Generator().manual_seed(plan.seed)
-        order = torch.randperm(n, generator=generator) if plan.spec.machine == "sparse" else torch.arange(n)
-        pick = order.numpy()
-        clusters = None
-        if prepared.clusters is not None:
-            clusters = torch.from_numpy(np.unique(prepared.clusters, return_inverse=True)[1][pick])
-        weight = None if prepared.weight is None else torch.tensor(prepared.weight[pick], device=plan.device)
-        X, y = (torch.tensor(array[pick], device=plan.device) for array in (prepared.X, prepared.y))
-        return cls(X, y, weight, clusters, order)
-
-    def restored(self, values: Tensor) -> np.ndarray:
-        """Values (n, ...) in the order of the table."""
-        result = np.empty(values.shape)
-        result[self.order.numpy()] = values.detach().cpu().numpy()
-        return result
-
-    def answers(self, held_out: HeldOut) -> "Answers":
-        """Held-out outputs and residuals in the order of the table."""
-        return Answers(self.restored(held_out.outputs), self.restored(held_out.residuals))
 
 
 class Choice(NamedTuple):
@@ -112,23 +56,9 @@ class Row(NamedTuple):
         """The values that there are, as text."""
         values = [self.guess, self.loo] + ([] if self.lco is None else [self.lco])
         shown = [self.measure.show(value) for value in values]
-        return (
-            shown
-            if self.outer is None
-            else [*shown, self.measure.show_mean(self.outer.mean, self.outer.stderr)]
-        )
-
-
-class Answers(NamedTuple):
-    """What was said of every row held out, (n,) or (n, c), in the order of the table."""
-
-    outputs: np.ndarray
-    residuals: np.ndarray
-
-    @property
-    def size(self) -> np.ndarray:
-        """How far off each row is (n,): |residual|, for several classes the norm."""
-        return np.abs(self.residuals) if self.residuals.ndim == 1 else np.linalg.norm(self.residuals, axis=1)
+        if self.outer is not None:
+            shown.append(self.measure.show_mean(self.outer.mean, self.outer.stderr))
+        return shown
 
 
 @dataclass(frozen=True)
@@ -177,11 +107,7 @@ class Findings:
 
     def said(self, answers: Answers) -> np.ndarray:
         """Outputs as the user knows the target: numbers or labels."""
-        outputs = answers.outputs
-        if not self.classes:
-            return outputs
-        names = np.array(self.prepared.schema.labels)
-        return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
+        return self.prepared.schema.said(answers.outputs)
 
 
 def _how(problem: Problem, plan: Plan) -> dict[str, Any]:
@@ -221,22 +147,10 @@ def _seconds_of_one(machine: Any, problem: Problem, plan: Plan) -> float:
     return (time.perf_counter() - start) * (3 if plan.search == "gradient" else 1)
 
 
-def number_of_splits(prepared: Prepared, plan: Plan) -> int:
-    """As many as asked for, but with clusters at most one for each."""
-    if prepared.clusters is None:
-        return plan.outer
-    return min(plan.outer, len(np.unique(prepared.clusters)))
-
-
-def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | None:
-    """The outer estimate of every measure: the whole selection repeated in every split.
-
-    Splits are hold-outs of 10 %, of whole clusters where there are some; where there are no more
-    clusters than splits asked for, each is left out once.
-    """
-    if not plan.outer:
+def estimate(problem: Problem, plan: Plan, splits: list[Split], of: list[Measure]) -> list[Outer] | None:
+    """The outer estimate of every measure: the whole selection repeated in every split."""
+    if not splits:
         return None
-    few = problem.clusters is not None and len(problem.clusters.unique()) <= plan.outer
     tested: list[HeldOut] = []
 
     def metric(held_out: HeldOut) -> Tensor:
@@ -248,7 +162,7 @@ def estimate(problem: Problem, plan: Plan, of: list[Measure]) -> list[Outer] | N
         plan.spec.build().to(plan.device),
         problem.X,
         problem.y,
-        splits="leave-cluster-out" if few else plan.outer,
+        splits=splits,
         metric=metric,
         standardise=plan.standardise,
         **_how(problem, plan),

@@ -20,7 +20,7 @@ from torchloo.commands.shell import UserError
 from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine
 
-__all__ = ["KERNELS", "MACHINES", "Spec", "load", "save"]
+__all__ = ["KERNELS", "MACHINES", "TELL_CLASSES_APART", "Spec", "load", "save"]
 
 _FORMAT, _VERSION = "torchloo model", 1
 
@@ -43,6 +43,9 @@ MACHINES: dict[str, Callable[[Kernel, int], KernelMachine]] = {
     "svc": lambda kernel, basis: tl.SVC(kernel),
 }
 """Machines of a kernel (and, for the sparse one, of a number of basis vectors), by name."""
+
+TELL_CLASSES_APART = ("kfd", "svc")
+"""Machines for labels only, which must see rows of every class."""
 
 
 @dataclass(frozen=True)

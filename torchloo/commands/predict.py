@@ -68,13 +68,12 @@ def require_device(device: str) -> None:
 
 
 def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
+    prediction = {"prediction": schema.said(outputs)}
     if not schema.labels:
-        return {"prediction": outputs}
-    names = np.array(schema.labels)
+        return prediction
     if outputs.ndim == 1:
-        return {"prediction": names[(outputs >= 0).astype(int)], "score": outputs}
-    scores = {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
-    return {"prediction": names[outputs.argmax(1)], **scores}
+        return prediction | {"score": outputs}
+    return prediction | {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
 
 
 def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray) -> str:

@@ -110,6 +110,13 @@ class Schema:
             return 2.0 * position - 1.0
         return 2.0 * np.eye(len(self.labels))[position] - 1.0
 
+    def said(self, outputs: np.ndarray) -> np.ndarray:
+        """Outputs (n,), or (n, c) for c classes, as the user knows the target: numbers or labels."""
+        if not self.labels:
+            return outputs
+        names = np.array(self.labels)
+        return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for torch.save."""
         return asdict(self)

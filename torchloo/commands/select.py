@@ -15,13 +15,14 @@ import numpy as np
 
 import torchloo as tl
 from torchloo import report
-from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine, number_of_splits
+from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine
 from torchloo.commands.measures import measures
-from torchloo.commands.models import KERNELS, MACHINES, Spec, save
+from torchloo.commands.models import KERNELS, MACHINES, TELL_CLASSES_APART, Spec, save
 from torchloo.commands.predict import require_device
 from torchloo.commands.reading import read_table
 from torchloo.commands.schema import CLASSIFICATION, REGRESSION
 from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole
+from torchloo.commands.splitting import outer_splits
 from torchloo.commands.tables import Prepared, Roles, prepare
 from torchloo.commands.telling import described, held_out, summary
 from torchloo.report import pictures, wording
@@ -31,7 +32,6 @@ __all__ = ["add", "run"]
 CRITERIA = tuple(wording.CRITERIA)
 _FOR_NUMBERS = ("press", "mse", "kendall_tau", "log_density")
 _LEAST_SQUARES_ONLY = ("log_density", "leave_pair_out_auc")
-_TWO_CLASSES = ("kfd", "svc")
 _LONG = 20.0  # seconds after which an outer estimate is announced with its time
 
 
@@ -129,10 +129,9 @@ def _folder(args: argparse.Namespace) -> Path:
 def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
     """What to do, once it is clear that the machine, the criterion and the task fit together."""
     classes, (n, d) = len(prepared.schema.labels), prepared.X.shape
-    if args.machine in _TWO_CLASSES and classes != 2:
-        task = f"{classes} classes" if classes else "numbers"
+    if args.machine in TELL_CLASSES_APART and not classes:
         raise UserError(
-            f"--machine {args.machine} tells two classes apart, {args.target!r} has {task}; take lssvm"
+            f"--machine {args.machine} tells classes apart, {args.target!r} has numbers; take lssvm"
         )
     criterion = args.criterion or ("smooth_error" if args.machine == "svc" else "press")
     if not classes and criterion not in _FOR_NUMBERS:
@@ -143,11 +142,9 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
     if criterion == "leave_pair_out_auc" and args.clusters is not None:
         raise UserError("--criterion leave_pair_out_auc leaves out pairs, not clusters; take wmw")
-    svc_clusters = args.machine == "svc" and args.clusters is not None
-    differentiable = getattr(tl.criteria, criterion).differentiable and not svc_clusters
+    differentiable = getattr(tl.criteria, criterion).differentiable
     if args.search == "gradient" and not differentiable:
-        what = "svc with clusters" if svc_clusters else f"--criterion {criterion}"
-        raise UserError(f"{what} has no gradient; take --search nelder-mead")
+        raise UserError(f"--criterion {criterion} has no gradient; take --search nelder-mead")
     if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
         raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
     basis = _basis(args, prepared)
@@ -204,10 +201,11 @@ def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
     """All of the numerical work; an error of the library ends in one line."""
     try:
         problem = Problem.of(prepared, plan)
+        splits = outer_splits(prepared, problem, plan)
         choice = choose(problem, plan)
         check()
-        _announce(number_of_splits(prepared, plan), choice.seconds)
-        outer = estimate(problem, plan, measures(problem.y, len(prepared.schema.labels)))
+        _announce(len(splits), choice.seconds)
+        outer = estimate(problem, plan, splits, measures(problem.y, len(prepared.schema.labels)))
         check()
         return examine(prepared, plan, problem, choice, outer)
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from torchloo.commands.findings import Answers, Findings
+from torchloo.commands.findings import Findings
+from torchloo.commands.problem import Answers
 from torchloo.commands.reading import pandas
 from torchloo.commands.shell import table
 from torchloo.commands.tables import Prepared

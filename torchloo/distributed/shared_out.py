@@ -154,10 +154,12 @@ def svc_loo(
 
     def own() -> tuple[SVMHeldOut, Tensor]:
         mine = torch.arange(X.shape[-2], device=X.device) % processes.count == processes.rank
-        K = machine._kernel_matrix(X, y)
-        return svm_loo(K, y, machine.C.to(X), weight, method, values, epsilon, rows=mine), mine
+        options = {"method": method, "values": values, "epsilon": epsilon, "rows": mine}
+        return machine._held_out(svm_loo, X, y, weight, **options), mine
 
     part, mine = processes.together(own)
+    if part.outputs.ndim > part.weight.ndim:
+        mine = mine.unsqueeze(-1)  # (n, 1) beside an output axis
 
     def merged(field: Tensor) -> Tensor:
         masked = torch.where(mine, field, torch.zeros_like(field))
@@ -168,5 +170,5 @@ def svc_loo(
     fields = (part.outputs, part.certified.int(), part.resolved_by, part.iterations, part.kernel_columns)
     outputs, certified, resolved_by, iterations, columns = (merged(field) for field in fields)
     return SVMHeldOut.build(
-        y, part.weight, outputs, certified > 0, resolved_by, iterations, columns, values=values
+        part.targets, part.weight, outputs, certified > 0, resolved_by, iterations, columns, values=values
     )

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from torchloo.commands.findings import Answers, Findings, Row
+from torchloo.commands.findings import Findings, Row
 from torchloo.commands.measures import Outer
+from torchloo.commands.problem import Answers
 from torchloo.report import pictures
 from torchloo.report.markup import figure, paragraph, section, table, text, tile
 

@@ -29,6 +29,7 @@ __all__ = [
     "require",
     "residuals",
     "roc",
+    "roc_points",
     "score_histogram",
 ]
 
@@ -111,6 +112,14 @@ def _plain_numbers(axis: "Axis") -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _logarithmic_if_wide(axes: "Axes", values: np.ndarray) -> None:
+    """A logarithmic axis upwards for positive values of very different sizes."""
+    finite = values[np.isfinite(values)]
+    if finite.min() > 0 and finite.max() > 20 * finite.min():
+        axes.set_yscale("log")
+        _plain_numbers(axes.yaxis)
+
+
 def criterion_curve(values: Sequence[float], name: str, lower_is_better: bool) -> str:
     """Every value that the search looked at, and the best so far."""
     tried = np.array(values, dtype=float)
@@ -121,10 +130,8 @@ def criterion_curve(values: Sequence[float], name: str, lower_is_better: bool) -
         axes = canvas.axes
         axes.scatter(steps, tried, s=12, color=GREY, linewidth=0, label="tried")
         axes.step(steps, best, where="post", color=BLUE, linewidth=1.8, label="best so far")
-        finite = tried[np.isfinite(tried)]
-        if lower_is_better and finite.min() > 0 and finite.max() > 20 * finite.min():
-            axes.set_yscale("log")
-            _plain_numbers(axes.yaxis)
+        if lower_is_better:
+            _logarithmic_if_wide(axes, tried)
         axes.set_xlabel("settings tried")
         axes.set_ylabel(name)
         axes.locator_params(axis="x", integer=True)
@@ -140,10 +147,7 @@ def reg_curve(regs: np.ndarray, values: np.ndarray, chosen: float, name: str) ->
         axes.axvline(chosen, color=ORANGE, linewidth=1.2, linestyle=(0, (4, 3)), label="chosen")
         axes.set_xscale("log")
         _plain_numbers(axes.xaxis)
-        finite = values[np.isfinite(values)]
-        if finite.min() > 0 and finite.max() > 20 * finite.min():
-            axes.set_yscale("log")
-            _plain_numbers(axes.yaxis)
+        _logarithmic_if_wide(axes, values)
         axes.set_xlabel("reg")
         axes.set_ylabel(name)
         axes.legend()

@@ -89,13 +89,11 @@ def _spread(findings: Findings) -> str:
             "the classes are hard to tell apart."
         )
         return figure(pictures.score_histogram(groups, f"{findings.way} output"), caption)
-    own = np.array([target == label for label in labels]).T  # (n, c)
-    lead = outputs[own] - np.where(own, -np.inf, outputs).max(1)
     caption = (
         f"By how much the true class of each row leads over the next best one, by {findings.way}. Rows "
         "left of zero are predicted wrongly; those near zero are close calls."
     )
-    svg = pictures.score_histogram([("rows", lead)], "lead of the true class over the next best")
+    svg = pictures.score_histogram([("rows", -findings.badness)], "lead of the true class over the next best")
     return figure(svg, caption)
 
 

@@ -30,7 +30,10 @@ PARAMETERS = {
 
 CRITERIA = {
     "auc": ("AUC", "the area under the ROC curve"),
-    "balanced_error_rate": ("balanced error rate", "the mean of the two classes' error rates"),
+    "balanced_error_rate": (
+        "balanced error rate",
+        "the mean of the error rates of a class and of the others",
+    ),
     "error_rate": ("error rate", "the share of wrong answers"),
     "hinge": ("hinge loss", "the sum of how far answers fall short of the right side"),
     "kendall_tau": ("Kendall's tau", "how well the order of the rows is told"),

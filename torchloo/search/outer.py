@@ -1,5 +1,7 @@
 """The outer loop: every split prepared, searched and scored by itself, splits of one shape together."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +72,20 @@ class Outer:
                 continue
             machine = self.space.machine_at(best.theta)
             row: dict[str, Any] = {"split": part.number, "train": len(part.y), "test": len(part.y_test)}
-            row |= self._named_scores(machine, part) | {"criterion": best.value, "evaluations": evaluations}
+            with _named(part.number):
+                row |= self._scores(machine, part)
+            row |= {"criterion": best.value, "evaluations": evaluations}
             rows[part.number] = row | self.space.named(best.theta)
         return interrupted
+
+    def check_metric(self, pairs: list[Split]) -> None:
+        """Raise, before any search, where the targets of some test rows have no such metric."""
+        if not self.metric.batched:  # a callable of the user's own is called for the scores only
+            return
+        for number, split in enumerate(pairs):
+            y = self.y[split.test.to(self.y.device)]
+            with _named(number):
+                self.metric(_as_held_out(y, y))
 
     def _part(self, number: int, split: Split) -> _Part:
         train, test = (index.to(self.X.device) for index in split)
@@ -95,12 +108,6 @@ class Outer:
         weights = own("weight", self.weight), own("criterion_weight", self.criterion_weight)
         return _Part(number, X, y, X_test, self.y[test], *weights, labels)
 
-    def _named_scores(self, machine: Any, part: _Part) -> dict[str, Any]:
-        try:
-            return self._scores(machine, part)
-        except ValueError as fault:
-            raise ValueError(f"validate: split {part.number} cannot be scored: {fault}") from fault
-
     def _scores(self, machine: Any, part: _Part) -> dict[str, Any]:
         """The metric on the test rows, with the shift that the training rows ask for."""
         with torch.no_grad():
@@ -117,6 +124,15 @@ class Outer:
             shift = threshold(once, self.shift_metric.criterion)
             score = float(self.metric(shifted(tested, shift)))
         return {"score": score, "unshifted": plain, "shift": shift.tolist()}
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Errors of a score bear the number of their split."""
+    try:
+        yield
+    except ValueError as fault:
+        raise ValueError(f"validate: split {number} cannot be scored: {fault}") from fault
 
 
 def _as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:

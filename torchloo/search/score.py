@@ -1,6 +1,7 @@
 """Criteria as a search sees them: which way is better, and one number for each entry of a batch."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,20 @@ class Score:
                 f"{self.function}: {self.argument} must be differentiable for search='gradient', got "
                 f"{self.name}; use {instead}search='nelder-mead'"
             )
+
+    def require_weight(self, weight: Any, name: str) -> None:
+        """Raise where weights of the rows are asked for, and a callable of one's own takes none."""
+        if self.batched or (isinstance(weight, str) and weight == "own"):
+            return
+        try:
+            inspect.signature(self.criterion).bind(None, weight=None)
+        except TypeError:
+            raise TypeError(
+                f"{self.function}: {self.argument} must take weight= where {name} is given, and "
+                f"{self.name} does not; give it that argument, or leave {name} out"
+            ) from None
+        except ValueError:  # a built-in that does not tell
+            return
 
     def __call__(self, held_out: Any, weight: Any = "own") -> Tensor:
         """Values of batch shape, for a HeldOut (or the Fit, where the criterion takes one) of any batch."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from torchloo.clusters import Partition
 from torchloo.streaming.collective import require_own
@@ -53,9 +52,7 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
     stream = visit.solved.stream
     stream.spool(visit.solved.function, visit.solved.size)
     small, large = partition.split(visit.f.shape[-1])
-    with tqdm(
-        total=stream.n, desc="clusters", unit="row", unit_scale=True, delay=1.0, disable=not stream.progress
-    ) as bar:
+    with stream.bar("clusters") as bar:
         for sets in small.groups:
             for rows in sets.split(max(1, visit.size // sets.shape[1])):
                 visit.small(rows)

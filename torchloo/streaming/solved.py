@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
+from torchloo.problem import check_regs
 from torchloo.streaming.collective import Alone, require_same
 from torchloo.streaming.machines import Expansion, Machines, one_machine, path_machines
 from torchloo.streaming.moments import Moments
@@ -138,17 +139,10 @@ class StreamFit:
 
     def _checked_regs(self, regs: Tensor) -> Tensor:
         """Regularisations (R, 1) or (R, c)."""
-        c, like = self.moments.T.shape[1], self.moments.S
-        regs = torch.as_tensor(regs, dtype=like.dtype, device=like.device).detach()
-        if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, c)):
-            raise ValueError(
-                f"{self.function}: regs must have shape (R,), or (R, {c}) with one for each output, "
-                f"got {tuple(regs.shape)}"
-            )
         guard = Guard(self.function)
-        guard.positive(regs=regs)
+        checked = check_regs(guard, regs, self.moments.T.shape[1], like=self.moments.S)
         guard.check()
-        return regs if regs.ndim == 2 else regs.unsqueeze(-1)
+        return checked.detach()
 
     def blocks(self, what: str) -> Iterator[Block]:
         """The blocks of one pass, under a bar that says what it is for."""

@@ -82,6 +82,12 @@ class Stream:
     def __repr__(self) -> str:
         return f"Stream({'rows not yet counted' if self.n is None else f'{self.n} rows'}, block={self.block})"
 
+    def bar(self, what: str) -> "tqdm[Any]":
+        """A progress bar of all rows that says what is done with them."""
+        return tqdm(
+            total=self.n, desc=what, unit="row", unit_scale=True, delay=1.0, disable=not self.progress
+        )
+
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time, under a bar that says what is done with them.
 
@@ -90,9 +96,7 @@ class Stream:
             size: rows at once; the stream's own `block` goes before it.
             what: label of the progress bar.
         """
-        with tqdm(
-            total=self.n, desc=what, unit="row", unit_scale=True, delay=1.0, disable=not self.progress
-        ) as bar:
+        with self.bar(what) as bar:
             for start, raw in self._source.blocks(function, self.block or size):
                 yield self._checked(function, raw, start)
                 bar.update(len(raw[0]))

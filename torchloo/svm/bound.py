@@ -62,8 +62,8 @@ class DualBound:
         """The proofs that cost nothing; where they fail, a higher H."""
         primal, bias = primal_objective(state)
         u = state.F + state.y
-        held = Held(state.alpha, u, state.box, torch.zeros_like(bias), self.target)
-        ball, _ = gap_ball_sign(self.K, self.y, held, bias)
+        held = Held(state.alpha, u, state.box, self.target)
+        ball = gap_ball_sign(self.K, self.y, held, bias).sign
         self._approach(state)
         unproved = (ball == 0) & ~self._exceeds(state, primal) & state.read.any(1)
         if bool(unproved.any()):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Held", "gap_ball_sign", "held_out_bias", "weighted_interval"]
+__all__ = ["Held", "Proof", "bias_of_free", "gap_ball_sign", "held_out_bias", "weighted_interval"]
 
 
 class Held(NamedTuple):
@@ -32,14 +32,51 @@ class Held(NamedTuple):
     u: Tensor
     """K (alpha * y), (B, m)."""
 
-    weight: Tensor
-    """Boxes of the problem, that of r reduced; 0 for an r that is held, (B, m)."""
-
-    held: Tensor
-    """y_r a of an r that is held at a, else 0, (B,)."""
+    box: Tensor
+    """Boxes of the problem, (m,) or (B, m)."""
 
     target: Tensor
     """r, (B,)."""
+
+    own: Tensor | None = None
+    """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
+
+    held: Tensor | None = None
+    """y_r a of an r that is held at a, else 0, (B,); None: 0 for all."""
+
+    def take(self, rows: Tensor) -> "Held":
+        """The solutions at `rows`."""
+        box = self.box if self.box.ndim == 1 else self.box[rows]
+        own, held = (None if x is None else x[rows] for x in (self.own, self.held))
+        return Held(self.alpha[rows], self.u[rows], box, self.target[rows], own, held)
+
+    def of_target(self, x: Tensor) -> Tensor:
+        """The values (B, m) or (m,) at r, (B,)."""
+        return x.expand_as(self.u).gather(1, self.target[:, None])[:, 0]
+
+    def weight(self) -> Tensor:
+        """The boxes, that of r among them, (B, m)."""
+        boxes = self.box.expand_as(self.u)
+        return boxes if self.own is None else boxes.scatter(1, self.target[:, None], self.own[:, None])
+
+    def weigh(self, mask: Tensor) -> Tensor:
+        """The sum of the boxes where the mask (B, m) or (m,) is true, (B,)."""
+        whole = mask.to(self.box) @ self.box if self.box.ndim == 1 else (mask * self.box).sum(-1)
+        if self.own is None:
+            return whole.expand_as(self.target)
+        return whole + self.of_target(mask) * (self.own - self.of_target(self.box))
+
+    def positive_count(self, y: Tensor) -> Tensor:
+        """W+ of Note [gap ball], (B,)."""
+        count = self.weigh(y > 0)
+        return count if self.held is None else count + self.held
+
+    def slack(self) -> Tensor:
+        """How far sums of boxes may be off, (B,)."""
+        least = self.box.masked_fill(self.box <= 0, torch.inf).amin(-1)
+        if self.own is not None:
+            least = least.minimum(self.own.masked_fill(self.own <= 0, torch.inf))
+        return 1e-9 * least
 
 
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,73 +96,93 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
     return s.gather(-1, first)[:, 0], s.gather(-1, after)[:, 0]
 
 
-def _positive_count(y: Tensor, held: Held) -> Tensor:
-    return held.weight @ (y > 0).to(y) + held.held
-
-
 def held_out_bias(y: Tensor, held: Held) -> Tensor:
-    """The bias of each solution: by its free variables; the midpoint where none is free; (B,).
+    """The bias of each solution: by its free variables; the midpoint where none is free; (B,)."""
+    weight = held.weight()
+    width = 1e-7 * weight
+    free = (held.alpha > width) & (held.alpha < weight - width)
+    return bias_of_free(y, held, y - held.u, free)
 
-    If one class only is left, one end of the interval is infinite and f is the remaining label.
+
+def bias_of_free(y: Tensor, held: Held, miss: Tensor, free: Tensor) -> Tensor:
+    """The mean of `miss`, y - u, of the free variables; the midpoint where none is free; (B,).
+
+    `miss` and the mask `free` (B, l) are those of any variables that hold all the free ones. If one
+    class only is left, one end of the interval of the bias is infinite and f is the remaining label.
     """
-    s = y - held.u
-    width = 1e-7 * held.weight
-    free = (held.alpha > width) & (held.alpha < held.weight - width)
-    bias = (s * free).sum(-1) / free.sum(-1)
+    bias = (miss * free).sum(-1) / free.sum(-1)
     none = (~free.any(-1)).nonzero()[:, 0]
     if len(none):
-        few = Held(*(x[none] for x in held))
-        low, high = weighted_interval(s[none], few.weight, _positive_count(y, few))
+        few = held.take(none)
+        low, high = weighted_interval(y - few.u, few.weight(), few.positive_count(y))
         label = torch.where(low.isinf(), -1.0, 1.0)
-        u_r = few.u.gather(1, few.target[:, None])[:, 0]
-        bias[none] = torch.where(low.isinf() | high.isinf(), label - u_r, (low + high) / 2)
+        bias[none] = torch.where(low.isinf() | high.isinf(), label - few.of_target(few.u), (low + high) / 2)
     return bias
 
 
-def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The certified sign of f*(x_r), +1, -1 or 0 where it is open, and the duality gap; (B,) both."""
-    s = y - held.u  # (B, m) the bias that gives each point margin 0
-    margin = (bias[:, None] - s).mul_(y)
-    alpha = held.alpha.clamp_min(0).minimum(held.weight)
-    # alpha max(margin, 0) + (weight - alpha) max(-margin, 0) >= 0: nothing cancels.
-    terms = held.weight * (-margin).clamp_min_(0)
-    gap = terms.addcmul_(alpha, margin).clamp_min_(0).sum(-1) + (bias * (held.alpha @ y)).abs()
-    u_r = held.u.gather(1, held.target[:, None])
+class Proof(NamedTuple):
+    """What a solution proves."""
+
+    sign: Tensor
+    """The certified sign of f*(x_r), +1, -1 or 0 where it is open, (B,)."""
+
+    gap: Tensor
+    """Duality gap, (B,)."""
+
+    slip: Tensor
+    """How far a variable other than r misses its margin at most, relative to the largest |u|, (B,)."""
+
+
+def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
+    """The sign of f*(x_r) by Note [gap ball]."""
+    gap, slip = _optimality(y, held, bias)
+    u_r = held.of_target(held.u)
     norm = K.diagonal().clamp_min(0).sqrt()
-    rounding = 1e-12 * (1 + torch.linalg.vector_norm(held.u, torch.inf, -1, keepdim=True))
+    scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1))
+    rounding = 1e-12 * scale
     # k'_ii <= (|phi_i| + |phi_r|)^2 for all i at once proves nearly every sign.
-    rho = gap.sqrt()[:, None] * (norm.amax() + norm[held.target][:, None]) + rounding
-    count = _positive_count(y, held)
-    slack = _slack(held.weight)
-    above = ((s <= rho - u_r) * held.weight).sum(-1) < count - slack
-    beneath = ((s < -rho - u_r) * held.weight).sum(-1) > count + slack
-    sign = (above.to(s) - beneath.to(s)) * gap.isfinite()  # NaN proves nothing
+    rho = gap.sqrt() * (norm.amax() + norm[held.target]) + rounding
+    count, slack = held.positive_count(y), held.slack()
+    positive = u_r + bias > 0
+    below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
+    proved = torch.where(positive, below < count - slack, below > count + slack)
+    sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
     rows = (sign == 0).nonzero()[:, 0]
     if len(rows):
-        few = Held(*(x[rows] for x in held))
-        sign[rows] = _sign_by_each_distance(
-            K, s[rows] + u_r[rows], gap[rows], rounding[rows], few, count[rows]
-        )
-    return sign, gap
+        sign[rows] = _sign_by_each_distance(K, y, held.take(rows), gap[rows], rounding[rows])
+    return Proof(sign, gap, slip / scale)
 
 
-def _slack(weight: Tensor) -> Tensor:
-    """How far sums of weights may be off, (B,)."""
-    return 1e-9 * weight.masked_fill(weight <= 0, torch.inf).amin(-1)
+def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Duality gap and largest miss of a margin, (B,) both.
+
+    The gap is the sum of alpha max(margin, 0) + (box - alpha) max(-margin, 0) >= 0: nothing cancels.
+    """
+    margin = (held.u + bias[:, None]).sub_(y).mul_(y)
+    alpha = held.alpha.clamp_min(0).minimum(held.box)
+    terms = margin.clamp_max(0).mul_(held.box).neg_().addcmul_(alpha, margin).clamp_min_(0)
+    if held.own is not None:
+        terms.scatter_(1, held.target[:, None], 0.0)
+    gap = terms.sum(-1) + (bias * (held.alpha @ y)).abs()
+    slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
+    if held.own is None:
+        return gap, slip
+    margin_r, alpha_r = held.of_target(margin), held.of_target(alpha).minimum(held.own)
+    of_r = alpha_r * margin_r.clamp_min(0) + (held.own - alpha_r) * (-margin_r).clamp_min(0)
+    return gap + of_r, slip
 
 
-def _sign_by_each_distance(
-    K: Tensor, s: Tensor, gap: Tensor, rounding: Tensor, held: Held, count: Tensor
-) -> Tensor:
+def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor, rounding: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
+    s = y - held.u + held.of_target(held.u)[:, None]
     k = K.diagonal()
     spread = k + k[held.target][:, None] - 2 * K[held.target]  # (B, m) k'
     rho = (gap[:, None] * spread.clamp_min(0)).sqrt()
-    slack = _slack(held.weight)
-    above = ((s - rho <= rounding) * held.weight).sum(-1) < count - slack
-    beneath = ((s + rho < -rounding) * held.weight).sum(-1) > count + slack
+    count, slack = held.positive_count(y), held.slack()
+    above = held.weigh(s - rho <= rounding[:, None]) < count - slack
+    beneath = held.weigh(s + rho < -rounding[:, None]) > count + slack
     sign = above.to(s) - beneath.to(s)
-    return torch.where(sign != 0, sign, _midpoint_sign(s, rho, held.weight, count)) * gap.isfinite()
+    return torch.where(sign != 0, sign, _midpoint_sign(s, rho, held.weight(), count)) * gap.isfinite()
 
 
 def _midpoint_sign(s: Tensor, rho: Tensor, weight: Tensor, count: Tensor) -> Tensor:

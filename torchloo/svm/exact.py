@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.interior import first_solution
+from torchloo.svm.interior import first_solutions
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
 from torchloo.svm.state import Base
@@ -45,12 +45,15 @@ def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
     return (alpha * margin.clamp_min(0) + (box - alpha) * (-margin).clamp_min(0)).sum(-1)
 
 
-def solve_exactly(problem: Problem) -> Exact:
-    """Read the sets off an interior point and solve for them."""
-    start = first_solution(problem.K, problem.y, problem.box)
-    upper = problem.box - start.alpha < start.upper
+def solve_exactly(problems: list[Problem]) -> list[Exact]:
+    """Read the sets off interior points and solve for them; the problems differ in their boxes only."""
+    boxes = torch.stack([problem.box for problem in problems])
+    start = first_solutions(problems[0].K, problems[0].y, boxes)
+    upper = boxes - start.alpha < start.upper
     free = (start.alpha > start.lower) & ~upper
-    return solve_from(problem, start.alpha, start.bias, free, upper)
+    return [
+        solve_from(*parts) for parts in zip(problems, start.alpha, start.bias[:, 0], free, upper, strict=True)
+    ]
 
 
 def solve_from(problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor) -> Exact:
@@ -92,6 +95,8 @@ def _drop_dependent(
     if not bool(info) and bool(L.diagonal().square().min() > 10 * _DEPENDENT):
         return free, upper, alpha
     chosen, dropped = (S[part] for part in _independent(K[S][:, S] + 1.0))
+    if not len(dropped):  # with pivots in their best order none is too small
+        return free, upper, alpha
     _, edge, inner = bordered_inverse(K[chosen][:, chosen])
     # Change of alpha of the chosen per alpha of each dropped one, (|chosen|, |dropped|).
     rates = -y[chosen, None] * y[dropped] * (inner @ K[chosen][:, dropped] + edge[:, None])
@@ -181,9 +186,9 @@ def _homotopy(
     values = [torch.cat([x, tail]) for x in (alpha, margin + lift)]
     diagonal = torch.cat([K.diagonal(), tail])
     base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
-    last = torch.full((1,), m, device=K.device)
-    (end,) = follow(base, torch.zeros_like(last), last, tail + 1, most_events=20 * m)
-    low, high = end.distance[0, :, :m]
+    row, column = tableau.find(torch.full((1,), m, device=K.device))
+    (end,) = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=20 * m)
+    low, high = end.distance[0, :, :-2].index_select(1, tableau.order[0].argsort())[:, :m]
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)
     free, upper = low.isfinite() & high.isfinite(), low.isinf() & high.isfinite()

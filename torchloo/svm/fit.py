@@ -9,31 +9,43 @@ from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.exact import Exact, duality_gap, solve_exactly
 from torchloo.svm.merge import Problem, merge_duplicates
+from torchloo.svm.rows import taken_apart
 
-__all__ = ["SVMFit", "checked", "solve_problem", "svm"]
+__all__ = ["SVMFit", "checked", "solve_problems", "svm"]
 
 
 _SOLVED = 1e-6  # relative gap of a solution whose active set is open to rounding
 
 
 class SVMFit(NamedTuple):
-    """A trained SVM, f(x) = sum_i coef_i k(x, x_i) + bias."""
+    """A trained SVM, f(x) = sum_i coef_i k(x, x_i) + bias, or one for each of c outputs."""
 
     coef: Tensor
-    """alpha * y, (..., n)."""
+    """alpha * y, (..., n) or (..., n, c)."""
 
     bias: Tensor
-    """Offset, the midpoint where it is not unique, (...)."""
+    """Offset, the midpoint where it is not unique, (...) or (..., c)."""
 
     outputs: Tensor
-    """Decision values at the training points, (..., n)."""
+    """Decision values at the training points, (..., n) or (..., n, c)."""
 
     gap: Tensor
-    """Duality gap, (...)."""
+    """Duality gap, (...) or (..., c)."""
+
+    flat: bool = True
+    """True where the labels came without an output axis."""
 
     def predict(self, K_new: Tensor) -> Tensor:
-        """Decision values at new points from K_new (..., t, n): (..., t)."""
+        """Decision values at new points from K_new (..., t, n): (..., t) or (..., t, c)."""
+        if not self.flat:
+            return K_new @ self.coef + self.bias[..., None, :]
         return (K_new @ self.coef[..., None])[..., 0] + self.bias[..., None]
+
+    def with_outputs(self, flat: bool) -> "SVMFit":
+        """The last batch axis c as the output axis, which goes away where `flat` is set."""
+        fields = (self.coef.mT, self.bias, self.outputs.mT, self.gap)  # (..., c) all
+        coef, bias, outputs, gap = (field[..., 0] if flat else field for field in fields)
+        return SVMFit(coef, bias, outputs, gap, flat)
 
 
 def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -> SVMFit:
@@ -62,43 +74,46 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     """
     K, y, C, weight = checked("svm", K, y, C, weight)
     box = C[..., None] * weight
-    batch, n = y.shape[:-1], y.shape[-1]
     with torch.no_grad():
-        fits = map(_fit_one, K.reshape(-1, n, n), y.reshape(-1, n), box.reshape(-1, n))
-        return SVMFit(*(torch.stack(x).reshape(batch + x[0].shape) for x in zip(*fits, strict=True)))
+        fits = zip(*(_fit_one(*problem) for problem in taken_apart(K, y, box)), strict=True)
+        coef, bias, outputs, gap = (torch.stack(x).reshape(y.shape[:-1] + x[0].shape) for x in fits)
+    return SVMFit(coef, bias, outputs, gap)
 
 
-def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    problem, full = solve_problem("svm", K.double(), y.double(), box.double())
+def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of the SVMFit of one problem."""
+    ((problem, full),) = solve_problems("svm", K.double(), y.double(), box.double()[None])
     share = problem.row_box / problem.box[problem.variable]
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)
     nothing = torch.zeros(1, dtype=torch.long, device=K.device)
-    whole = Held(full.alpha[None], u[None], problem.box[None], u.new_zeros(1), nothing)
+    whole = Held(full.alpha[None], u[None], problem.box, nothing)
     bias = held_out_bias(problem.y, whole)[0]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    return SVMFit(coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K))
+    return coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K)
 
 
-def solve_problem(function: str, K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
-    """Merge and solve exactly; a failure is blamed on K where that is not positive semi-definite."""
-    problem = merge_duplicates(K, y, box)
+def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
+    """Merge and solve exactly for each of the boxes (B, n); a failure is blamed on K if it is no kernel."""
+    problems = merge_duplicates(K, y, boxes)
     try:
-        full = solve_exactly(problem)
+        solutions = solve_exactly(problems)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         _require_semidefinite(function, K)
         raise ValueError(
             f"{function}: K is too ill-conditioned to solve; use float64 or a smaller C"
         ) from failure
-    if not full.optimal:
+    for problem, full in zip(problems, solutions, strict=True):
+        if full.optimal:
+            continue
         _require_semidefinite(function, K)
         gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
         if not abs(gap) <= _SOLVED:  # nor NaN
-            raise RuntimeError(
+            raise ValueError(
                 f"{function}: no solution found, the relative duality gap is {gap:.3g}; "
                 "use a smaller C or add to the diagonal of K"
             )
-    return problem, full
+    return list(zip(problems, solutions, strict=True))
 
 
 def _require_semidefinite(function: str, K: Tensor) -> None:
@@ -114,7 +129,7 @@ def _require_semidefinite(function: str, K: Tensor) -> None:
 def checked(
     function: str, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of one batch shape, or an error that names what is wrong."""
+    """Arguments of one batch shape, to which K only broadcasts, or an error that names what is wrong."""
     require_floating(function, K=K, y=y)
     if not values_visible(K, y):
         raise RuntimeError(
@@ -141,8 +156,7 @@ def checked(
     guard.positive(weight=weight)
     guard.positive(C=C)  # again: a number may be too large or too small for the dtype of K
     guard.finite(K=K)
-    guard.require(y.abs() == 1, "y must hold the labels -1 and +1")
-    guard.require((y > 0).any(-1) & (y < 0).any(-1), "y must hold both classes, got one only")
+    guard.two_classes(y=y.unsqueeze(-1))
     # One matrix at a time: a temporary of the size of the batch costs more than the arithmetic.
     if not K.numel():
         raise ValueError(f"{function}: K must not be an empty batch, got shape {tuple(K.shape)}")
@@ -160,4 +174,4 @@ def checked(
         ) from None
     guard.positive(**{"C * weight": C[..., None] * weight})
     guard.check()
-    return K.expand(*batch, n, n), y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
+    return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)

@@ -24,7 +24,10 @@ UNUSED, ERRS, JOACHIMS, NORM, PATH, REFIT, BOUND, BALL, KKT, ONE_CLASS, CUT = ra
 
 
 class SVMHeldOut(NamedTuple):
-    """Held-out outputs of an SVM at its own training points; the first seven fields are HeldOut's."""
+    """Held-out outputs of an SVM at its own training points; the first seven fields are HeldOut's.
+
+    Labels with an output axis, (..., n, c), give it to every field but weight, clusters and refitted.
+    """
 
     outputs: Tensor
     """Decision value at row i of the machine that never saw it; labels where values=False, (..., n)."""
@@ -45,7 +48,7 @@ class SVMHeldOut(NamedTuple):
     """NaN: an SVM has no predictive variance, (..., n)."""
 
     refitted: Tensor
-    """Rows (or clusters) for which the machine was solved anew, (..., n) bool."""
+    """Rows (or clusters) for which a machine was solved anew, (..., n) bool."""
 
     errors: Tensor
     """Wrong held-out predictions, (..., n) bool; f = 0 predicts +1."""
@@ -81,7 +84,8 @@ class SVMHeldOut(NamedTuple):
         clusters: Tensor | None = None,
         values: bool = True,
     ) -> "SVMHeldOut":
-        """The fields that follow from the others filled in."""
+        """The fields that follow from the others filled in; all (..., n), or but for weight (..., n, c)."""
+        anew = resolved_by == REFIT
         return cls(
             outputs=outputs,
             residuals=y - outputs,
@@ -89,7 +93,7 @@ class SVMHeldOut(NamedTuple):
             weight=weight,
             clusters=clusters,
             variance=torch.full_like(outputs, torch.nan),
-            refitted=resolved_by == REFIT,
+            refitted=anew.any(-1) if y.ndim > weight.ndim else anew,
             errors=(outputs >= 0) != (y > 0),
             certified=certified,
             resolved_by=resolved_by,
@@ -99,10 +103,32 @@ class SVMHeldOut(NamedTuple):
             values=values,
         )
 
+    def with_outputs(self, flat: bool) -> "SVMHeldOut":
+        """The last batch axis c as the output axis, which goes away where `flat` is set."""
+        found = (self.outputs, self.certified, self.resolved_by, self.iterations, self.kernel_columns)
+        y, outputs, certified, resolved_by, iterations, columns = (
+            field[..., 0, :] if flat else field.mT  # (..., c, n) -> (..., n, c)
+            for field in (self.targets, *found)
+        )
+        return SVMHeldOut.build(
+            y,
+            self.weight[..., 0, :],
+            outputs,
+            certified,
+            resolved_by,
+            iterations,
+            columns,
+            self.clusters,
+            self.values,
+        )
+
     def __str__(self) -> str:
         n = self.errors.numel()
+        each = (
+            f" by each of {self.outputs.shape[-1]} machines" if self.outputs.ndim > self.weight.ndim else ""
+        )
         lines = [
-            f"SVM held out: {n} points, {int(self.errors.sum())} errors, "
+            f"SVM held out: {self.weight.numel()} points{each}, {int(self.errors.sum())} errors, "
             f"{int(self.certified.sum())} certified, {int(self.unstable.sum())} unstable"
         ]
         for code, name in enumerate(RESOLVED_BY):

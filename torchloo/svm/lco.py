@@ -6,13 +6,13 @@ from torch import Tensor
 from torchloo.guards import host_labels
 from torchloo.svm import held_out as code
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
-from torchloo.svm.fit import checked, solve_problem, svm
+from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
 from torchloo.svm.merge import Problem
+from torchloo.svm.parallel import check_workers, in_parallel
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
-from torchloo.svm.threads import on_threads
 from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["svm_lco"]
@@ -26,6 +26,7 @@ def svm_lco(
     weight: Tensor | None = None,
     method: str = "auto",
     epsilon: float = 1e-3,
+    workers: int = 0,
 ) -> SVMHeldOut:
     """Decision values at each cluster of the SVM that never saw it.
 
@@ -38,6 +39,7 @@ def svm_lco(
         clusters: integer labels of what is left out together, (n,), on the host.
         method: "auto" or "smo".
         epsilon: violation of optimality at which method "smo" stops.
+        workers: as in `svm_loo`.
 
     Returns:
         SVMHeldOut, certified where the duality gap proves the sign. Outputs of "auto" are
@@ -49,29 +51,31 @@ def svm_lco(
     if not epsilon > 0:
         raise ValueError(f"svm_lco: epsilon must be positive, got {epsilon}")
     K, y, C, weight = checked("svm_lco", K, y, C, weight)
+    check_workers("svm_lco", workers, K, C, weight)
     labels = torch.from_numpy(host_labels("svm_lco", clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
         raise ValueError("svm_lco: clusters must leave some rows in, got one cluster that holds every row")
     box = C[..., None] * weight
     problems = taken_apart(K, y, box)
 
-    def outcome(problem: OneProblem) -> RowOutcome:
+    trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
+
+    def outcome_of(problem: OneProblem) -> list[RowOutcome]:
         K, y, box = (x.double() for x in problem)
         if method == "smo":
-            return leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)
-        trace = problem[0].requires_grad or problem[2].requires_grad
-        return _leave_clusters_out_exactly(K, y, box, labels, trace)
+            return [leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)]
+        return [_leave_clusters_out_exactly(K, y, box, labels, trace)]
 
     with torch.no_grad():
-        outcomes = on_threads(outcome, problems)
-    return assembled(problems, outcomes, y, weight, labels)
+        done = in_parallel(outcome_of, problems, workers)
+    return assembled(problems, [outcome for (outcome,) in done], y, weight, labels)
 
 
 def _leave_clusters_out_exactly(
     K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
-    problem, full = solve_problem("svm_lco", K, y, box)
+    ((problem, full),) = solve_problems("svm_lco", K, y, box[None])
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))
@@ -99,10 +103,10 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
     first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias = held_out_bias(y, Held(alpha, u, boxes, torch.zeros_like(u[:, 0]), first))
+    bias = held_out_bias(y, Held(alpha, u, boxes, first))
     f = u[member, v] + bias[member]
-    held = Held(alpha[member], u[member], boxes[member], torch.zeros_like(f), v)
-    sign, _ = gap_ball_sign(problem.K, y, held, bias[member])
+    held = Held(alpha[member], u[member], boxes[member], v)
+    sign = gap_ball_sign(problem.K, y, held, bias[member]).sign
     one_class = ~_both_classes(y, boxes)
     remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)
     f = torch.where(one_class[member], remaining[member], f)

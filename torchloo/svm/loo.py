@@ -1,16 +1,19 @@
 """svm_loo: leave-one-out of the SVM, exact and certified."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from torchloo.svm.fit import checked, solve_problem, svm
+from torchloo.svm.exact import Exact
+from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_path import leave_one_out_by_path
 from torchloo.svm.loo_smo import leave_one_out_by_smo
-from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
-from torchloo.svm.threads import on_threads, share_out
+from torchloo.svm.merge import Problem
+from torchloo.svm.parallel import check_workers, in_parallel, share_out
+from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
 
 __all__ = ["svm_loo"]
 
@@ -26,6 +29,7 @@ def svm_loo(
     values: bool = True,
     epsilon: float = 1e-3,
     rows: Tensor | None = None,
+    workers: int = 0,
 ) -> SVMHeldOut:
     """Leave-one-out decision values of the SVM of `svm`, or only their signs.
 
@@ -47,6 +51,8 @@ def svm_loo(
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
+        workers: processes that share out a batch of problems on a CPU; 0: this one, with threads.
+            They are forked, as those of a DataLoader are, and serve outputs without a gradient.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
@@ -65,6 +71,7 @@ def svm_loo(
     if not epsilon > 0:
         raise ValueError(f"svm_loo: epsilon must be positive, got {epsilon}")
     K, y, C, weight = checked("svm_loo", K, y, C, weight)
+    check_workers("svm_loo", workers, K, C, weight)
     if rows is not None and (rows.dtype != torch.bool or rows.shape != y.shape[-1:]):
         raise ValueError(
             f"svm_loo: rows must be boolean ({y.shape[-1]},), got {rows.dtype} {tuple(rows.shape)}"
@@ -72,23 +79,39 @@ def svm_loo(
     box = C[..., None] * weight
     problems = taken_apart(K, y, box)
     few = max(1, _TOGETHER // y.shape[-1] ** 2)
+    order = [number for family in families(problems) for number in family]
+    trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
+
+    def outcomes_of(part: Sequence[int]) -> list[RowOutcome]:
+        return _outcomes([problems[number] for number in part], method, values, epsilon, rows, trace)
+
     with torch.no_grad():
-        done = on_threads(
-            lambda part: _outcomes(part, method, values, epsilon, rows), share_out(problems, few, K.device)
-        )
-    return assembled(problems, [outcome for part in done for outcome in part], y, weight, values=values)
+        done = in_parallel(outcomes_of, share_out(order, few, K.device, workers), workers)
+    outcomes = dict(zip(order, chain.from_iterable(done), strict=True))
+    in_turn = [outcomes[number] for number in range(len(problems))]
+    return assembled(problems, in_turn, y, weight, values=values)
 
 
 def _outcomes(
-    problems: Sequence[OneProblem], method: str, values: bool, epsilon: float, rows: Tensor | None
+    problems: Sequence[OneProblem],
+    method: str,
+    values: bool,
+    epsilon: float,
+    rows: Tensor | None,
+    trace: bool,
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
-    doubles = [tuple(x.double() for x in problem) for problem in problems]
     if method == "smo":
+        doubles = [tuple(x.double() for x in problem) for problem in problems]
         return [
             leave_one_out_by_smo(K, y, box, svm(K, y, 1.0, box), values, epsilon, only=rows)
             for K, y, box in doubles
         ]
-    machines = [solve_problem("svm_loo", *problem) for problem in doubles]
-    trace = values and any(K.requires_grad or box.requires_grad for K, _, box in problems)
-    return leave_one_out_by_path(machines, values, trace, checks=method == "auto", only=rows)
+    machines: dict[int, tuple[Problem, Exact]] = {}
+    for family in families(problems):
+        K, y, _ = problems[family[0]]
+        boxes = torch.stack([problems[number][2] for number in family])
+        solved = solve_problems("svm_loo", K.double(), y.double(), boxes.double())
+        machines.update(zip(family, solved, strict=True))
+    in_turn = [machines[number] for number in range(len(problems))]
+    return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)

@@ -15,8 +15,6 @@ from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["leave_one_out_by_path"]
 
-_EXACT = 1e-7  # relative gap of a decision value that counts as exact
-
 
 class _Rows:
     """Work arrays for the n rows: everything starts as check 1 leaves it."""
@@ -96,10 +94,7 @@ class _Work:
         """Take the ends of the paths, refit what they leave open, and copy the outcome to equal rows."""
         problem, rows, first, number = self.problem, self.rows, self.first, self.number
         target = problem.variable[first]
-        proved = (end.sign * end.output > 0) & (end.finished | (end.sign == -rows.y[first]))
-        # A sign may be proved where the value is not: a path that lost its way is refitted.
-        proved &= ~end.finished | (end.gap <= _EXACT * (1 + end.alpha.sum(1)))
-        output, by = end.output.clone(), torch.full_like(first, code.PATH)
+        output, proved, by = end.output.clone(), end.proved.clone(), torch.full_like(first, code.PATH)
         left = (~proved).nonzero()[:, 0]
         if len(left):
             by[left] = code.REFIT
@@ -126,8 +121,8 @@ class _Work:
 def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
     """One open row for each distinct (variable, C), and which of them each open row equals."""
     index = rows.open.nonzero()[:, 0]
-    key = torch.stack([problem.variable[index].to(rows.room), problem.row_box[index]], 1)
-    _, number = torch.unique(key, dim=0, return_inverse=True)
+    boxes, box = torch.unique(problem.row_box[index], return_inverse=True)
+    _, number = torch.unique(problem.variable[index] * len(boxes) + box, return_inverse=True)
     first = torch.full((int(number.max()) + 1 if len(index) else 0,), len(index), device=index.device)
     first = first.scatter_reduce_(0, number, torch.arange(len(index), device=index.device), "amin")
     return index[first], number
@@ -154,15 +149,14 @@ def _settle_without_free(problem: Problem, full: Exact, rows: _Rows, index: Tens
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     held = _held(problem, full.alpha.expand(len(index), -1), problem.variable[index], rows.kept[index])
     bias = held_out_bias(problem.y, held)
-    sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
-    f = held.u.gather(1, held.target[:, None])[:, 0] + bias
+    sign = gap_ball_sign(problem.K, problem.y, held, bias).sign
+    f = held.of_target(held.u) + bias
     rows.settle(index, f, sign * f > 0, code.UNUSED)
 
 
 def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
     """Solutions (B, m) whose box of the target is what other rows leave of it."""
-    weight = problem.box.expand_as(alpha).scatter(1, target[:, None], kept[:, None])
-    return Held(alpha, (alpha * problem.y) @ problem.K, weight, torch.zeros_like(kept), target)
+    return Held(alpha, (alpha * problem.y) @ problem.K, problem.box, target, kept)
 
 
 def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,6 +165,6 @@ def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple
     alpha, _ = solve_without(problem, full, boxes, problem.K[target])
     held = _held(problem, alpha, target, kept)
     bias = held_out_bias(problem.y, held)
-    sign, _ = gap_ball_sign(problem.K, problem.y, held, bias)
-    f = held.u.gather(1, target[:, None])[:, 0] + bias
+    sign = gap_ball_sign(problem.K, problem.y, held, bias).sign
+    f = held.of_target(held.u) + bias
     return f, sign * f > 0, alpha

@@ -109,7 +109,7 @@ def _outcome(K: Tensor, y: Tensor, end: SMOState, rows: Tensor) -> tuple[Tensor,
     """Decision values, which signs are proved, and by what, for problems that have ended."""
     u = end.F + y
     f = u.gather(1, rows[:, None])[:, 0] + end.bias
-    ball, _ = gap_ball_sign(K, y, Held(end.alpha, u, end.box, torch.zeros_like(f), rows), end.bias)
+    ball = gap_ball_sign(K, y, Held(end.alpha, u, end.box, rows), end.bias).sign
     sign = torch.where(end.sign != 0, end.sign, ball)
     # A rule proves the sign of the machine with its own bias, not with the midpoint: believe the proof.
     f = torch.where(sign * f < 0, sign * torch.finfo(f.dtype).tiny, f)
@@ -134,8 +134,8 @@ def leave_clusters_out_by_smo(
     rows = torch.arange(len(y), device=y.device)
     u, bias = (end.F + y)[member], end.bias[member]
     outputs = u[rows, rows] + bias
-    held = Held(end.alpha[member], u, boxes[member], torch.zeros_like(outputs), rows)
-    sign, _ = gap_ball_sign(K, y, held, bias)
+    held = Held(end.alpha[member], u, boxes[member], rows)
+    sign = gap_ball_sign(K, y, held, bias).sign
     by = torch.where(end.violation[member] <= epsilon, code.KKT, code.CUT)
     left = boxes > 0
     positive, negative = ((left & (y == label)).any(1)[member] for label in (1.0, -1.0))

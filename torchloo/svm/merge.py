@@ -34,8 +34,8 @@ class Problem(NamedTuple):
     """Mean of the diagonal of the kernel matrix that came in, ()."""
 
 
-def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> Problem:
-    """Merge rows with the same label and, to rounding, the same row of K.
+def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
+    """Merge rows with the same label and, to rounding, the same row of K, for each of the boxes C (B, n).
 
     A random projection of the rows of K brings candidates side by side; each is then compared in
     full with the first of its run. Titanic's 150 rows become 19 variables, and the ties between
@@ -52,7 +52,9 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> Problem:
     starts = torch.ones(n, dtype=torch.bool, device=K.device)
     starts[1:] = key[1:] - key[:-1] > tolerance
     if bool(starts.all()):
-        return Problem(K / scale, y, C * scale, C * scale, torch.arange(n, device=K.device), scale)
+        every = torch.arange(n, device=K.device)
+        K = K / scale
+        return [Problem(K, y, box, box, every, scale) for box in C * scale]
     run = torch.cumsum(starts, 0) - 1
     first = order[starts][run]  # (n,) a representative of each run
     same = order == first
@@ -66,5 +68,8 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> Problem:
     chosen = torch.full((m,), n, device=K.device).scatter_reduce_(
         0, variable, torch.arange(n, device=K.device), "amin"
     )
-    box = torch.zeros(m, dtype=K.dtype, device=K.device).index_add_(0, variable, C * scale)
-    return Problem(K[chosen][:, chosen] / scale, y[chosen], box, C * scale, variable, scale)
+    K, y = K[chosen][:, chosen] / scale, y[chosen]
+    boxes = torch.zeros(len(C), m, dtype=K.dtype, device=K.device).index_add_(1, variable, C * scale)
+    return [
+        Problem(K, y, box, row_box, variable, scale) for box, row_box in zip(boxes, C * scale, strict=True)
+    ]

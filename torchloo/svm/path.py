@@ -13,9 +13,9 @@ meets a bound it changes its role, with rank-one updates of H and of c:
     j joins P:   x = H A_Pj,  pi = A_jj - A_jP x,  u = x - e_j,  H += u u^T / pi,    c += u v_j / pi
     j leaves P:  x = H e_j,   pi = H_jj,           u = x,        H -= u u^T / pi,    c -= u v_j / pi
 
-Nothing per problem has size n^2. |pi| is the diagonal entry of the problem's own tableau: 0 if the
-new free set would be singular. Places in P are given out in the same order to all problems, one in
-each round, and packed when they run out.
+Indices are columns of the tableau; r may be a row only. Nothing per problem has size n^2. |pi| is
+the diagonal entry of the problem's own tableau: 0 if the new free set would be singular. Places in P
+are given out in the same order to all problems, one in each round, and packed when they run out.
 """
 
 from collections.abc import Iterator
@@ -41,6 +41,7 @@ _NEVER = 1e-300  # 1 / step where nothing blocks
 def follow(
     base: Base,
     table: Tensor,
+    row: Tensor,
     target: Tensor,
     room: Tensor,
     stop_at_error: bool = False,
@@ -50,17 +51,19 @@ def follow(
 
     Args:
         base: T full solutions.
-        table, target, room: full solution, variable and distance of each problem, (B,).
-        stop_at_error: end as soon as y_r f_r < 0: it never rises again.
+        table, row, target, room: full solution, row, column and distance of each problem, (B,).
+        stop_at_error: end as soon as y_r f_r < 0: it never rises again. Every target needs a column.
         most_events: give a problem up after so many.
 
-    Cost O(m k + k^2) an event for k changes. Memory O(m) for each of the 1024 problems in work, and
-    for each that has ended.
+    Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each of the 1024 problems in
+    work, and for each that has ended.
     """
     shared = Shared(base, stop_at_error)
     ended: list[Paths] = []
     names = torch.arange(len(target), device=target.device).split(_BLOCK)
-    blocks: Iterator[Paths] = (_start(shared, base.distance, x, table[x], target[x], room[x]) for x in names)
+    blocks: Iterator[Paths] = (
+        _start(shared, base.distance, x, table[x], row[x], target[x], room[x]) for x in names
+    )
     waiting = len(names)
     while waiting:
         # Problems of one age together: rounds of few are all overhead, and so are the large change
@@ -106,26 +109,30 @@ def _joined(parts: list[Paths]) -> list[Paths]:
     return [Paths.cat(block) for block in blocks]
 
 
-def _start(shared: Shared, distance: Tensor, name: Tensor, table: Tensor, r: Tensor, room: Tensor) -> Paths:
+def _start(
+    shared: Shared, distance: Tensor, name: Tensor, table: Tensor, row: Tensor, r: Tensor, room: Tensor
+) -> Paths:
     """The problems before their first step; a free target has changed its role already."""
-    B, m = len(name), shared.pad
+    B, nothing = len(name), shared.pad
     no = torch.zeros(B, dtype=torch.bool, device=r.device)
-    row = table * shared.width + r
-    _, A_rr, _, least, _ = shared.look_up(row, no, no)
-    was_free = shared.sign[row] < 0
+    first, first_row = table * shared.width, table * shared.height
+    _, A_rr, _, least, _ = shared.look_up(first + r, no, no)
+    was_free = shared.sign[first + r] < 0
     singular = was_free & (A_rr.abs() < least)
     joins = was_free & ~singular
-    nothing, none = room.new_zeros(B, _GROWTH - 1), torch.full((B, _GROWTH - 1), m, device=r.device)
+    zeros, none = room.new_zeros(B, _GROWTH - 1), torch.full((B, _GROWTH - 1), nothing, device=r.device)
     inverse = A_rr.reciprocal().masked_fill_(~joins, 0)
     s = Paths(
         name=name,
-        first=table * shared.width,
+        first=first,
+        first_row=first_row,
+        row=first_row + row,
         target=r,
         room=torch.zeros_like(room),
         distance=distance[table],
-        moved=torch.cat([row[:, None], none], 1),
-        P=torch.cat([torch.where(joins, r, m)[:, None], none], 1),
-        rate=torch.cat([torch.where(joins, inverse, -1.0)[:, None], nothing], 1),
+        moved=torch.cat([(first_row + row)[:, None], none], 1),
+        P=torch.cat([torch.where(joins, r, nothing)[:, None], none], 1),
+        rate=torch.cat([torch.where(joins, inverse, -1.0)[:, None], zeros], 1),
         H=room.new_zeros(B, _GROWTH, _GROWTH),
         reach=room.clone(),
         driver=r.clone(),
@@ -135,10 +142,10 @@ def _start(shared: Shared, distance: Tensor, name: Tensor, table: Tensor, r: Ten
         events=torch.zeros_like(r),
     )
     s.H[:, 0, 0] = inverse
-    # The target holds z = g without bounds, but for the floor; g = 0 where it was free.
+    # The target holds z = g without bounds, but for the floor; g = 0 where it was free or has no column.
     batch = torch.arange(B, device=r.device)
     low, high = s.distance[batch, :, r].unbind(1)
-    margin = torch.where(low.isinf(), -high, -low).masked_fill_(was_free, 0)
+    margin = torch.where(low.isinf(), -high, -low).masked_fill_(was_free | (r == shared.nobody), 0)
     s.distance[batch, 0, r] = shared.floor - margin
     s.distance[batch, 1, r] = torch.inf
     if bool(singular.any()):
@@ -167,7 +174,7 @@ def _round(shared: Shared, s: Paths) -> None:
 
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
-    """How fast every coordinate moves, Note [change sets], (B, m + 2); rounding is set to 0."""
+    """How fast every coordinate moves, Note [change sets], (B, l + 2); rounding is set to 0."""
     B, k = s.moved.shape
     bags = torch.arange(0, B * k, k, device=s.moved.device)
     weights, plain, total = s.rate.view(-1), False, 0  # mode 0 is the sum
@@ -207,6 +214,6 @@ def _change_role(shared: Shared, s: Paths, j: Tensor, v: Tensor, at_high: Tensor
     s.moved.masked_fill_(member, shared.pad)
     s.P.masked_fill_(member, shared.pad)
     s.P[:, s.used] = entry = torch.where(inside[:, 0], shared.pad, j).clamp_max_(shared.pad)
-    s.moved[:, s.used] = s.first + entry
+    s.moved[:, s.used] = shared.rows_of(s.first_row, entry)
     s.used += 1
     s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), new[:, :, None])

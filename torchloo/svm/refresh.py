@@ -1,5 +1,7 @@
 """From the final active sets of perturbed paths to the coefficients of the true data."""
 
+from copy import copy
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
@@ -9,92 +11,128 @@ from torchloo.svm.merge import Problem
 from torchloo.svm.state import Paths
 from torchloo.svm.tableau import Tableau
 
-__all__ = ["final_coefficients", "refined"]
+__all__ = ["Ends", "final_solution"]
 
 _ROUGH = 1e-10  # of the largest |u|: free variables that miss margin 0 by more are refined
 
 
-def final_coefficients(problem: Problem, full: Exact, tableau: Tableau, ends: Paths, gone: Tensor) -> Tensor:
-    """alpha of each final active set on the unperturbed data, (B, m).
+class Ends:
+    """Where the B paths of one machine ended; all over the w = l + 2 columns of its tableau."""
 
-    The inputs that differ from the full solution are those of P, unknown, and the coefficients of r,
-    which went down by `gone` (B,), and of variables that went from bound to bound, known.
-    """
-    m = len(problem.y)
-    sign, P = tableau.sign[0], ends.P
-    alpha0, g0 = pad(full.alpha, (0, 2)), pad(torch.where(full.free, 0.0, full.margin), (0, 2))
-    upper = ends.distance[:, 0].isinf() & ends.distance[:, 1].isfinite()
-    bound = torch.where(upper, pad(problem.box, (0, 2)), 0.0)  # (B, m + 2)
-    bound.scatter_(1, ends.target[:, None], (full.alpha[ends.target] - gone)[:, None])
-    known = torch.where(_changed(ends) | (sign < 0), 0.0, bound - alpha0)
-    index = ends.target[:, None]
-    if int(known.count_nonzero()) > int(known.gather(1, index).count_nonzero()):
-        index = known.abs().topk(int(known.count_nonzero(1).max()), 1).indices
-    weights = known.gather(1, index)
-    change = sign * embedding_bag(index, tableau.A[0], per_sample_weights=weights, mode="sum")
-    wanted = torch.where(sign < 0, bound - alpha0, -g0).gather(1, P)
-    change, c = _respond(tableau, ends, change, wanted)
-    alpha = torch.where(sign < 0, alpha0 + change, bound)
-    alpha.scatter_(1, P, torch.where(sign[P] < 0, bound.gather(1, P), alpha0[P] + c))
-    return alpha[:, :m]
+    def __init__(self, problem: Problem, full: Exact, tableau: Tableau, ends: Paths, gone: Tensor) -> None:
+        """`gone` (B,) is how far alpha of each target went down."""
+        self.problem, self.full, self.tableau = problem, full, tableau
+        self.P, self.H, self.target, self.gone = ends.P, ends.H, ends.target[:, None], gone[:, None]
+        self.row = ends.row[:, None] % tableau.A.shape[1]
+        self.failed = ends.failed
+        self.columns = tableau.order[0, : tableau.sign.shape[1] - 2]
+        self.sign = tableau.sign[0]
+        low, high = ends.distance.unbind(1)
+        self.upper = (low == -torch.inf) & (high < torch.inf)
+        self.changed = torch.zeros_like(self.upper).scatter_(1, self.P, True)
+
+    def take(self, rows: Tensor) -> "Ends":
+        """The paths at `rows`."""
+        few = copy(self)
+        for name in ("P", "H", "target", "gone", "row", "failed", "upper", "changed"):
+            setattr(few, name, getattr(self, name)[rows])
+        return few
+
+    def coefficients(self) -> Tensor:
+        """alpha of each final active set on the unperturbed data, (B, w); of r only if it has a column.
+
+        The inputs that differ from the full solution are those of P, unknown, and the coefficients of r
+        and of variables that went from bound to bound, known.
+        """
+        sign, P, A = self.sign, self.P, self.tableau.A[0]
+        alpha0 = self._of_columns(self.full.alpha)
+        g0 = self._of_columns(torch.where(self.full.free, 0.0, self.full.margin))
+        bound = torch.where(self.upper, self._of_columns(self.problem.box), 0.0)
+        bound.scatter_(1, self.target, alpha0[self.target] - self.gone)
+        known = (bound - alpha0).masked_fill_(self.changed | (sign < 0), 0).scatter_(1, self.target, 0.0)
+        row, weight = self.row, -self.gone.masked_fill(sign[self.target] < 0, 0)
+        most = int(known.count_nonzero(1).max())
+        if most:
+            others = known.abs().topk(most, 1).indices
+            row, weight = torch.cat([row, others], 1), torch.cat([weight, known.gather(1, others)], 1)
+        change = sign * embedding_bag(row, A, per_sample_weights=weight, mode="sum")
+        wanted = torch.where(sign < 0, bound - alpha0, -g0).gather(1, P)
+        change, c = self._respond(change, wanted)
+        alpha = torch.where(sign < 0, alpha0 + change, bound)
+        return alpha.scatter_(1, P, torch.where(sign[P] < 0, bound.gather(1, P), alpha0[P] + c))
+
+    def correction(self, residual: Tensor, imbalance: Tensor) -> Tensor:
+        """Change of the free alpha that gives margins `residual` (B, w) back and makes y^T alpha 0."""
+        sign, P = self.sign, self.P
+        S = (sign < 0).nonzero()[:, 0]
+        known = residual.masked_fill(self.changed, 0)[:, S]
+        change = sign * (known @ self.tableau.A[0][S]) - imbalance[:, None] * self.tableau.equality[0]
+        wanted = torch.where(sign < 0, 0.0, residual).gather(1, P)
+        change, c = self._respond(change, wanted)
+        return change.scatter(1, P, c)
+
+    def free(self) -> Tensor:
+        """Mask of the free variables, (B, w); r is not among them."""
+        free = self.changed ^ (self.sign < 0)
+        free[:, -2:] = False
+        return free.scatter_(1, self.target, False)
+
+    def inside(self, alpha: Tensor) -> Tensor:
+        """Which coefficients (B, l) lie between their bounds, but for that of r."""
+        box = self.problem.box[self.columns]
+        width = 1e-7 * box
+        between = pad((alpha > width) & (alpha < box - width), (0, 2))
+        return between.scatter_(1, self.target, False)[:, :-2]
+
+    def _of_columns(self, x: Tensor) -> Tensor:
+        """Values of the variables (m,) as those of the columns (w,)."""
+        return pad(x[self.columns], (0, 2))
+
+    def _respond(self, change: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs c (B, k) of P that bring its outputs from `change` to `wanted`, and all outputs then."""
+        A, sign, P = self.tableau.A[0], self.sign, self.P
+        padded = len(self.columns) <= P
+        rhs = (sign[P] * (wanted - change.gather(1, P))).masked_fill(padded, 0)[:, :, None]
+        c = (self.H @ rhs)[:, :, 0]
+        after = embedding_bag(P, A, per_sample_weights=c, mode="sum", padding_idx=len(self.columns))
+        return torch.addcmul(change, sign, after), c
 
 
-def refined(
-    problem: Problem, full: Exact, tableau: Tableau, ends: Paths, alpha: Tensor
-) -> tuple[Tensor, Tensor]:
-    """alpha after a step of refinement where K itself says it is needed, and u = K (alpha * y); (B, m).
+def final_solution(ends: Ends, target: Tensor) -> tuple[Tensor, Tensor]:
+    """alpha, refined where K itself says it is needed, and u = K (alpha * y), (B, m) both.
 
     The tableau of a nearly singular free set has lost digits. Residuals are taken from K: margins of
     free variables that are not 0, and y^T alpha; the tableau then only has to correct them.
     """
-    y, K = problem.y, problem.K
-    change = (alpha - full.alpha) * y
-    moved = (change != 0).any(0).nonzero()[:, 0]
-    u = K @ (full.alpha * y) + change[:, moved] @ K[moved]
-    free = (_changed(ends) ^ (tableau.sign[0] < 0))[:, :-2]
-    free.scatter_(1, ends.target[:, None], False)
-    free = free.to(u)
+    K, y, columns, full = ends.problem.K, ends.problem.y, ends.columns, ends.full.alpha
+    near = ends.coefficients()
+    u = _pull(ends, target, near)
+    alpha = full.repeat(len(target), 1)
+    alpha[:, columns] = near[:, :-2]
+    alpha.scatter_(1, target[:, None], full[target][:, None] - ends.gone)
+    free = ends.free()[:, :-2].to(u)
     count = free.sum(1).clamp_min(1)
+    y_near, u_near = y[columns], u[:, columns]
     for _ in range(2):
-        miss = (y - u).mul_(free)
+        miss = (y_near - u_near).mul_(free)
         bias = miss.sum(1) / count
-        residual = miss.sub_(bias[:, None] * free).mul_(y)
-        size, scale = (torch.linalg.vector_norm(x, torch.inf, 1) for x in (residual, u))
-        rough = (size > _ROUGH * (1 + scale)) & ~ends.failed
-        rows = rough.nonzero()[:, 0]
+        residual = miss.sub_(bias[:, None] * free).mul_(y_near)
+        size, scale = residual.abs().amax(1), u_near.abs().amax(1)
+        rows = ((size > _ROUGH * (1 + scale)) & ~ends.failed).nonzero()[:, 0]
         if not len(rows):
             break
-        step = _correction(problem, tableau, ends.take(rows), alpha[rows], residual[rows]) * free[rows]
-        alpha[rows] += step
-        u[rows] = (alpha[rows] * y) @ K
+        few = alpha[rows]
+        step = ends.take(rows).correction(pad(residual[rows], (0, 2)), few @ y)[:, :-2]
+        few.index_add_(1, columns, step * free[rows])
+        alpha[rows], u[rows] = few, (few * y) @ K
+        u_near[rows] = u[rows][:, columns]
     return alpha, u
 
 
-def _correction(problem: Problem, tableau: Tableau, ends: Paths, alpha: Tensor, residual: Tensor) -> Tensor:
-    """Change of the free alpha that gives margins `residual` back and makes y^T alpha = 0, (B, m)."""
-    sign, P = tableau.sign[0], ends.P
-    residual = pad(residual, (0, 2))
-    S = (sign < 0).nonzero()[:, 0]
-    known = residual.masked_fill(_changed(ends), 0)[:, S]
-    change = sign * (known @ tableau.A[0][S]) - (alpha @ problem.y)[:, None] * tableau.equality[0]
-    wanted = torch.where(sign < 0, 0.0, residual).gather(1, P)
-    change, c = _respond(tableau, ends, change, wanted)
-    return change.scatter(1, P, c)[:, :-2]
-
-
-def _changed(ends: Paths) -> Tensor:
-    """Mask of the indices in P, (B, m + 2)."""
-    return torch.zeros_like(ends.distance[:, 0], dtype=torch.bool).scatter_(1, ends.P, True)
-
-
-def _respond(tableau: Tableau, ends: Paths, change: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs c (B, k) of P that bring its outputs from `change` to `wanted`, and all outputs after them."""
-    A, sign, P = tableau.A[0], tableau.sign[0], ends.P
-    padded = change.shape[1] - 2 <= P
-    rhs = (sign[P] * (wanted - change.gather(1, P))).masked_fill(padded, 0)[:, :, None]
-    A_PP = A[P[:, :, None], P[:, None, :]]
-    c = ends.H @ rhs
-    for _ in range(2):  # H has seen many updates: let A_PP itself have the last word
-        c = c + ends.H @ (rhs - A_PP @ c)
-    c = c[:, :, 0]
-    return change + sign * embedding_bag(P, A, per_sample_weights=c, mode="sum"), c
+def _pull(ends: Ends, target: Tensor, near: Tensor) -> Tensor:
+    """u = K (alpha * y), (B, m): what the full solution has, and the changes of few columns and of r."""
+    K, y, columns, full = ends.problem.K, ends.problem.y, ends.columns, ends.full.alpha
+    change = near.scatter(1, ends.target, full[target][:, None])[:, :-2].sub_(full[columns]).mul_(y[columns])
+    moved = change.count_nonzero(0).nonzero()[:, 0]
+    u = torch.addmm(K @ (full * y), change[:, moved], K[columns[moved]])
+    return u.addcmul_(K[target], y[target][:, None] * ends.gone, value=-1)

@@ -1,5 +1,6 @@
 """Outcomes by rows: from what is known of each problem of a batch to one SVMHeldOut."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torchloo.svm.gradient import Deferred, outputs_with_gradient
 from torchloo.svm.held_out import SVMHeldOut
 
-__all__ = ["OneProblem", "RowOutcome", "assembled", "taken_apart"]
+__all__ = ["OneProblem", "RowOutcome", "assembled", "families", "taken_apart"]
 
 OneProblem = tuple[Tensor, Tensor, Tensor]
 
@@ -26,9 +27,30 @@ class RowOutcome(NamedTuple):
 
 
 def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
-    """The problems K (n, n), y (n,), box (n,) of a batch."""
-    n = y.shape[-1]
-    return list(zip(K.reshape(-1, n, n), y.reshape(-1, n), box.reshape(-1, n), strict=True))
+    """The problems K (n, n), y (n,), box (n,) of a batch, whose shape y and box have and K broadcasts to.
+
+    Problems that share a kernel matrix have the same tensor, and add to the same gradient.
+    """
+    # No reshape: it would copy what is expanded, and hide what problems share.
+    matrices = _entries(K)
+    number = torch.arange(len(matrices)).reshape(K.shape[:-2]).expand(y.shape[:-1])
+    own = [matrices[k] for k in number.flatten().tolist()]
+    return list(zip(own, _entries(y, 1), _entries(box, 1), strict=True))
+
+
+def _entries(batch: Tensor, ndim: int = 2) -> list[Tensor]:
+    """The entries of a batch as views, in order; `ndim` is how many dimensions each has."""
+    if batch.ndim == ndim:
+        return [batch]
+    return [entry for part in batch.unbind() for entry in _entries(part, ndim)]
+
+
+def families(problems: Sequence[OneProblem]) -> list[list[int]]:
+    """Numbers of the problems that share K and y and differ in their boxes only."""
+    same: dict[tuple[object, ...], list[int]] = {}
+    for number, (K, y, _) in enumerate(problems):
+        same.setdefault((K.data_ptr(), K.stride(), y.data_ptr(), y.stride()), []).append(number)
+    return list(same.values())
 
 
 def assembled(

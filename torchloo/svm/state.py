@@ -36,13 +36,13 @@ class Base(NamedTuple):
     """Note [tableau], T of them."""
 
     distance: Tensor
-    """Distances from the bounds, Note [state vector], (T, 2, m + 2)."""
+    """Distances from the bounds, Note [state vector], of the columns, (T, 2, l + 2)."""
 
     box: Tensor
-    """Lower and upper bound of every variable once it is free, (T, 2, m + 2)."""
+    """Lower and upper bound of every variable once it is free, (T, 2, l + 2)."""
 
     size: Tensor
-    """Diagonal of K, at least its mean, (T, m + 2)."""
+    """Diagonal of K, at least its mean, (T, l + 2)."""
 
     @staticmethod
     def stack(bases: list["Base"]) -> "Base":
@@ -65,6 +65,9 @@ class Base(NamedTuple):
         k: Tensor,
     ) -> "Base":
         """One solution: masks of its sets, alpha, y f - 1 and the diagonal of K (m,), bounds (2, m)."""
+        columns = tableau.order[0, : tableau.sign.shape[1] - 2]
+        free, upper, alpha, margin, k = (x.index_select(0, columns) for x in (free, upper, alpha, margin, k))
+        box = box.index_select(1, columns)
         inf = torch.full_like(alpha, torch.inf)
         inside = torch.stack([alpha - box[1], alpha - box[0]])  # (2, m), of -alpha
         outside = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
@@ -83,17 +86,21 @@ class Paths:
     name: Tensor
     """The caller's number of the problem, (B,)."""
     first: Tensor
-    """First row of its tableau among the stacked ones, (B,)."""
+    """First column of its tableau among those of all, (B,)."""
+    first_row: Tensor
+    """First row of it, (B,)."""
+    row: Tensor
+    """Row of r, whose coefficient is lowered, among those of all tableaux, (B,)."""
     target: Tensor
-    """The variable r whose coefficient is lowered, (B,)."""
+    """Column of r, l + 1 if it has none, (B,)."""
     room: Tensor
     """How far r still has to go when the problem has ended or r waits, (B,)."""
     distance: Tensor
-    """Distances from the bounds, (B, 2, m + 2)."""
+    """Distances from the bounds, (B, 2, l + 2)."""
     moved: Tensor
-    """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; padded, (B, k)."""
+    """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; else l, (B, k)."""
     P: Tensor
-    """The change set in the same places, m where there is none, (B, k). Place 0 is r's."""
+    """The change set in the same places, l where there is none, (B, k). Place 0 is r's."""
     rate: Tensor
     """c of Note [change sets], (B, k)."""
     H: Tensor
@@ -126,8 +133,8 @@ class Paths:
         """So many places in every change set that are not yet given out; pack first, then grow."""
         if self.used + places <= self.P.shape[1]:
             return
-        width = self.distance.shape[2]
-        kept = self.moved.remainder(width) < width - 2
+        nothing = self.distance.shape[2] - 2
+        kept = self.P.ne(nothing) | (self.rate != 0)
         kept[:, 0] = True
         self.used = int(kept.sum(1).max())
         order = kept.argsort(dim=1, descending=True, stable=True)[:, : self.used]  # (B, used)
@@ -138,8 +145,8 @@ class Paths:
 
     def grow(self, places: int) -> None:
         """More places in every change set."""
-        m = self.distance.shape[2] - 2
-        self.moved, self.P = pad(self.moved, (0, places), value=m), pad(self.P, (0, places), value=m)
+        nothing = self.distance.shape[2] - 2
+        self.moved, self.P = (pad(x, (0, places), value=nothing) for x in (self.moved, self.P))
         self.rate, self.H = pad(self.rate, (0, places)), pad(self.H, (0, places, 0, places))
 
     @staticmethod
@@ -156,13 +163,17 @@ class Paths:
         used, rounds = (max(getattr(part, name) for part in parts) for name in ("used", "rounds"))
         return Paths(**whole, used=used, rounds=rounds, swapping=any(part.swapping for part in parts))
 
-    @staticmethod
-    def join(parts: list["Paths"]) -> "Paths":
-        """Batches joined in the order of their names."""
-        if len(parts) == 1:
-            return parts[0]
-        whole = Paths.cat(parts)
-        return whole.take(whole.name.argsort())
+    def trimmed(self) -> "Paths":
+        """Without the places that no problem uses for its change set."""
+        used = self.P.ne(self.distance.shape[2] - 2).any(0)
+        used[0] = True
+        places = used.nonzero()[:, 0]
+        if len(places) < self.P.shape[1]:
+            self.moved, self.P, self.rate = (
+                x.index_select(1, places) for x in (self.moved, self.P, self.rate)
+            )
+            self.H = self.H.index_select(1, places).index_select(2, places)
+        return self
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
@@ -176,43 +187,51 @@ class Shared:
         # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
         self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
         self.width = base.box.shape[-1]
+        self.height = base.tableau.A.shape[1]
         self.pad, self.nobody = self.width - 2, self.width - 1
-        self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), m + 2)
+        self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), l + 2)
         self.sign = base.tableau.sign.reshape(-1)
-        self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (m + 2), 2)
-        self.turns = _turns(base, self.rows)
+        self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)
+        self.turns = _turns(base)
         self.count = len(self.sign)
 
-    def look_up(self, row: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
-        """What a change of role does to rows of the tableaux, see _turns: new (B, 2), and four (B,)."""
-        key = row.add(inside, alpha=self.count).add_(at_high, alpha=2 * self.count)
+    def rows_of(self, first_row: Tensor, P: Tensor) -> Tensor:
+        """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
+        if self.count == self.width:
+            return P
+        return (first_row + P).masked_fill_(P.eq(self.pad), self.pad)
+
+    def look_up(self, column: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
+        """What a change of role does to columns of all tableaux, see _turns: new (B, 2), and four (B,)."""
+        key = column.add(inside, alpha=self.count).add_(at_high, alpha=2 * self.count)
         turn = self.turns.index_select(0, key)
         return turn[:, :2], *turn[:, 2:].unbind(1)
 
 
-def _turns(base: Base, rows: Tensor) -> Tensor:
-    """Everything about index j changing its role, by (at its upper bound, in P, row of j): (4 T (m + 2), 6).
+def _turns(base: Base) -> Tensor:
+    """Everything about column j changing its role, by (at its upper bound, in P, j): (4 T (l + 2), 6).
 
     Columns: its two distances afterwards; start and gain, with which its pivot is
     start - gain * a^T H a (joining P: A_jj and 1, leaving: 0 and -1); the least regular pivot; and
     what H a has to be changed by at the place of j (-1 when joining). The dummies do nothing.
     """
     T, _, width = base.box.shape
-    turns = rows.new_zeros(2, 2, T, width, 6)  # at high, in P
-    two = torch.arange(2, device=rows.device).bool()
+    A = base.tableau.A
+    turns = A.new_zeros(2, 2, T, width, 6)  # at high, in P
+    two = torch.arange(2, device=A.device).bool()
     at_high, inside = two[:, None, None, None], two[:, None, None]
-    was_free = base.tableau.sign < 0  # (T, m + 2)
-    free = was_free ^ inside  # (2, T, m + 2)
+    was_free = base.tableau.sign < 0  # (T, l + 2)
+    free = was_free ^ inside  # (2, T, l + 2)
     span = (base.box[:, 1] - base.box[:, 0]).masked_fill(free, torch.inf)
     # -alpha at its upper bound is alpha at its lower one, and the other way round.
     ends_low = ~(at_high ^ (was_free & free))
     grows = ends_low ^ (was_free & ~free)  # the coordinate moves up from where it is now
     turns[..., 0] = torch.where(grows, -TOUCH, -span)
     turns[..., 1] = torch.where(grows, span, TOUCH)
-    turns[:, 0, ..., 2] = rows.view(T, width, width).diagonal(dim1=1, dim2=2)
+    turns[:, 0, ..., 2] = A[:, :width].diagonal(dim1=1, dim2=2)
     turns[:, 0, ..., 3], turns[:, 1, ..., 3] = 1, -1
     exit_least = _SINGULAR_EXIT / base.size.amax(1, keepdim=True)
     turns[..., 4] = torch.where(free, exit_least, _SINGULAR_ENTRY * base.size)
     turns[:, 0, ..., 5] = -1
-    turns[..., -2:, :] = rows.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])
+    turns[..., -2:, :] = A.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])
     return turns.reshape(-1, 6)

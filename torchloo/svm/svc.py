@@ -1,11 +1,13 @@
 """SVC: the support vector machine as a module."""
 
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from torchloo import csr
+from torchloo.guards import require_floating
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import KernelMachine, log_parameter
 from torchloo.svm.fit import SVMFit, svm
@@ -19,9 +21,12 @@ __all__ = ["SVC"]
 class SVC(KernelMachine):
     """Support vector classifier with an exact, certified leave-one-out; see `svm` and `svm_loo`.
 
-    Labels y are -1 and +1, (..., n). A weight multiplies C row by row, which is how classes get a C
-    of their own. Decision values of leave-one-out are differentiable in X, C, weight and the
-    parameters of the kernel; the coefficients themselves are not.
+    Labels y are -1 and +1, (..., n), or (..., n, c) for several classes: column k is +1 in the rows of
+    class k, one class against the rest, and the class with the largest output is the predicted one. There
+    is one machine for each column, all over one kernel matrix and solved as one batch, which takes the
+    time and the memory of as many problems. A weight multiplies C row by row, which is how classes get a
+    C of their own. Decision values of leave-one-out are differentiable in X, C, weight and the parameters
+    of the kernel; the coefficients themselves are not.
 
     Args:
         kernel: a kernel of torchloo.kernels.
@@ -41,21 +46,22 @@ class SVC(KernelMachine):
 
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> SVMFit:
         """The trained machine; not differentiable."""
-        return svm(self._kernel_matrix(X, y), y, self.C.to(X), weight)
+        problems, flat = self._problems(X, y, weight)
+        return svm(**problems).with_outputs(flat)
 
     @torch.no_grad()
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the support vectors and their coefficients; an error leaves the machine as it was."""
         fit = self.solve(X, y, weight)
-        coef = fit.coef.unsqueeze(-1)
+        coef, bias = (field.unsqueeze(-1) if fit.flat else field for field in (fit.coef, fit.bias))
         if any(isinstance(part, Precomputed) for part in self.kernel.modules()):
             support = X  # the columns of a given matrix cannot be chosen among
         else:
-            used = (fit.coef != 0).flatten(0, -2).any(0) if fit.coef.ndim > 1 else fit.coef != 0
+            used = (coef != 0).any(-1).reshape(-1, X.shape[-2]).any(0)
             rows = used.nonzero()[:, 0]
             support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
             coef = coef[..., rows, :]
-        self._store(support, coef, fit.bias.unsqueeze(-1), flat=True)
+        self._store(support, coef, bias, fit.flat)
         return self
 
     def loo(
@@ -66,9 +72,11 @@ class SVC(KernelMachine):
         method: str = "auto",
         values: bool = True,
         epsilon: float = 1e-3,
+        workers: int = 0,
     ) -> SVMHeldOut:
         """What the machine would have said of every row, had it not seen it; see `svm_loo`."""
-        return svm_loo(self._kernel_matrix(X, y), y, self.C.to(X), weight, method, values, epsilon)
+        options = {"method": method, "values": values, "epsilon": epsilon, "workers": workers}
+        return self._held_out(svm_loo, X, y, weight, **options)
 
     def lco(
         self,
@@ -78,18 +86,43 @@ class SVC(KernelMachine):
         weight: Tensor | None = None,
         method: str = "auto",
         epsilon: float = 1e-3,
+        workers: int = 0,
     ) -> SVMHeldOut:
         """What the machine would have said of every row, had it not seen its cluster; see `svm_lco`."""
-        return svm_lco(self._kernel_matrix(X, y), y, self.C.to(X), clusters, weight, method, epsilon)
+        options = {"clusters": clusters, "method": method, "epsilon": epsilon, "workers": workers}
+        return self._held_out(svm_lco, X, y, weight, **options)
 
     def extra_repr(self) -> str:
         """Current box bound."""
         C = self.C.detach()
         return f"C={C.item():.4g}" if C.ndim == 0 else f"C={tuple(C.shape)}"
 
-    def _kernel_matrix(self, X: Tensor, y: Tensor) -> Tensor:
-        guard, _, flat = self._checked(X, y)
-        if not flat:
-            raise ValueError(f"svc: y must be one label for each row, (..., n), got shape {tuple(y.shape)}")
+    def _held_out(
+        self,
+        function: Callable[..., SVMHeldOut],
+        X: Tensor,
+        y: Tensor,
+        weight: Tensor | None,
+        **options: Any,
+    ) -> SVMHeldOut:
+        """The answer of `svm_loo` or `svm_lco`, in the shape of y."""
+        problems, flat = self._problems(X, y, weight)
+        return function(**problems, **options).with_outputs(flat)
+
+    def _problems(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple[dict[str, Any], bool]:
+        """The columns of y as the last batch axis of problems that share K, and whether y came as a vector.
+
+        `with_outputs` of what they give is the way back.
+        """
+        guard, Y, flat = self._checked(X, y)
+        guard.two_classes(y=Y)
         guard.check()
-        return self.kernel(X)
+        if weight is not None:
+            require_floating("svc", X=X, weight=weight)
+            if weight.shape[-1:] != X.shape[-2:-1]:
+                raise ValueError(
+                    f"svc: weight must have {X.shape[-2]} entries to match X, got shape {tuple(weight.shape)}"
+                )
+            weight = weight.unsqueeze(-2)
+        K, C = self.kernel(X).unsqueeze(-3), self.C.to(X).unsqueeze(-1)  # (..., 1, n, n), (..., 1)
+        return {"K": K, "y": Y.mT, "C": C, "weight": weight}, flat

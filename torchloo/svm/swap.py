@@ -97,7 +97,7 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
         joins = torch.where(member.any(1), shared.pad, index)
         s.P[rows] = P.masked_fill(member, shared.pad).scatter(1, place[:, None], joins[:, None])
         s.used += 1
-    P, first = s.P[rows], s.first[rows][:, None, None]
+    P, first = s.P[rows], s.first_row[rows][:, None, None]
     identity = torch.diag_embed(P.eq(shared.pad).to(s.H))  # at padded places
     H, info = torch.linalg.inv_ex(shared.rows[first + P[:, :, None], P[:, None, :]] + identity)
     singular = info != 0
@@ -109,16 +109,17 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
 def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
     """The rates of Note [change sets] for the drivers of `rows`, from H."""
     s.make_room(1)
-    q, sense, first, P = s.driver[rows][:, None], s.sense[rows][:, None], s.first[rows][:, None], s.P[rows]
-    moved = first + P
-    moved[:, :1] = first + s.target[rows][:, None]
+    q, sense, P = s.driver[rows][:, None], s.sense[rows][:, None], s.P[rows]
+    first = s.first_row[rows][:, None]
+    own_row = torch.where(q == s.target[rows][:, None], s.row[rows][:, None], first + q)
+    moved = torch.cat([s.row[rows][:, None], shared.rows_of(first, P)[:, 1:]], 1)
     member = q == P
     inside = member.any(1, keepdim=True)
-    rhs = torch.where(inside, member * shared.sign[first + q], -shared.rows[first + P, q])
+    rhs = torch.where(inside, member * shared.sign[s.first[rows][:, None] + q], -shared.rows[own_row, P])
     rate = torch.bmm(s.H[rows], (rhs * sense)[:, :, None])[:, :, 0]
     # A driver that is not in P has a place of its own.
     place = torch.where(q == s.target[rows][:, None], 0, s.used)
     own = torch.where(inside, rate.gather(1, place), sense)
     s.rate[rows] = rate.scatter(1, place, own)
-    s.moved[rows] = moved.scatter(1, place, torch.where(inside, moved.gather(1, place), first + q))
+    s.moved[rows] = moved.scatter(1, place, torch.where(inside, moved.gather(1, place), own_row))
     s.used += 1

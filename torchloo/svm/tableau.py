@@ -13,8 +13,12 @@ R = [0 y_S^T; y_S Q_SS]^-1, Z = R [y_N^T; Q_SN] and T = Q_NN - [y_N^T; Q_SN]^T Z
 
 so that, with the symmetric A = [-R Z; Z^T T] and D = -1 on B, +1 on N, *output = D * (A input)*:
 the inputs are what the active set holds still (g of the free, alpha of the others), the outputs
-what follows. The row of b is never read and is left out. Two more indices are dummies with
-zero rows and columns: m pads the change sets, m + 1 is what problems without an event change.
+what follows. The row of b is never read and is left out.
+
+Only variables with a margin near 0 ever change their role, so only they, the free set among them,
+need a column: the tableau holds those columns of A, in an order that begins with the free set. Two
+more, with zeros, are dummies: column l pads the change sets, l + 1 is what problems without an event
+change. The rows are in the same order, and those of the variables without a column come last.
 """
 
 from typing import NamedTuple
@@ -26,16 +30,25 @@ __all__ = ["Tableau", "bordered_inverse", "pivot_transform"]
 
 
 class Tableau(NamedTuple):
-    """A and D of Note [tableau] for T problems of one size."""
+    """Columns of A and D of Note [tableau] for T problems of one size, l of the m variables having one."""
 
     A: Tensor
-    """(T, m + 2, m + 2)."""
+    """(T, m + 2, l + 2)."""
 
     sign: Tensor
-    """D, (T, m + 2)."""
+    """D of the columns, (T, l + 2)."""
 
     equality: Tensor
-    """What the outputs do when y^T alpha is moved off 0, (T, m + 2)."""
+    """What the outputs do when y^T alpha is moved off 0, (T, l + 2)."""
+
+    order: Tensor
+    """The variables in the order of the columns, then those without one, (T, m)."""
+
+    def find(self, variable: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column of variables of the first problem; column l + 1 where there is none."""
+        columns = self.sign.shape[1] - 2
+        place = self.order[0].argsort()[variable]
+        return place + 2 * (place >= columns), place.masked_fill(place >= columns, columns + 1)
 
 
 def bordered_inverse(K_free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,32 +64,48 @@ def bordered_inverse(K_free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return c - 1 / total, row / total, inverse - row[:, None] * (row / total)
 
 
-def pivot_transform(K: Tensor, y: Tensor, free: Tensor, border: Tensor | None = None) -> Tableau:
+def pivot_transform(
+    K: Tensor,
+    y: Tensor,
+    free: Tensor,
+    border: Tensor | None = None,
+    order: Tensor | None = None,
+    columns: int | None = None,
+) -> Tableau:
     """The tableau of Note [tableau] for the free set given as a mask; K_SS + const must be regular.
 
-    `border` replaces the ones beside K (times y: the coefficients of the equality), for a last
-    column that is not a training point. Cost 2 m^2 s for s free variables. Memory: three times that of K.
+    Args:
+        K, y: kernel matrix (m, m) and labels (m,).
+        free: mask of the free set S, (m,).
+        border: replaces the ones beside K (times y: the coefficients of the equality), for a last
+            column that is not a training point, (m,).
+        order: the variables, those of S first, (m,); default S, then the others.
+        columns: how many of them have a column; default all.
+
+    Cost 2 m s l for s free variables and l columns. Memory: twice that of the tableau.
     """
-    m = K.shape[-1]
-    order = free.argsort(descending=True, stable=True)  # S, then N
-    s = int(free.sum())
-    ordered = K.index_select(0, order).index_select(1, order)
+    m, s = K.shape[-1], int(free.sum())
+    order = free.argsort(descending=True, stable=True) if order is None else order
+    columns = m if columns is None else columns
+    ordered = K.index_select(0, order[:columns]).index_select(1, order)  # (l, m), symmetric to what is built
     edge_N = K.new_ones(m - s) if border is None else border[order[s:]]
     corner, edge, inner = bordered_inverse(ordered[:s, :s])
     K_SN = ordered[:s, s:]
     Z = torch.addmm(edge[:, None] * edge_N, inner, K_SN)
     Z_b = corner * edge_N + edge @ K_SN  # the row of b
-    T = ordered[s:, s:].addr_(edge_N, Z_b, alpha=-1)
-    T.addmm_(K_SN.T, Z, alpha=-1)
+    near = columns - s  # of N
+    T = ordered[s:, s:].addr_(edge_N[:near], Z_b, alpha=-1)
+    T.addmm_(K_SN[:, :near].T, Z, alpha=-1)
+    ordered[s:, :s] = Z[:, :near].T
+    ordered[:s, s:] = Z
     ordered[:s, :s] = -inner
-    ordered[:s, s:], ordered[s:, :s] = Z, Z.T
     y_ordered = y[order]
-    ordered.mul_(y_ordered).mul_(y_ordered[:, None])
-    back = order.argsort()
-    A = K.new_zeros(m + 2, m + 2)
-    A[:m, :m] = ordered.index_select(0, back).index_select(1, back)
-    sign = K.new_ones(m + 2)
-    sign[:m].masked_fill_(free, -1)
-    equality = K.new_zeros(m + 2)
-    equality[order] = y_ordered * torch.cat([edge, Z_b])
-    return Tableau(A[None], sign[None], equality[None])
+    ordered.mul_(y_ordered).mul_(y_ordered[:columns, None])
+    A = K.new_zeros(m + 2, columns + 2)
+    A[:columns, :columns] = ordered[:, :columns].T
+    A[columns + 2 :, :columns] = ordered[:, columns:].T
+    sign = K.new_ones(columns + 2)
+    sign[:s] = -1
+    equality = K.new_zeros(columns + 2)
+    equality[:columns] = (y_ordered * torch.cat([edge, Z_b]))[:columns]
+    return Tableau(A[None], sign[None], equality[None], order[None])

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
-from torchloo.svm.refresh import final_coefficients, refined
+from torchloo.svm.refresh import Ends, final_solution
 from torchloo.svm.state import Base, Paths
 from torchloo.svm.tableau import Tableau, pivot_transform
 
@@ -17,6 +17,9 @@ __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 
 _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
+_EXACT = 1e-9  # slip of a solution that counts as exact
+_FEW = 300  # variables that may all have a column
+_NEAREST, _SHARE = 160, 3  # columns beside the free variables: so many, or a third of all variables
 
 
 class Unlearned(NamedTuple):
@@ -25,17 +28,8 @@ class Unlearned(NamedTuple):
     output: Tensor
     """f(x_r) at the end, (B,)."""
 
-    sign: Tensor
-    """Its certified sign, 0 if open, (B,)."""
-
-    gap: Tensor
-    """Duality gap, (B,)."""
-
-    finished: Tensor
-    """The path came to its end, (B,) bool; if not, a certified sign can only be that of an error."""
-
-    failed: Tensor
-    """The path gave up, (B,) bool."""
+    proved: Tensor
+    """Its sign is certified, and the value exact if the path came to its end, (B,) bool."""
 
     events: Tensor
     """Number of events, (B,)."""
@@ -43,8 +37,9 @@ class Unlearned(NamedTuple):
     alpha: Tensor
     """Coefficients at the end, (B, m)."""
 
-    bias: Tensor
-    """Offset at the end, (B,)."""
+    def replaced(self, rows: Tensor, by: "Unlearned") -> "Unlearned":
+        """With other ends of the variables at `rows`."""
+        return Unlearned(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
 class Task(NamedTuple):
@@ -62,6 +57,10 @@ class Task(NamedTuple):
     room: Tensor
     """How much of alpha goes, (B,)."""
 
+    def take(self, rows: Tensor) -> "Task":
+        """The targets at `rows`."""
+        return self._replace(target=self.target[rows], room=self.room[rows])
+
 
 def unlearn(problem: Problem, full: Exact, target: Tensor, room: Tensor, values: bool = True) -> Unlearned:
     """`unlearn_many` for one machine."""
@@ -71,27 +70,64 @@ def unlearn(problem: Problem, full: Exact, target: Tensor, room: Tensor, values:
 def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     """Lower alpha of each target by its room along the exact path and certify the end.
 
-    Machines with as many variables stack their tableaux and are followed as one batch. With `values`
-    to the end; else only until y_r f_r < 0.
+    Machines with as many variables stack their tableaux and are followed as one batch; at first with
+    columns only for the variables of the smallest margins, and again with all where the margins of
+    the end show that another one had a part in it. With `values` to the end; else only until y_r f_r < 0.
 
-    Cost O(m^2 s) for each machine with s free variables, then O(m k) an event. Memory O(m^2 + B m).
+    Cost O(m l s) for each machine with s free variables and l columns, then O(l k) an event. Memory
+    O(m l + B m).
     Reference: Cauwenberghs and Poggio 2000, for the idea of unlearning.
     """
+    outcomes = _unlearn(tasks, values, whole=False)
+    doubtful = {
+        t: (~end.proved).nonzero()[:, 0]
+        for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
+        if len(task.problem.y) > _FEW and not bool(end.proved.all())
+    }
+    if doubtful:
+        few = [tasks[t].take(rows) for t, rows in doubtful.items()]
+        for (t, rows), end in zip(doubtful.items(), _unlearn(few, values, whole=True), strict=True):
+            outcomes[t] = outcomes[t].replaced(rows, end)
+    return outcomes
+
+
+def _unlearn(tasks: list[Task], values: bool, whole: bool) -> list[Unlearned]:
+    """`unlearn_many` with columns for the free variables and the nearest others, or for all."""
     outcomes: dict[int, Unlearned] = {}
     for group in _groups(tasks):
-        tableaux = [
-            pivot_transform(tasks[t].problem.K, tasks[t].problem.y, tasks[t].full.free) for t in group
-        ]
-        bases = [
-            perturbed_base(tasks[t].problem, tasks[t].full, A) for t, A in zip(group, tableaux, strict=True)
-        ]
-        target, room = (torch.cat([getattr(tasks[t], name) for t in group]) for name in ("target", "room"))
-        counts = torch.tensor([len(tasks[t].target) for t in group], device=target.device)
-        table = torch.arange(len(group), device=target.device).repeat_interleave(counts)
-        ends = follow(Base.stack(bases), table, target, room, not values)
-        for t, tableau, own in zip(group, tableaux, _sorted(ends, len(group)), strict=True):
+        members = [tasks[t] for t in group]
+        tableaux = _tableaux(members, values, whole)
+        base = Base.stack(
+            [perturbed_base(task.problem, task.full, A) for task, A in zip(members, tableaux, strict=True)]
+        )
+        places = [A.find(task.target) for task, A in zip(members, tableaux, strict=True)]
+        row, column = (torch.cat(x) for x in zip(*places, strict=True))
+        counts = [len(task.target) for task in members]
+        table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
+        ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
+        for t, tableau, own in zip(group, tableaux, _of_each(ends, counts), strict=True):
             outcomes[t] = _certified(tasks[t], tableau, own)
     return [outcomes[t] for t in range(len(tasks))]
+
+
+def _tableaux(tasks: list[Task], values: bool, whole: bool) -> list[Tableau]:
+    """Tableaux with equally many columns: the free variables, then by the size of their margins."""
+    m = len(tasks[0].problem.y)
+    if whole or m <= _FEW:
+        return [pivot_transform(task.problem.K, task.problem.y, task.full.free) for task in tasks]
+    orders, wanted = [], 0
+    for task in tasks:
+        first = task.full.margin.abs()
+        if not values:  # an early stop watches the margin of the target
+            first[task.target] = -1.0
+        first = first.masked_fill_(task.full.free, -2.0)
+        orders.append(first.argsort(stable=True))
+        wanted = max(wanted, int((first < 0).sum()))
+    columns = min(m, wanted + max(_NEAREST, m // _SHARE))
+    return [
+        pivot_transform(task.problem.K, task.problem.y, task.full.free, order=order, columns=columns)
+        for task, order in zip(tasks, orders, strict=True)
+    ]
 
 
 def _groups(tasks: list[Task]) -> list[list[int]]:
@@ -107,38 +143,34 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
     return groups
 
 
-def _sorted(parts: list[Paths], machines: int) -> list[Paths]:
-    """The paths of each machine; only among them are change sets padded to one size."""
-    if machines == 1:
-        return [Paths.join(parts)]
-    width = parts[0].distance.shape[2]
-    own: list[list[Paths]] = [[] for _ in range(machines)]
-    for part in parts:
-        table = part.first // width
-        for t in table.unique().tolist():
-            own[t].append(part.take((table == t).nonzero()[:, 0]))
-    return [Paths.join(mine) for mine in own]
+def _of_each(parts: list[Paths], counts: list[int]) -> list[Paths]:
+    """The paths of each machine, which has so many of them."""
+    whole = Paths.cat(parts)
+    if len(parts) == 1 and len(counts) == 1:
+        return [whole]
+    return [whole.take(rows).trimmed() for rows in whole.name.argsort().split(counts)]
 
 
 def _certified(task: Task, tableau: Tableau, ends: Paths) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps prove."""
     problem, full, target, room = task
-    alpha = final_coefficients(problem, full, tableau, ends, room - ends.room)
-    alpha, u = refined(problem, full, tableau, ends, alpha)
-    weight = problem.box.expand_as(alpha).clone()
-    rows = torch.arange(len(target), device=target.device)
+    finish = Ends(problem, full, tableau, ends, room - ends.room)
+    alpha, u = final_solution(finish, target)
     finished = ends.room <= 0
     kept = full.alpha[target] - room
     # Where full.alpha[target] is the room, rounding must not leave a box of 1e-17.
     kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept)
-    weight[rows, target] = torch.where(finished, kept, 0.0)
-    stuck = torch.where(finished, 0.0, problem.y[target] * alpha[rows, target])
-    held = Held(alpha, u, weight, stuck, target)
-    bias = held_out_bias(problem.y, held)
-    sign, gap = gap_ball_sign(problem.K, problem.y, held, bias)
-    return Unlearned(
-        u[rows, target] + bias, sign, gap, finished & ~ends.failed, ends.failed, ends.events, alpha, bias
-    )
+    stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - room + ends.room))
+    held = Held(alpha, u, problem.box, target, torch.where(finished, kept, 0.0), stuck)
+    columns = finish.columns
+    bias = bias_of_free(problem.y, held, problem.y[columns] - u[:, columns], finish.inside(alpha[:, columns]))
+    sign, _, slip = gap_ball_sign(problem.K, problem.y, held, bias)
+    output = held.of_target(u) + bias
+    finished &= ~ends.failed
+    proved = (sign * output > 0) & (finished | (sign == -problem.y[target]))
+    # A sign may be proved where the value is not: then the path has missed an event.
+    proved &= ~finished | (slip <= _EXACT)
+    return Unlearned(output, proved, ends.events, alpha)
 
 
 def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:

@@ -45,5 +45,5 @@ def _exactly(problem: Problem, end: SMOState, b: int) -> Tensor:
         free, upper = (near > 0) & (near < limit), near >= limit
         solution = solve_from(smaller, near, end.bias[b], free, upper)
     if solution is None or not solution.optimal:
-        solution = solve_exactly(smaller)
+        (solution,) = solve_exactly([smaller])
     return torch.zeros_like(box).masked_scatter(some, solution.alpha.clamp_min(0).minimum(limit))

@@ -97,12 +97,12 @@ class NormalisedKernel:
         """Entries (..., a, b) of the rows (..., a), or of all, and the columns (..., b)."""
         right = _take(self.scale, columns).unsqueeze(-2)
         left = (self.scale if rows is None else _take(self.scale, rows)).unsqueeze(-1)
-        X = self.points if rows is None else _take_rows(self.points, rows)
+        X = self.points if rows is None else csr.take(self.points, rows)
         if self.given:
             K = X.take_along_dim(columns.unsqueeze(-2), -1)
         else:
             with full_precision(X):
-                K = self.kernel._evaluate(X, _take_rows(self.points, columns))
+                K = self.kernel._evaluate(X, csr.take(self.points, columns))
         return (K * left).mul_(right)
 
     def matrix(self) -> Tensor:
@@ -113,12 +113,6 @@ class NormalisedKernel:
 
 def _take(values: Tensor, rows: Tensor) -> Tensor:
     return values.take_along_dim(rows, -1)
-
-
-def _take_rows(X: Tensor, rows: Tensor) -> Tensor:
-    if csr.is_csr(X):
-        return csr.take(X, rows.flatten()).unflatten(0, rows.shape)  # a batch where kernels are one
-    return X.take_along_dim(rows.unsqueeze(-1), -2)
 
 
 def _independent(H: Tensor, V: Tensor, demand: Tensor, floor: Tensor) -> Tensor:

@@ -1,19 +1,18 @@
-"""The shell of every machine: parameters, buffers, and one call of a pure function each."""
+"""What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchloo import csr
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
-from torchloo.kernels import Kernel, Precomputed
-from torchloo.precision import full_precision
+from torchloo.kernels import Kernel
+from torchloo.machine.kernel_machine import KernelMachine, log_parameter
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
 from torchloo.streaming.collective import Alone, require_same
@@ -22,125 +21,7 @@ from torchloo.streaming.moments import Moments
 from torchloo.streaming.solved import StreamFit, gather_moments
 from torchloo.streaming.stream import Stream
 
-__all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
-
-
-def log_parameter(function: str, **value: Tensor | float) -> nn.Parameter:
-    """The logarithm of a positive hyper-parameter, in float64, so that any optimiser moves it safely."""
-    guard = Guard(function)
-    guard.positive(**value)
-    guard.check()
-    (positive,) = value.values()
-    log = positive.detach().log() if isinstance(positive, Tensor) else math.log(positive)
-    return nn.Parameter(torch.as_tensor(log, dtype=torch.float64).clone())
-
-
-class KernelMachine(nn.Module):
-    """A kernel and, once fitted, an expansion over support points: what every machine has.
-
-    Methods that answer a question store nothing and keep the graph; only `fit` stores, in buffers,
-    without a graph.
-
-    Args:
-        kernel: a kernel of torchloo.kernels.
-
-    Shape:
-        X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
-        y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
-        clusters (n,). Leading dimensions are batch.
-    """
-
-    _function: str
-    _fitted: tuple[str, ...] = ("support", "coef", "bias")
-
-    support: Tensor | None
-    coef: Tensor | None
-    bias: Tensor | None
-
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__()
-        if not isinstance(kernel, Kernel):
-            raise TypeError(
-                f"{type(self).__name__}: kernel must be a torchloo kernel, got {type(kernel).__name__}"
-            )
-        self.kernel = kernel
-        for name in ("support", "coef", "bias"):
-            self.register_buffer(name, None)
-        self._flat, self._linear = True, False
-
-    def forward(self, X: Tensor) -> Tensor:
-        """Outputs at new points, with the trailing shape of the targets of `fit`."""
-        if self.coef is None or self.bias is None or self.support is None:
-            raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        require_floating(self._function, X=X, coef=self.coef)
-        csr.require_layout(self._function, "X", X)
-        guard = Guard(self._function)
-        guard.finite(X=X)
-        guard.check()
-        linear, support = self._linear, self.support
-        design = self.kernel.feature_map(X) - support if linear else self.kernel(X, support)
-        if design.shape[-1] != self.coef.shape[-2]:
-            raise ValueError(
-                f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
-            )
-        with full_precision(X):
-            outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return outputs[..., 0] if self._flat else outputs
-
-    def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool, linear: bool = False) -> None:
-        """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c).
-
-        Of a linear machine, the support is the centre (..., 1, d) of the features.
-        """
-        if isinstance(self.kernel, Precomputed):
-            support = csr.dense(support)[..., :1]  # only the number of its rows is asked for
-        with torch.inference_mode(False):
-            self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
-        self._flat, self._linear = flat, linear
-
-    def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
-        """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
-        require_floating(self._function, X=X, y=y)
-        csr.require_layout(self._function, "X", X)
-        if X.ndim < 2 or 0 in X.shape:
-            raise ValueError(
-                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
-            )
-        flat = y.ndim == X.ndim - 1
-        rows = y.shape[-1 if flat else -2] if y.ndim else 0
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2]:
-            raise ValueError(
-                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
-                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
-            )
-        guard = Guard(self._function)
-        guard.finite(X=X)
-        return guard, y.unsqueeze(-1) if flat else y, flat
-
-    def get_extra_state(self) -> dict[str, bool]:
-        """Whether the targets of `fit` came without an output axis, and whether features are weighed."""
-        return {"flat": self._flat, "linear": self._linear}
-
-    def set_extra_state(self, state: dict[str, bool]) -> None:
-        """Restore what `get_extra_state` gave."""
-        self._flat, self._linear = state["flat"], state["linear"]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        for buffer in self.buffers(recurse=False):
-            if csr.is_csr(buffer):  # which torch does not copy deeply by itself
-                memo[id(buffer)] = buffer.clone()
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return twin
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the coefficients of a fitted machine, whatever this one holds."""
-        device = next(self.parameters()).device
-        for name in self._fitted:
-            if prefix + name in state_dict:
-                setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+__all__ = ["LeastSquares"]
 
 
 class LeastSquares(KernelMachine):

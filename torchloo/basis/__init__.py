@@ -1,0 +1,34 @@
+"""Choosing the basis of a sparse machine: selectors, called as selector(kernel, X) -> Basis.
+
+A selector stops at m vectors, at a mean relative reconstruction error of `tolerance`, or when what is left
+of every row is rounding ("no longer invertible"). All of them measure the error alike; see Note
+[reconstruction error] in pivots.py. No gradient passes through a choice.
+
+| selector | rule | time | memory |
+|---|---|---|---|
+| greedy | the vector that lowers the error most | n^2 m | n^2 |
+| stochastic | the best of some candidates on some rows | n m^2 | n m |
+| pivoted | the row reconstructed worst | n m^2 | n m |
+| rpcholesky | a row drawn by its error | n m^2 | n m |
+| pruned | what is left when small coefficients are dropped again and again | n^3 | n^2 |
+| random | rows drawn alike | n m^2 | n m |
+| all | every row | n^3 | n^2 |
+
+Random choices draw a seed from `generator` once, when the selector is made: called again on the same data it
+gives the same basis, on every device, so that `fit` and `loo` of one machine speak of the same one. All
+problems of a batch draw the same numbers: a batch equals its loop.
+
+>>> import torch
+>>> from torchloo.kernels import RBF
+>>> X = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(-1)
+>>> chosen = rpcholesky(40, tolerance=1e-6)(RBF(lengthscale=0.2), X)
+>>> chosen.stopped, bool(chosen.errors[-1] <= 1e-6), len(chosen.indices) < 20
+('tolerance', True, True)
+"""
+
+from torchloo.basis.adaptive import greedy, pivoted, rpcholesky, stochastic
+from torchloo.basis.ordered import all, pruned, random
+from torchloo.basis.pivots import Basis
+from torchloo.basis.selector import Selector
+
+__all__ = ["Basis", "Selector", "all", "greedy", "pivoted", "pruned", "random", "rpcholesky", "stochastic"]

@@ -1,0 +1,89 @@
+"""What every selector is: a rule that proposes rows, and when to stop."""
+
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from torchloo.basis.pivots import Basis, Factor, NormalisedKernel, Proposal
+from torchloo.guards import Guard, values_visible
+from torchloo.kernels import Kernel
+
+__all__ = ["BLOCK", "Propose", "Seeded", "Selector"]
+
+Propose = Callable[[], Proposal | None]
+
+BLOCK = 64
+"""Rows proposed at once where a rule can."""
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A rule for choosing basis vectors, and when to stop.
+
+    Args:
+        m: largest number of vectors; None: as many as there are rows.
+        tolerance: mean relative reconstruction error that is small enough.
+        progress: show a progress bar where it takes more than a few seconds.
+    """
+
+    m: int | None = None
+    tolerance: float = field(default=0.0, kw_only=True)
+    progress: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.m is not None:
+            self._count(m=self.m)
+        if not isinstance(self.tolerance, float | int) or not 0 <= self.tolerance < 1:
+            raise ValueError(f"{self._name}: tolerance must be from 0 to below 1, got {self.tolerance}")
+
+    @torch.no_grad()
+    def __call__(
+        self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
+    ) -> Basis:
+        """Choose among the rows of X (..., n, d); y (..., n) or (..., n, c) and weight matter to `pruned`."""
+        guard = Guard(self._name)
+        gram = NormalisedKernel(guard, kernel, X)
+        n = X.shape[-2]
+        if self.m is not None and self.m > n:
+            raise ValueError(f"{self._name}: m must be at most the number of rows, {n}, got {self.m}")
+        factor = Factor(guard, gram, n if self.m is None else self.m, self.tolerance)
+        propose = self._rule(factor, y, weight)
+        with tqdm(
+            total=factor.m, desc=self._name, unit="vector", delay=3, leave=False, disable=not self.progress
+        ) as bar:
+            return factor.grow(propose, bar.update)
+
+    def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
+        """A function that proposes rows for the factor as it stands."""
+        raise NotImplementedError
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _count(self, **count: object) -> None:
+        ((name, value),) = count.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{self._name}: {name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Seeded(Selector):
+    """A rule that draws at random: the same numbers at every call, from a seed drawn when it is made."""
+
+    generator: InitVar[torch.Generator | None] = field(default=None, kw_only=True)
+    seed: int = field(init=False)
+
+    def __post_init__(self, generator: torch.Generator | None) -> None:
+        super().__post_init__()
+        device = None if generator is None else generator.device
+        drawn = torch.randint(2**62, (), generator=generator, device=device)
+        object.__setattr__(self, "seed", int(drawn) if values_visible(drawn) else 0)
+
+    def _draw(self) -> Callable[..., Tensor]:
+        """A source of numbers from 0 to 1, of given shape, drawn on the host; always the same sequence."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -1,0 +1,39 @@
+"""What a criterion is: a function of a HeldOut that knows its own direction."""
+
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["Criterion", "criterion"]
+
+P = ParamSpec("P")
+
+
+class Criterion(Protocol[P]):
+    """A function of a HeldOut that knows its own direction."""
+
+    lower_is_better: bool
+    differentiable: bool
+    takes_fit: bool
+    """True where the argument is a Fit instead of a HeldOut."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        """The criterion, one number for each entry of the batch."""
+        ...
+
+
+def criterion(
+    *, lower_is_better: bool, differentiable: bool, takes_fit: bool = False
+) -> Callable[[Callable[P, Tensor]], Criterion[P]]:
+    """Put direction and differentiability on a function; without gradient it keeps no graph."""
+
+    def mark(function: Callable[P, Tensor]) -> Criterion[P]:
+        marked = cast("Criterion[P]", function if differentiable else torch.no_grad()(function))
+        marked.lower_is_better = lower_is_better
+        marked.differentiable = differentiable
+        marked.takes_fit = takes_fit
+        return marked
+
+    return mark

@@ -1,0 +1,155 @@
+"""Criteria of the order in which held-out outputs put the rows."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchloo.criteria import pairs
+from torchloo.criteria.criterion import criterion
+from torchloo.criteria.rows import Rows, Weight, no_weight, require_classes
+from torchloo.guards import Guard, host_labels, require_floating
+from torchloo.held_out import HeldOut
+
+__all__ = ["auc", "kendall_tau", "leave_pair_out_auc", "smooth_wmw", "wmw"]
+
+
+@criterion(lower_is_better=False, differentiable=False)
+def auc(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+    """Area under the ROC curve: the fraction of (positive, negative) pairs with f_+ > f_-, ties half.
+
+    Unweighted. Higher is better. Not differentiable. By sorting, O(n log n), in exact integers.
+    """
+    no_weight("auc", weight)
+    rows = Rows("auc", held_out, None, both=True, steps=True)
+    return rows.over_outputs(pairs.fraction_above(rows.outputs, rows.positive), per_output)
+
+
+@criterion(lower_is_better=True, differentiable=False)
+def wmw(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+    """Modified Wilcoxon-Mann-Whitney statistic: the fraction of pairs ranked wrongly, 1 - `auc`.
+
+    Unweighted. Lower is better. Not differentiable. O(n log n).
+    """
+    no_weight("wmw", weight)
+    rows = Rows("wmw", held_out, None, both=True, steps=True)
+    return rows.over_outputs(pairs.fraction_above(-rows.outputs, rows.positive), per_output)
+
+
+@criterion(lower_is_better=True, differentiable=True)
+def smooth_wmw(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, gamma: float = 10.0
+) -> Tensor:
+    """`wmw` with a logistic step: mean over pairs of 1 / (1 + exp(gamma (f_+ - f_-))).
+
+    Args beyond the usual: gamma > 0, the steepness. Unweighted. Lower is better. Differentiable, any
+    number of times. O(n_+ n_-) time; forward and backward look at blocks of about two million pairs,
+    so memory is O(n) and a few such blocks.
+    """
+    no_weight("smooth_wmw", weight)
+    Guard("smooth_wmw").positive(gamma=gamma)
+    rows = Rows("smooth_wmw", held_out, None, both=True)
+    positive, negative = pairs.by_class(rows.positive, rows.outputs.dtype)
+    f = gamma * rows.outputs.gather(-1, positive.row)  # (..., c, p)
+    g = gamma * rows.outputs.gather(-1, negative.row)  # (..., c, q)
+    wrong = (positive.mask * pairs.logistic_sum(f, g, negative.mask)).sum(-1)
+    return rows.over_outputs(wrong / (positive.mask.sum(-1) * negative.mask.sum(-1)), per_output)
+
+
+@criterion(lower_is_better=False, differentiable=False)
+def kendall_tau(
+    held_out: HeldOut,
+    weight: Weight = "own",
+    per_output: bool = False,
+    *,
+    clusters: object = "own",
+) -> Tensor:
+    """Kendall's tau_b between targets and held-out outputs within each cluster, averaged over clusters.
+
+    Args beyond the usual: clusters, integer labels (n,); "own" takes those of the HeldOut; None, like a
+    HeldOut of leave-one-out, makes all rows one group. A cluster whose targets are all tied, a single
+    row for one, has no tau_b and is left out of the average; where none is left there is an error. A
+    cluster whose outputs alone are all tied counts 0. Unweighted. Higher is better. Not differentiable.
+    O(n log^2 n) time, all clusters and the whole batch together. See Note [Kendall's tau by integers].
+    Reference: Kendall 1970; Knight 1966; Pahikkala, Boberg, Salakoski 2006, section 4.
+    """
+    no_weight("kendall_tau", weight)
+    rows = Rows("kendall_tau", held_out, None, steps=True)
+    n, device = rows.outputs.shape[-1], rows.outputs.device
+    labels = held_out.clusters if isinstance(clusters, str) and clusters == "own" else clusters
+    if labels is None:
+        cluster, sizes = torch.zeros(n, dtype=torch.int64), torch.tensor([n])
+    else:
+        labels = torch.from_numpy(host_labels("kendall_tau", labels, n))
+        cluster, sizes = torch.unique(labels, return_inverse=True, return_counts=True)[1:]
+    cluster, sizes = cluster.to(device), sizes.to(device)
+    tau, defined = pairs.tau_b(rows.targets, rows.outputs, cluster, sizes)  # (..., c, k)
+    count = defined.sum(-1)
+    rows.guard.require(count > 0, "targets must differ within one cluster at least, all are tied")
+    rows.guard.check()
+    return rows.over_outputs((tau.sum(-1) / count).to(rows.outputs.dtype), per_output)
+
+
+class _PairFit(Protocol):
+    """What `leave_pair_out_auc` asks of a Fit."""
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    @property
+    def dual(self) -> Tensor: ...
+
+    def annihilator(self) -> Tensor: ...
+
+
+def _pair_problem(function: str, fit: _PairFit) -> tuple[Guard, Tensor, Tensor, Tensor]:
+    """A guard, P (..., c, n, n) without a copy for each output, and targets and dual (..., c, n)."""
+    if not hasattr(fit, "annihilator"):
+        raise TypeError(f"{function}: fit must be a Fit, as solve(X, y) gives it, got {type(fit).__name__}")
+    P, a = fit.annihilator(), fit.dual.mT  # (..., n, n), (..., c, n)
+    require_floating(function, dual=a, targets=fit.targets, annihilator=P)
+    n = a.shape[-1]
+    if n < 3 or P.shape[-2:] != (n, n):
+        raise ValueError(
+            f"{function}: fit must have P (n, n) and n > 2 rows, got {tuple(P.shape)} and n = {n}"
+        )
+    Y = fit.targets.mT.expand(a.shape)
+    guard = Guard(function)
+    require_classes(guard, "targets", Y)
+    guard.finite(dual=a, annihilator=P)
+    guard.check()
+    return guard, P.unsqueeze(-3).expand(*a.shape, n), Y, a
+
+
+@criterion(lower_is_better=False, differentiable=False, takes_fit=True)
+def leave_pair_out_auc(
+    fit: _PairFit, weight: Weight = "own", per_output: bool = False, *, tolerance: float | None = None
+) -> Tensor:
+    """AUC in which every (positive, negative) pair is ranked by the machine that saw neither, ties half.
+
+    The held-out residual of L = {i, j} is P_LL^{-1} a_L, a closed 2 x 2 solve for each pair.
+
+    Args:
+        fit: a Fit, with targets and dual (..., n, c) and annihilator() -> P (..., n, n).
+        tolerance: outputs nearer than this, relative to their targets and residuals, are tied; twin rows
+            of both classes tie only up to rounding. None: the square root of the machine precision.
+
+    Unweighted. Higher is better. Not differentiable. O(n_+ n_-) given P, for each output, in blocks of
+    about two million entries. Reference: Pahikkala, Airola, Boberg, Salakoski 2008.
+    """
+    no_weight("leave_pair_out_auc", weight)
+    guard, P, Y, a = _pair_problem("leave_pair_out_auc", fit)
+    tolerance = torch.finfo(a.dtype).eps ** 0.5 if tolerance is None else tolerance
+    positive, negative = pairs.by_class(Y > 0, a.dtype)
+    block = max(1, pairs.PAIRS // a.numel())
+    right = a.new_zeros(a.shape[:-1], dtype=torch.float64)  # (..., c)
+    for i, mask in zip(positive.row.split(block, -1), positive.mask.split(block, -1), strict=True):
+        gap, size, det = pairs.pair_terms(P, Y, a, i, negative.row)
+        pair = mask.unsqueeze(-1) * negative.mask.unsqueeze(-2)  # (..., c, p, q)
+        guard.require((det > 0) | (pair == 0), "fit is singular in a pair of rows; raise reg or use float64")
+        tied = gap.abs() <= tolerance * size
+        right += (pair * torch.where(tied, 0.5, (gap > 0).to(a.dtype))).sum((-2, -1), dtype=torch.float64)
+    guard.check()
+    value = right / (positive.mask.sum(-1) * negative.mask.sum(-1))
+    whole = per_output and not getattr(fit, "flat", False)  # flat: the targets came without output axis
+    return (value if whole else value.mean(-1)).to(a.dtype)

@@ -1,0 +1,72 @@
+"""Criteria of the held-out residuals."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchloo.criteria.criterion import criterion
+from torchloo.criteria.rows import Rows, Weight
+from torchloo.held_out import HeldOut
+
+__all__ = ["log_density", "mse", "press"]
+
+
+@criterion(lower_is_better=True, differentiable=True)
+def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+    """Predicted residual sum of squares: sum_i w_i r_i^2.
+
+    Lower is better. Differentiable. Reference: Allen 1974; Cawley 2006, II-G.
+
+    >>> f, y, one = torch.tensor([0.5, -2.0]), torch.tensor([1.0, -1.0]), torch.ones(2)
+    >>> press(HeldOut(f, y - f, y, one, None, one, one > 1))
+    tensor(1.2500)
+    """
+    rows = Rows("press", held_out, weight)
+    return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()), per_output)
+
+
+@criterion(lower_is_better=True, differentiable=True)
+def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+    """Mean squared held-out residual: sum_i w_i r_i^2 / sum_i w_i.
+
+    Lower is better. Differentiable.
+    """
+    rows = Rows("mse", held_out, weight)
+    return rows.over_outputs(rows.mean(rows.turn("residuals", held_out.residuals).square()), per_output)
+
+
+@criterion(lower_is_better=False, differentiable=True)
+def log_density(
+    held_out: HeldOut,
+    weight: Weight = "own",
+    per_output: bool = False,
+    *,
+    noise: Tensor | float | None = None,
+) -> Tensor:
+    """Mean held-out log predictive density under Gaussian noise.
+
+    sum_i w_i log N(r_i; 0, s^2 v_i) / sum_i w_i, with v the variance of the HeldOut. Training weights
+    are precisions and already in v; here they average.
+
+    Args beyond the usual: noise, the variance s^2 > 0, a number or a tensor that broadcasts with
+    batch + (c,), or with the batch where there is no output axis. None takes the s^2 that maximises
+    the result, the mean of r^2 / v under the same weights, one for each output. Rasmussen and Williams
+    sum over rows and have every scale in the kernel: n times this with noise=1. Under clusters v is
+    the marginal variance of a row given all other clusters.
+    Higher is better. Differentiable. Reference: Rasmussen, Williams 2006, eq. 5.10 to 5.12.
+    """
+    rows = Rows("log_density", held_out, weight)
+    v = rows.turn("variance", held_out.variance)
+    rows.guard.require(~v.isnan().any(), "variance must be known, but this machine has none")
+    ratio = rows.mean(rows.turn("residuals", held_out.residuals).square() / v)  # (..., c)
+    if noise is None:
+        s2 = ratio
+        rows.guard.require(s2 > 0, "residuals must not all be zero, the density has no bound; give noise")
+    else:
+        rows.guard.positive(noise=noise)
+        s2 = torch.as_tensor(noise, dtype=v.dtype, device=v.device)
+        s2 = s2 if rows.output_axis else s2.unsqueeze(-1)
+    rows.guard.check()
+    value = -0.5 * (math.log(2 * math.pi) + s2.log() + rows.mean(v.log()) + ratio / s2)
+    return rows.over_outputs(value, per_output)

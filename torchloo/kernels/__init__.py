@@ -1,0 +1,24 @@
+"""Kernels: small modules, kernel(X, Z=None) -> (..., n, m), composed by + and *.
+
+Leading dimensions of X (..., n, d) and Z (..., m, d) are batch and broadcast. Z=None means Z = X: the matrix
+is then exactly symmetric. Positive parameters are copied and kept as logarithms, `log_lengthscale` and so on,
+in float64, so any optimiser moves them safely. Values of X are not looked at: machines do that, once.
+
+X and Z may also be sparse rows, (n, d) of layout torch.sparse_csr, for Linear, Polynomial and Boolean, for
+RBF and Matern with one lengthscale, and for what is composed of them. The matrix is dense, and differentiable
+in the parameters of the kernel and in dense points, not in sparse rows.
+
+>>> import torch
+>>> kernel = 2.0 * RBF(lengthscale=0.5) + Linear()
+>>> kernel(torch.zeros(3, 2)).shape
+torch.Size([3, 3])
+"""
+
+from torchloo.kernels.inner import Boolean, Linear, Polynomial
+from torchloo.kernels.kernel import Kernel, Product, Scaled, Sum
+from torchloo.kernels.precomputed import Precomputed
+from torchloo.kernels.stationary import RBF, Matern
+
+__all__ = [
+    "RBF", "Boolean", "Kernel", "Linear", "Matern", "Polynomial", "Precomputed", "Product", "Scaled", "Sum",
+]  # fmt: skip

@@ -1,0 +1,91 @@
+"""Kernels of the inner product x . z."""
+
+import torch
+from torch import Tensor, nn
+
+from torchloo import csr
+from torchloo.guards import Guard, values_visible
+from torchloo.kernels.kernel import Features, Kernel, Values, exp_of
+
+__all__ = ["Boolean", "Linear", "Polynomial"]
+
+
+def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
+    """x_i . z_j, (..., n, m); exactly symmetric if Z is None, as a matmul need not be."""
+    if csr.is_csr(X) or csr.is_csr(Z):
+        return csr.inner(X, Z)
+    if Z is not None:
+        return X @ Z.mT
+    half = (0.5 * X) @ X.mT
+    return half + half.mT
+
+
+class _OfInner(Kernel):
+    """A function of the inner product x . z, given by `_of_inner`, entry by entry."""
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return self._of_inner(_inner(X, Z))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return self._of_inner(csr.square_length(X).unsqueeze(-1))[..., 0]
+
+
+class Linear(_OfInner):
+    """k(x, z) = x . z (CRITERIA eq. 2)."""
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return inner
+
+    @property
+    def is_linear(self) -> bool:
+        """True."""
+        return True
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """X itself, or its features; sparse rows made dense."""
+        return csr.dense(self._embed("X", X))
+
+
+class Polynomial(_OfInner):
+    """k(x, z) = (x . z + offset)^degree (CRITERIA eq. 3), offset >= 0 of shape (...).
+
+    Zero has no logarithm to train: if any offset is 0 then all are fixed, and `log_offset` is a buffer (-inf
+    where the offset is 0) instead of a parameter.
+    """
+
+    _fixed = ("degree",)
+    offset = exp_of("log_offset")
+
+    def __init__(self, degree: int = 2, offset: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features)
+        if not isinstance(degree, int) or degree < 1:
+            raise ValueError(f"Polynomial: degree must be a positive integer, got {degree}")
+        self.degree = degree
+        values = torch.as_tensor(offset, dtype=torch.float64).detach()
+        guard = Guard("Polynomial")
+        guard.require((values >= 0) & (values < torch.inf), f"offset must be 0 or positive, got {offset}")
+        guard.check()
+        number = isinstance(offset, float | int)
+        zero = offset == 0 if number else values_visible(values) and bool((values == 0).any())
+        self.log_offset = (nn.Buffer if zero else nn.Parameter)(values.log())
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return (inner + self._lift("offset", inner)) ** self.degree
+
+
+class Boolean(_OfInner):
+    """k(x, z) = (1 + rate)^(x . z) (CRITERIA, below eq. 3), rate > 0 of shape (...).
+
+    For x in {0, 1}^d: every conjunction of s of the d variables is a feature, of squared weight rate^s.
+    """
+
+    rate = exp_of("log_rate")
+
+    def __init__(self, rate: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features, rate=rate)
+
+    def _of_inner(self, inner: Tensor) -> Tensor:
+        return (self._lift("rate", inner).log1p() * inner).exp_()

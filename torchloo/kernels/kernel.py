@@ -1,0 +1,214 @@
+"""What every kernel is, and how kernels make new ones: scaled, added, multiplied."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchloo import csr
+from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.precision import full_precision
+
+__all__ = ["Features", "Kernel", "Product", "Scaled", "Sum", "Values", "exp_of", "log_of"]
+
+Values = float | Sequence[float] | Tensor
+Features = nn.Module | None
+
+
+def log_of(function: str, name: str, values: Values) -> Tensor:
+    """Logarithms in float64 of values checked to be positive and finite."""
+    tensor = torch.as_tensor(values, dtype=torch.float64).detach()
+    guard = Guard(function)
+    guard.positive(**{name: values if isinstance(values, float | int) else tensor})
+    guard.check()
+    return tensor.log()
+
+
+def exp_of(name: str) -> property:
+    """A property that reads the value of which the parameter of this name is the logarithm."""
+    return property(lambda kernel: getattr(kernel, name).exp(), doc=f"exp({name}).")
+
+
+def _show(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    if value.ndim > 1 or value.numel() > 8 or not values_visible(value):
+        return f"<shape {tuple(value.shape)}>"
+    shown = [f"{v:.4g}" for v in value.flatten().tolist()]
+    return f"[{', '.join(shown)}]" if value.ndim else shown[0]
+
+
+class Kernel(nn.Module):
+    """A positive semidefinite function of two points, for all pairs of rows of X and Z.
+
+    A kernel of your own overrides `_evaluate`, for inputs that are checked and have gone through `features`.
+
+    Args:
+        features: module applied to X and Z first, (..., n, d) -> (..., n, p), and trained with the kernel. It
+            may run under autocast; the kernel itself is always evaluated in the precision of X.
+        positive: values of positive parameters by name, each kept as the parameter `log_<name>`.
+    """
+
+    _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
+
+    def __init__(self, *, features: Features = None, **positive: Values) -> None:
+        super().__init__()
+        if not isinstance(features, Features):
+            raise TypeError(f"{self._get_name()}: features must be a Module, got {type(features).__name__}")
+        self.features = features
+        for name, values in positive.items():
+            self.register_parameter(f"log_{name}", nn.Parameter(log_of(self._get_name(), name, values)))
+
+    def forward(self, X: Tensor, Z: Tensor | None = None) -> Tensor:
+        """Kernel matrix (..., n, m) between X (..., n, d) and Z (..., m, d), of their dtype."""
+        left, right = self._embed("X", X), None
+        if Z is not None:
+            require_floating(self._get_name(), X=X, Z=Z)
+            right = self._embed("Z", Z)
+            d = left.shape[-1]
+            self._require(right.shape[-1] == d, f"Z must have {d} columns to match X", right.shape)
+            self._batch(X=left.shape[:-2], Z=right.shape[:-2])
+        with full_precision(X):
+            return self._evaluate(left, right)
+
+    def diagonal(self, X: Tensor) -> Tensor:
+        """k(x_i, x_i), (..., n), without the matrix."""
+        X = self._embed("X", X)
+        with full_precision(X):
+            return self._diagonal(X)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        blocks = (self._evaluate(rows, None) for rows in X.split(64, dim=-2))
+        return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kernel is linear in finitely many features, which `feature_map` lists."""
+        return False
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """F (..., n, p) with K = F F^T, for a kernel that `is_linear`."""
+        raise NotImplementedError(f"{self._get_name()} is not linear in finitely many features")
+
+    def extra_repr(self) -> str:
+        """Current values."""
+        logs = (name.removeprefix("log_") for name in (*self._parameters, *self._buffers))
+        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self._fixed, *logs))
+
+    def __add__(self, other: object) -> "Sum":
+        return Sum(self, other) if isinstance(other, Kernel) else NotImplemented
+
+    def __radd__(self, other: object) -> "Kernel":
+        return self if other == 0 else NotImplemented  # what sum(kernels) starts from
+
+    def __mul__(self, other: object) -> "Kernel":
+        if isinstance(other, Kernel):
+            return Product(self, other)
+        return Scaled(self, other) if isinstance(other, float | int | Tensor) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def _require(self, holds: bool, expected: str, shape: torch.Size) -> None:
+        if not holds:
+            raise ValueError(f"{self._get_name()}: {expected}, got shape {tuple(shape)}")
+
+    def _batch(self, **shapes: torch.Size) -> torch.Size:
+        try:
+            return torch.broadcast_shapes(*shapes.values())
+        except RuntimeError:
+            received = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            raise ValueError(f"{self._get_name()}: batch shapes must broadcast, got {received}") from None
+
+    def _lift(self, name: str, X: Tensor) -> Tensor:
+        """A parameter of batch shape (...) as (..., 1, 1), in the dtype of X."""
+        value = getattr(self, name)
+        self._batch(**{"X": X.shape[:-2], name: value.shape})
+        return value.to(X.dtype).unsqueeze(-1).unsqueeze(-1)
+
+    def _embed(self, name: str, X: Tensor) -> Tensor:
+        require_floating(self._get_name(), **{name: X})
+        csr.require_layout(self._get_name(), name, X)
+        self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
+        for own in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
+            if own.device != X.device:
+                where = f"{self._get_name()}: {name} must be on the device of the kernel, {own.device}"
+                raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
+        if self.features is None:
+            return X
+        F, n = self.features(X), X.shape[-2]
+        self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
+        return F.to(X.dtype)
+
+
+class Scaled(Kernel):
+    """scale * kernel, scale > 0 of shape (...)."""
+
+    scale = exp_of("log_scale")
+
+    def __init__(self, kernel: Kernel, scale: Values, *, features: Features = None) -> None:
+        super().__init__(features=features, scale=scale)
+        self.kernel = kernel
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        K = self.kernel(X, Z)
+        return self._lift("scale", K) * K
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        k = self.kernel.diagonal(X).unsqueeze(-1)
+        return (self._lift("scale", k) * k)[..., 0]
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kernel is."""
+        return self.kernel.is_linear
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """sqrt(scale) times the features of the kernel."""
+        F = self.kernel.feature_map(self._embed("X", X))
+        return self._lift("scale", F).sqrt() * F
+
+
+class _Composite(Kernel):
+    """Several kernels, their matrices combined entry by entry; each applies features of its own last."""
+
+    _combine: Callable[[Any, Any], Any]
+
+    def __init__(self, *kernels: Kernel, features: Features = None) -> None:
+        super().__init__(features=features)
+        self.kernels: Any = nn.ModuleList(kernels)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
+
+
+class Sum(_Composite):
+    """k1 + k2 + ...; the kernels apply features of their own, after those of the sum."""
+
+    _combine = staticmethod(operator.add)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether all of the kernels are."""
+        return all(kernel.is_linear for kernel in self.kernels)
+
+    def feature_map(self, X: Tensor) -> Tensor:
+        """The features of the kernels side by side."""
+        X = self._embed("X", X)
+        maps = [kernel.feature_map(X) for kernel in self.kernels]
+        batch = torch.broadcast_shapes(*(F.shape[:-2] for F in maps))
+        return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
+
+
+class Product(_Composite):
+    """k1 * k2 * ..., entry by entry; features as in Sum."""
+
+    _combine = staticmethod(operator.mul)

@@ -1,0 +1,105 @@
+"""Kernels of the distance |x - z|, in units of a lengthscale."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from torchloo import csr
+from torchloo.kernels.distances import matern_of_square, squared_distance
+from torchloo.kernels.kernel import Features, Kernel, Values, exp_of, log_of
+
+__all__ = ["RBF", "Matern"]
+
+
+class _Stationary(Kernel):
+    """A function of |x - z| / lengthscale that is 1 at zero."""
+
+    lengthscale = exp_of("log_lengthscale")
+    log_lengthscale: Tensor
+
+    def _diagonal(self, X: Tensor) -> Tensor:
+        batch = self._batch(lengthscale=self.log_lengthscale.shape[:-1], X=X.shape[:-2])
+        return torch.ones((*batch, X.shape[-2]), dtype=X.dtype, device=X.device)
+
+    def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
+        """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
+        scale, d = self.log_lengthscale.double().exp(), X.shape[-1]
+        shapes = {"lengthscale": scale.shape[:-1], "X": X.shape[:-2], "Z": (X if Z is None else Z).shape[:-2]}
+        if scale.ndim > 0:
+            expected = f"lengthscale must be a scalar or end in {d} to match X"
+            self._require(scale.shape[-1] in (1, d), expected, scale.shape)
+            scale = scale.unsqueeze(-2)  # (..., 1, d)
+        batch = self._batch(**shapes)
+        if csr.is_csr(X) or csr.is_csr(Z):
+            return self._sparse_distance(X, Z, scale, factor, direct)
+        # Centred in float64: far from the origin, a division in float32 would round distances away.
+        centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
+        left = ((X.double() - centre) / scale).expand(*batch, *X.shape[-2:])
+        right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
+        return squared_distance(left, right, same=Z is None, direct=direct, factor=factor, dtype=X.dtype)
+
+    def _sparse_distance(
+        self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
+    ) -> Tensor:
+        """The same from |x|^2 + |z|^2 - 2 x . z; zeros must stay zeros, so nothing can be centred."""
+        single = scale.numel() == 1 and scale.ndim < 3
+        if direct or not single:
+            raise ValueError(
+                f"{self._get_name()}: X of sparse rows needs one lengthscale and nu > 1/2, "
+                f"got {self.extra_repr()}; make it dense by X.to_dense()"
+            )
+        X64, Z64 = X.double(), None if Z is None else Z.double()
+        left = csr.square_length(X64)
+        right = left if Z64 is None else csr.square_length(Z64)
+        square = (left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)).clamp_(min=0)
+        if Z is None:
+            square.fill_diagonal_(0)
+        return (square * (factor / scale.reshape(()).square())).to(X.dtype)
+
+
+class RBF(_Stationary):
+    """k(x, z) = exp(-|x - z|^2 / (2 lengthscale^2)); k(x, x) is exactly 1.
+
+    Cost: one matmul or 16 passes at most, and an exp. Memory: one (n, m) matrix, kept for the backward.
+
+    Args:
+        lengthscale: positive. A number or shape () is shared by all coordinates; shape (d,) has one for each
+            (ARD). A batch has at least two dimensions: (..., 1) shared or (..., d) ARD, and its leading
+            dimensions broadcast with those of X.
+
+    >>> RBF.from_rate(torch.tensor([0.5, 2.0]))
+    RBF(lengthscale=[1, 0.5])
+    """
+
+    def __init__(self, lengthscale: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features, lengthscale=lengthscale)
+
+    @classmethod
+    def from_rate(cls, eta: Values, *, features: Features = None) -> Self:
+        """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
+        return cls((2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt(), features=features)
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        return self._distance(X, Z, factor=-0.5).exp_()
+
+
+class Matern(_Stationary):
+    """With a = sqrt(2 nu) |x - z| / lengthscale: e^-a, (1 + a) e^-a or (1 + a + a^2/3) e^-a; k(x, x) = 1.
+
+    For nu = 1/2, 3/2 or 5/2. At equal rows nu = 1/2 has no gradient and 0 is taken; as its square root needs
+    small distances to be accurate, it takes differences for every d, at d passes. Memory: two (n, m)
+    matrices kept for the backward. Lengthscale: as in RBF.
+    """
+
+    _fixed = ("nu",)
+
+    def __init__(self, nu: float = 1.5, lengthscale: Values = 1.0, *, features: Features = None) -> None:
+        super().__init__(features=features, lengthscale=lengthscale)
+        if nu not in (0.5, 1.5, 2.5):
+            raise ValueError(f"Matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
+        self.nu = nu
+
+    def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        A = self._distance(X, Z, factor=2 * self.nu, direct=self.nu == 0.5)
+        return matern_of_square(A, int(self.nu))

@@ -1,0 +1,6 @@
+"""The shell of every machine: parameters, buffers, and one call of a pure function each."""
+
+from torchloo.machine.kernel_machine import KernelMachine, log_parameter
+from torchloo.machine.least_squares import LeastSquares
+
+__all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
