@@ -485,7 +485,6 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
         svm(K, y, 1000.0)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("values", [True, False])
 def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch):
     """With columns for two variables beside the free ones most paths miss an event and are repeated."""
@@ -596,7 +595,8 @@ def test_workers_refuse_gradients():
         svm_lco(K.requires_grad_(), y, C, torch.arange(40) // 4, workers=2)
     with torch.no_grad():
         assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K.detach(), y, C).outputs)
-=======
+
+
 def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
     def only_small_boxes(problems):
         found = zip(problems, solve_exactly(problems), strict=True)
@@ -621,4 +621,3 @@ def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
     free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
     received = exact._drop_dependent(K, y, box, free, upper, alpha)
     assert all(torch.equal(*pair) for pair in zip(received, (free, upper, alpha), strict=True))
->>>>>>> wt_multi
