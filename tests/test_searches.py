@@ -146,6 +146,10 @@ MACHINES = {
     "sparse-basis": lambda: tl.SparseLSSVM(
         K.RBF(), basis=nn.Parameter(torch.tensor([[0.0, 0.0], [1.0, 0.5], [-1.0, 1.0]], dtype=DOUBLE))
     ),
+    "sparse-drawn": lambda: tl.SparseLSSVM(
+        K.RBF(), basis=tl.basis.random(5, generator=torch.Generator().manual_seed(3))
+    ),
+    "sparse-pruned": lambda: tl.SparseLSSVM(K.RBF(), basis=tl.basis.pruned(5)),
     "network": lambda: tl.LSSVM(K.RBF(features=network())),
     "network-within": lambda: tl.LSSVM(K.RBF(torch.ones(2), features=network()) + K.Linear()),
     "svc": lambda: tl.SVC(K.RBF()),
@@ -175,7 +179,8 @@ def objective_of(
     space = Space("select", machine)
     score = Score("select", "criterion", criterion)
     prior = HyperPrior(prior, space, 14)
-    return Objective(space, stack(X, y, weight, clusters, ["own"]), score, prior, Silent())
+    rows = stack("select", X, y, weight, ["own"], clusters or [None, None])
+    return Objective(space, rows, score, prior, Silent())
 
 
 def candidates(space, count=6, seed=1):
@@ -204,17 +209,74 @@ def test_a_batch_of_machines_equals_its_loop(name, columns):
     assert objective.space.batched == (name not in ("own-kernel", "stateful-network"))
 
 
+# The same in both problems; of the same sizes; and ragged, which only the sizes have in common.
+CLUSTERS = {
+    "alike": [torch.arange(14) // 2, torch.arange(14) // 2],
+    "mixed": [torch.arange(14) // 2, 7 - torch.arange(14) % 7],
+    "ragged": [torch.tensor([3, 9, 3, 5, 9, 1, 9, 5, 2, 3, 9, 5, 2, 2]),
+               torch.tensor([0, 4, 4, 4, 7, 4, 0, 7, 7, 8, 0, 6, 6, 6])],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("name", ["lssvm-rbf", "rls-ard", "kfd", "sparse", "svc"])
-def test_clusters_and_weights_reach_the_batch(name, columns):
-    clusters = torch.arange(14) // 2
-    objective = objective_of(MACHINES[name](), tl.criteria.mse, clusters, weights=True, columns=columns)
+@pytest.mark.parametrize("labels", CLUSTERS)
+@pytest.mark.parametrize(
+    "name", ["lssvm-rbf", "rls-ard", "kfd", "sparse", "sparse-drawn", "sparse-basis", "svc", "own-kernel"]
+)
+def test_clusters_and_weights_reach_the_batch(name, labels, columns):
+    clusters = CLUSTERS[labels]
+    objective = objective_of(MACHINES[name](), clusters=clusters, weights=True, columns=columns)
     theta, problem = candidates(objective.space)
-    values, _ = objective(theta, problem)
+    values, slopes = objective(theta, problem, gradient=True)
+    one_problem = objective(theta[::2], problem[::2])[0]
+    torch.testing.assert_close(one_problem, values[::2], rtol=1e-9, atol=0)
     for i, k in enumerate(problem.tolist()):
         rows = [part[k] for part in objective.problems[:3]]
-        held_out = objective.space.machine_at(theta[i]).lco(rows[0], rows[1], clusters, rows[2])
-        torch.testing.assert_close(values[i], tl.criteria.mse(held_out).detach(), rtol=1e-9, atol=0)
+        machine = objective.space.machine_at(theta[i])
+        value = tl.criteria.squared_hinge(machine.lco(rows[0], rows[1], clusters[k], rows[2]))
+        wanted = [p for p in machine.parameters() if p.requires_grad]
+        expected = torch.cat([g.double().flatten() for g in torch.autograd.grad(value, wanted)])
+        torch.testing.assert_close(values[i], value.detach(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(slopes[i], expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["lssvm-rbf", "sparse", "sparse-drawn", "sparse-pruned", "lssvm-linear"])
+def test_clusters_reach_the_path_of_a_batch(name):
+    clusters = CLUSTERS["ragged"]
+    objective = objective_of(MACHINES[name](), tl.criteria.kendall_tau, clusters, weights=True)
+    theta, problem = candidates(objective.space)
+    regs = torch.logspace(-2, 1, 8, dtype=DOUBLE)
+    values = objective.along_reg(theta, problem, regs)
+    for i, k in enumerate(problem.tolist()):
+        X, y, weight = (part[k] for part in objective.problems[:3])
+        path = objective.space.machine_at(theta[i]).path(X, y, regs, clusters[k], weight)
+        torch.testing.assert_close(-values[i], tl.criteria.kendall_tau(path), rtol=1e-9, atol=1e-12)
+
+
+def test_a_criterion_of_the_users_sees_rows_and_labels_as_they_came():
+    seen = []
+
+    def criterion(held_out):
+        seen.append(held_out)
+        return held_out.residuals.square().sum()
+
+    clusters = CLUSTERS["ragged"]
+    objective = objective_of(tl.LSSVM(K.RBF()), criterion, clusters, weights=True)
+    theta, problem = candidates(objective.space)
+    regs = torch.tensor([0.5, 2.0], dtype=DOUBLE)
+    objective(theta, problem)
+    objective(theta[:1], problem[:1])
+    objective.along_reg(theta, problem, regs)
+    machines = [objective.space.machine_at(t) for t in theta]
+    calls = [(i, None) for i in (*range(6), 0)] + [(i, reg) for reg in regs for i in range(6)]
+    for (i, reg), received in zip(calls, seen, strict=True):
+        k = int(problem[i])
+        if reg is not None:
+            machines[i].log_reg.data = reg.log()
+        X, y, weight = (part[k] for part in objective.problems[:3])
+        expected = machines[i].lco(X, y, clusters[k], weight)
+        for name in expected._fields:
+            torch.testing.assert_close(getattr(received, name), getattr(expected, name).detach())
 
 
 @pytest.mark.parametrize("name", ["lssvm-rbf", "rls-ard", "kfd", "sparse", "lssvm-linear", "own-kernel"])

@@ -67,16 +67,22 @@ class Partition:
         small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
         return Partition(small), Partition(self.groups[len(small) :])  # sizes ascend
 
+    @property
+    def index(self) -> Tensor:
+        """All rows, set after set, group after group."""
+        return torch.cat([rows.flatten() for rows in self.groups])
+
     def gather(self, values: Tensor) -> list[Tensor]:
         """Rows of (..., n, c) by group: (..., g, s, c) each."""
-        return [values[..., rows, :] for rows in self.groups]
+        # All at once: gradients of one gather for each size would be added up over all n rows each time.
+        parts = values.index_select(-2, self.index).split([rows.numel() for rows in self.groups], -2)
+        return [part.unflatten(-2, rows.shape) for part, rows in zip(parts, self.groups, strict=True)]
 
     def scatter(self, parts: list[Tensor], n: int) -> Tensor:
         """Put (..., g, s, c) of each group back in their rows: (..., n, c), zero where there is none."""
-        index = torch.cat([rows.flatten() for rows in self.groups])
         values = torch.cat([part.flatten(-3, -2) for part in parts], -2)
         blank = values.new_zeros((*values.shape[:-2], n, values.shape[-1]))
-        return blank.index_copy(-2, index, values)
+        return blank.index_copy(-2, self.index, values)
 
     def block_diagonal_times(self, blocks: list[Tensor], V: Tensor) -> Tensor:
         """D V for the block-diagonal matrix D of blocks (..., g, s, s) and V (..., n, m)."""

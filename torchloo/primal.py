@@ -30,23 +30,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.blocks import NOT_DEFINITE, solve_blocks
+from torchloo.blocks import solve_blocks
 from torchloo.clusters import Partition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
+from torchloo.sums import is_lost, leave_out_large, leave_out_lost, normal, whitened
 
-__all__ = ["REFIT_BELOW", "Primal", "primal", "sum_of_others"]
-
-# Below this 1 - h the form has lost too many of the 16 digits, and the rows are refitted.
-REFIT_BELOW = 1e-6
-
-# How many numbers the sets that are left out together by sums may take at once.
-_CHUNK = 1 << 23
+__all__ = ["Primal", "primal"]
 
 
-def _normal(Z: Tensor, R: Tensor, weight: Tensor) -> Tensor:
-    """C = R + Z^T Omega Z, (..., p, p)."""
-    return R + Z.mT @ (weight.unsqueeze(-1) * Z)
+_Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Held-out residuals (..., g, s, c), variances (..., g, s, 1) and lost sets (..., g) for each size."""
 
 
 def _solve(L: Tensor, V: Tensor) -> Tensor:
@@ -58,7 +52,7 @@ def _solve(L: Tensor, V: Tensor) -> Tensor:
 
 def _graph_factor(Z: Tensor, R: Tensor, weight: Tensor, L: Tensor) -> Tensor:
     """The factor that was saved, or one on differentiable operations where a graph is wanted."""
-    return torch.linalg.cholesky(_normal(Z, R, weight)) if torch.is_grad_enabled() else L
+    return torch.linalg.cholesky(normal(Z, R, weight)) if torch.is_grad_enabled() else L
 
 
 class _Coefficients(Function):
@@ -102,10 +96,7 @@ class _Blocks(Function):
     @staticmethod
     def forward(Z: Tensor, R: Tensor, weight: Tensor, L: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
         with full_precision(Z):
-            if L.ndim < Z.ndim:
-                root = Z / L.unsqueeze(-2)
-            else:
-                root = torch.linalg.solve_triangular(L, Z.mT, upper=False).mT  # (..., n, p)
+            root = whitened(L, Z.mT).mT  # (..., n, p)
             blocks = []
             for rows in index:
                 zeta = weight[..., rows]  # (..., g, s)
@@ -139,56 +130,6 @@ class _Blocks(Function):
             return -2 * zeta * (G - ZQ), Q, zetabar, *[None] * (1 + len(index))
 
 
-def sum_of_others(parts: Tensor) -> Tensor:
-    """For each of the parts (..., g, p, c), the sum of the others, without subtracting anything."""
-    none = torch.zeros_like(parts[..., :1, :, :])
-    before = torch.cat([none, parts[..., :-1, :, :]], -3).cumsum(-3)
-    after = torch.cat([parts[..., 1:, :, :], none], -3).flip(-3).cumsum(-3).flip(-3)
-    return before + after
-
-
-def _left_out(
-    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, rows: Tensor, guard: Guard
-) -> tuple[Tensor, Tensor]:
-    """Held-out residuals (..., g, s, c) and diag(P_LL^{-1}), (..., g, s, 1), of sets of rows (g, s).
-
-    Note [leaving out by sums]
-    The normal equations without L are sums over the other rows. Those of the rows in no set are
-    added up once, those of the sets before and after L by cumulative sums; nothing is subtracted, so
-    nothing cancels. With C the normal matrix without L, P_LL^{-1} = Omega_L^{-1} + Z_L C^{-1} Z_L^T.
-    Differentiable by autograd, to every order. Cost n p^2 for each chunk of sets, p^3 for each set.
-    """
-    n, p, c = *Z.shape[-2:], Y.shape[-1]
-    chunk = max(1, _CHUNK // (p * p + n * c))
-    parts = [_left_out_chunk(Z, R, weight, Y, part, guard) for part in rows.split(chunk)]
-    return torch.cat([r for r, _ in parts], -3), torch.cat([variance for _, variance in parts], -3)
-
-
-def _left_out_chunk(
-    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, rows: Tensor, guard: Guard
-) -> tuple[Tensor, Tensor]:
-    g, c = len(rows), Y.shape[-1]
-    outside = weight.index_fill(-1, rows.flatten(), 0.0)  # (..., n), without any of the sets
-    zeta, Z_L, Y_L = weight[..., rows].unsqueeze(-1), Z[..., rows, :], Y[..., rows, :]  # (..., g, s, .)
-    C = _normal(Z, R, outside).unsqueeze(-3) + sum_of_others(Z_L.mT @ (zeta * Z_L))
-    right = (Z.mT @ (outside.unsqueeze(-1) * Y)).unsqueeze(-3) + sum_of_others(Z_L.mT @ (zeta * Y_L))
-    L, info = torch.linalg.cholesky_ex(C)
-    guard.require(info == 0, NOT_DEFINITE)
-    coef = torch.cholesky_solve(right, L)  # (..., g, p, c)
-    # One step of refinement from the rows themselves, as in `_Coefficients`.
-    own = (
-        torch.zeros_like(Z[..., :1])
-        .expand(*Z.shape[:-1], g)
-        .scatter(-2, rows.mT.expand(*Z.shape[:-2], -1, -1), 1.0)
-    )
-    kept = (weight.unsqueeze(-1) * (1 - own)).unsqueeze(-1)  # (..., n, g, 1)
-    e = Y.unsqueeze(-2) - (Z @ coef.transpose(-3, -2).flatten(-2)).unflatten(-1, (g, c))  # (..., n, g, c)
-    gradient = (Z.mT @ (kept * e).flatten(-2)).unflatten(-1, (g, c)).transpose(-3, -2)
-    coef = coef + torch.cholesky_solve(gradient - R.unsqueeze(-3) @ coef, L)
-    root = torch.linalg.solve_triangular(L, Z_L.mT, upper=False)  # (..., g, p, s)
-    return Y_L - Z_L @ coef, root.square().sum(-2).unsqueeze(-1) + 1 / zeta
-
-
 class Primal(NamedTuple):
     """A factorised primal problem: its solution, and P by blocks on demand.
 
@@ -213,23 +154,26 @@ class Primal(NamedTuple):
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
 
-        Sets of up to p rows by their blocks, unless their 1 - h is lost to rounding; those, and
-        larger ones, by Note [leaving out by sums].
+        Sets of up to p rows by their blocks, larger ones by Note [large sets]; where their 1 - h is
+        lost to rounding, by Note [leaving out by sums].
         """
         small, large = partition.split(self.Z.shape[-1])
-        residuals, variances, marks = self._by_blocks(small, guard) if small.groups else ([], [], [])
-        for rows in large.groups:
-            r, variance = _left_out(self.Z, self.R, self.weight, self.Y, rows, guard)
-            residuals.append(r)
-            variances.append(variance * self.reg[..., None, None, None])
-            marks.append(torch.zeros_like(variance, dtype=torch.bool))
+        residuals, variances, lost = self._by_blocks(small, guard) if small.groups else ([], [], [])
+        if large.groups:
+            for parts, more in zip((residuals, variances, lost), self._by_sums(small, large), strict=True):
+                parts += more
         n = self.Z.shape[-2]
+        marks = [
+            flag[..., None, None].expand(*flag.shape, rows.shape[-1], 1)
+            for flag, rows in zip(lost, partition.groups, strict=True)
+        ]
         refitted = partition.scatter(marks, n)[..., 0]
-        return partition.scatter(residuals, n), partition.scatter(variances, n), refitted
+        r, variance = partition.scatter(residuals, n), partition.scatter(variances, n)
+        if values_visible(self.Y) and bool(refitted.any()):
+            r, variance = self._refitted(partition, lost, r, variance, guard)
+        return r, variance, refitted
 
-    def _by_blocks(
-        self, partition: Partition, guard: Guard
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _by_blocks(self, partition: Partition, guard: Guard) -> _Parts:
         a, blocks = self.blocks(partition)
         lost = self._cancelled(blocks, partition)
         # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
@@ -237,45 +181,35 @@ class Primal(NamedTuple):
             torch.where(flag[..., None, None], torch.diag_embed(torch.ones_like(block[..., 0])), block)
             for flag, block in zip(lost, blocks, strict=True)
         ]
-        residuals, variances = solve_blocks(partition.gather(a), safe, guard)
-        if values_visible(self.Y) and bool(torch.stack([flag.any() for flag in lost]).any()):
-            for k, (rows, flag) in enumerate(zip(partition.groups, lost, strict=True)):
-                residuals[k], variances[k] = self._refitted(rows, flag, residuals[k], variances[k], guard)
-        marks = [
-            flag[..., None, None].expand(*flag.shape, rows.shape[-1], 1)
-            for flag, rows in zip(lost, partition.groups, strict=True)
-        ]
-        return residuals, variances, marks
+        return *solve_blocks(partition.gather(a), safe, guard), lost
+
+    def _by_sums(self, small: Partition, large: Partition) -> _Parts:
+        reg = self.reg[..., None, None]
+        residuals, variances, lost = leave_out_large(
+            self.Z, self.R, self.weight, self.dual * reg, self.factor, small, large
+        )
+        return residuals, [variance * reg.unsqueeze(-1) for variance in variances], lost
 
     def _cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:
-        """Which sets (..., g) of each size have lost their 1 - h, the smallest pivot of I - H_LL.
-
-        None where values cannot be looked at: then nothing is refitted.
-        """
+        """Which sets (..., g) of each size have lost their 1 - h."""
         flags = []
         for rows, block in zip(partition.groups, blocks, strict=True):
-            if not values_visible(block):
-                flags.append(torch.zeros_like(block[..., 0, 0], dtype=torch.bool))
-                continue
-            root = (self.reg[..., None, None] / self.weight[..., rows]).sqrt().unsqueeze(-1)
-            remainder = (root * block * root.mT).detach()  # (..., g, s, s), I - H_LL
-            L, info = torch.linalg.cholesky_ex(remainder)
-            pivot = L.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-            flags.append((info != 0) | ~(pivot > REFIT_BELOW))
+            root = (self.reg[..., None, None] / self.weight[..., rows]).detach().sqrt().unsqueeze(-1)
+            flags.append(is_lost(root * block.detach() * root.mT))  # (..., g, s, s), I - H_LL
         return flags
 
     def _refitted(
-        self, rows: Tensor, lost: Tensor, r: Tensor, variance: Tensor, guard: Guard
+        self, partition: Partition, lost: list[Tensor], r: Tensor, variance: Tensor, guard: Guard
     ) -> tuple[Tensor, Tensor]:
-        """Residuals (..., g, s, c) and variances (..., g, s, 1), the lost sets (..., g) refitted."""
-        problems = [t.reshape(-1, *t.shape[self.reg.ndim :]) for t in (self.Z, self.R, self.weight, self.Y)]
-        residuals, variances = (t.reshape(-1, *t.shape[-3:]) for t in (r, variance))
-        flags, reg = lost.reshape(-1, len(rows)), self.reg.flatten()
-        for problem in flags.any(-1).nonzero()[:, 0].tolist():
-            sets = flags[problem].nonzero()[:, 0]
-            index = (torch.full_like(sets, problem), sets)
-            Z, R, weight, Y = (t[problem] for t in problems)
-            r_L, variance_L = _left_out(Z, R, weight, Y, rows[sets], guard)
+        """Residuals (..., n, c) and variances (..., n, 1), the lost sets (..., g) of each size refitted."""
+        flat = [t.reshape(-1, *t.shape[self.reg.ndim :]) for t in (self.Z, self.R, self.weight, self.Y)]
+        residuals, variances = (t.reshape(-1, *t.shape[-2:]) for t in (r, variance))
+        flags, reg = [flag.reshape(-1, flag.shape[-1]) for flag in lost], self.reg.flatten()
+        for problem in torch.stack([flag.any(-1) for flag in flags]).any(0).nonzero()[:, 0].tolist():
+            sets = [rows[flag[problem]] for rows, flag in zip(partition.groups, flags, strict=True)]
+            Z, R, weight, Y = (t[problem] for t in flat)
+            rows, r_L, variance_L = leave_out_lost(Z, R, weight, Y, sets, guard)
+            index = (torch.full_like(rows, problem), rows)
             residuals = residuals.index_put(index, r_L)
             variances = variances.index_put(index, reg[problem] * variance_L)
         return residuals.reshape(r.shape), variances.reshape(variance.shape)
@@ -298,6 +232,6 @@ def primal(
     info = torch.zeros_like(reg, dtype=torch.int32)
     if factor is None:
         with torch.no_grad(), full_precision(Z):
-            factor, info = torch.linalg.cholesky_ex(_normal(Z, R, weight))
+            factor, info = torch.linalg.cholesky_ex(normal(Z, R, weight))
     p, a = _Coefficients.apply(Z, R, weight, Y, factor)
     return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, info)

@@ -119,7 +119,7 @@ def select(
     own = weight_of("select", "weight", weight, y)
     of_criterion = weight_of("select", "criterion_weight", criterion_weight, y)
     check_clusters("select", score, clusters)
-    problems = stack([X], [y], [own], clusters, [of_criterion])
+    problems = stack("select", [X], [y], [own], [of_criterion], [clusters])
     objective, interrupted = run(plan, space, problems, score)
     if interrupted:
         warn_interrupted("select")

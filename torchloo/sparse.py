@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -251,6 +251,14 @@ class SparseLSSVM(LeastSquares):
         return (
             csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
         )
+
+    def with_basis_among(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
+        """The machine with the basis that it takes among these rows given; it shares all parameters."""
+        if self.basis is not None:
+            return self
+        twin = copy.copy(self)
+        twin.basis = self._basis_of(X, self._checked(X, y)[1], weight)
+        return twin
 
     def _solve(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, basis: Tensor | None = None

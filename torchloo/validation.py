@@ -5,12 +5,15 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from torchloo import criteria
+from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
+from torchloo.search.alike import sizes
 from torchloo.search.outer import Outer, columns_of
 from torchloo.search.parameters import Space
 from torchloo.search.problems import Weighting, check_clusters, check_rows
@@ -89,8 +92,8 @@ def validate(
     """Estimate how well a machine does on new rows when its hyper-parameters are chosen by `select`.
 
     In every split the whole selection is made anew from the training rows: standardisation, weights,
-    starts, search, threshold. Splits with equally many training rows are searched as one batch, all their
-    runs together; with clusters, whose shapes differ, one after another.
+    starts, search, threshold. Splits with equally many training rows, and clusters of the same sizes among
+    them, are searched as one batch, all their runs together; one batch after another.
 
     Args:
         machine, X, y, criterion, search, clusters, weight, criterion_weight: as in `select`, with X (n, d).
@@ -138,7 +141,7 @@ def validate(
     outer.check_metric(pairs)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()
-    groups = _groups(pairs, clusters)
+    groups = _groups(pairs, clusters, len(X))
     bar = tqdm(total=len(pairs), desc="splits", unit="split", disable=not progress or len(groups) < 2)
     with bar:
         for group in groups:
@@ -191,11 +194,14 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _groups(pairs: list[Split], clusters: object | None) -> list[list[int]]:
-    """Numbers of the splits that are searched together: those with equally many training rows."""
-    if clusters is not None:
-        return [[k] for k in range(len(pairs))]
-    by_size: dict[int, list[int]] = {}
+def _groups(pairs: list[Split], clusters: object | None, rows: int) -> list[list[int]]:
+    """Numbers of the splits that are searched together: those whose training rows have equal shapes.
+
+    That is equally many rows, and clusters of the same sizes.
+    """
+    labels = np.arange(rows) if clusters is None else host_labels("validate", clusters, rows)
+    by_shape: dict[tuple[int, ...], list[int]] = {}
     for k, pair in enumerate(pairs):
-        by_size.setdefault(len(pair.train), []).append(k)
-    return list(by_size.values())
+        shape = (len(pair.train),) if clusters is None else sizes(labels[pair.train.numpy()])
+        by_shape.setdefault(shape, []).append(k)
+    return list(by_shape.values())

@@ -14,8 +14,8 @@ from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.distributed.processes import Processes
 from torchloo.guards import Guard
-from torchloo.primal import REFIT_BELOW, sum_of_others
 from torchloo.problem import Problem
+from torchloo.sums import is_lost, sum_of_others
 
 __all__ = ["Shard", "solve_shard"]
 
@@ -53,9 +53,11 @@ class Shard:
             marks.append(flags[:, None, None].expand_as(variance))
             lost += [rows[k] for k in flags.nonzero()[:, 0].tolist()]
         for rows in large.groups:
+            V = (self.zeta[rows].sqrt() * root[rows]).detach()
+            flags = is_lost(torch.eye(V.shape[-1], dtype=V.dtype, device=V.device) - V.mT @ V)
             residuals.append(e[rows])
             variances.append(torch.ones_like(e[rows][..., :1]))
-            marks.append(torch.zeros_like(variances[-1], dtype=torch.bool))
+            marks.append(flags[:, None, None].expand_as(variances[-1]))
             lost += list(rows)
         n = len(e)
         r, variance = partition.scatter(residuals, n), partition.scatter(variances, n)
@@ -69,8 +71,7 @@ class Shard:
         scale = self.zeta[rows].sqrt()  # (g, s, 1)
         V = scale * root[rows]
         M = torch.eye(rows.shape[1], dtype=V.dtype, device=V.device) - V @ V.mT
-        L, info = torch.linalg.cholesky_ex(M.detach())
-        lost = (info != 0) | ~(L.diagonal(dim1=-2, dim2=-1).square().amin(-1) > REFIT_BELOW)
+        lost = is_lost(M)
         # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
         unit = torch.eye(rows.shape[1], dtype=V.dtype, device=V.device)
         M = torch.where(lost[:, None, None], unit, M)

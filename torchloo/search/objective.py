@@ -13,7 +13,7 @@ A candidate that cannot be evaluated (a factorisation fails, a kernel overflows)
 infinite. As one such candidate makes the call of its chunk fail, the chunk is halved until it stands alone.
 """
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torchloo.search.alike import in_order
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
 from torchloo.search.problems import Problems
 from torchloo.search.score import Score
+from torchloo.search.starts import given_matrix
 
 __all__ = ["Best", "Evaluation", "Objective", "Outset"]
 
@@ -68,6 +70,15 @@ class Outset(NamedTuple):
     """The most for each run."""
     tolerance: float
     """Relative change of the value that counts as nothing."""
+
+
+class _Rows(NamedTuple):
+    """What candidates are evaluated on: of one problem, or with a leading dimension B."""
+
+    X: Tensor
+    y: Tensor
+    weight: Tensor | None
+    criterion_weight: Any
 
 
 class Objective:
@@ -153,28 +164,45 @@ class Objective:
 
     def _held_out_values(self, theta: Tensor, problem: Tensor, regs: Tensor | None = None) -> Tensor:
         """Criterion values (B,), or (R, B) along a path."""
-        pick = self._picker(problem)
-        X, y, weight, clusters, criterion_weight = self.problems
-        rows = (pick(X), pick(y))
-        theta = theta.to(X.device) if self.space.batched else theta[0].to(X.device)
-        own, call = pick(weight), self.space.call
-        if regs is not None:
-            answer = call(theta, "path", *rows, regs.to(X), clusters, own)
-        elif self.score.takes_fit:
-            answer = call(theta, "solve", *rows, own)
-        elif clusters is not None:
-            answer = call(theta, "lco", *rows, clusters, own)
-        else:
-            answer = call(theta, "loo", *rows, own)
-        values = self.score(answer, pick(criterion_weight))
+        theta = (theta if self.space.batched else theta[0]).to(self.problems.X.device)
+        shared = bool((problem == problem[0]).all())  # one problem, without a copy
+        values = self._scored(theta, problem[0] if shared else problem, regs)
         return values.reshape(*values.shape[: regs is not None], -1)
 
-    def _picker(self, problem: Tensor) -> Callable[[Any], Any]:
-        """Rows of the candidates' problems; a single problem is shared, without a copy."""
-        first = int(problem[0])
-        if bool((problem == first).all()):
-            return lambda t: t[first] if isinstance(t, Tensor) else t
-        return lambda t: t[problem.to(t.device)] if isinstance(t, Tensor) else t
+    def _scored(self, theta: Tensor, problem: Tensor, regs: Tensor | None) -> Tensor:
+        """Criterion values for problem () or (B,)."""
+        *tensors, clusters = self.problems
+        own = _Rows(*(_of(values, problem) for values in tensors))
+        if clusters is None or clusters.order is None:
+            answer = self._answer(theta, own, regs, None if clusters is None else clusters.shared)
+            return self.score(answer, own.criterion_weight)
+        rows = self._sorted(own, clusters.order[problem])
+        answer = self._answer(theta, rows, regs, clusters.shared, among=own[:3])
+        if self.score.batched:
+            return self.score(answer, rows.criterion_weight)
+        return self.score(clusters.own_order(answer, problem), own.criterion_weight)
+
+    def _answer(
+        self, theta: Tensor, rows: _Rows, regs: Tensor | None, labels: Tensor | None, among: Any = None
+    ) -> Any:
+        """What the criterion is called with: held-out outputs, or the Fit."""
+        call, (X, y, weight, _) = functools.partial(self.space.call, theta, among=among), rows
+        if regs is not None:
+            return call("path", X, y, regs.to(X), labels, weight)
+        if self.score.takes_fit:
+            return call("solve", X, y, weight)
+        if labels is not None:
+            return call("lco", X, y, labels, weight)
+        return call("loo", X, y, weight)
+
+    def _sorted(self, rows: _Rows, order: Tensor) -> _Rows:
+        """Rows by their numbers (..., n), those of a given matrix with its columns."""
+        axis = order.ndim - 1
+        in_place: list[Any] = [in_order(t, order, axis) if isinstance(t, Tensor) else t for t in rows]
+        ordered = _Rows(*in_place)
+        if not given_matrix(self.space.machine):
+            return ordered
+        return ordered._replace(X=in_order(ordered.X.mT, order, axis).mT)
 
     def _enter(self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None) -> Tensor:
         """Note candidates and what they are worth; the values to minimise, infinite where there are none."""
@@ -201,3 +229,10 @@ class Objective:
             name = "best" if len(self.best) == 1 else "mean best"
             self.bar.set_postfix_str(f"{name} {sum(known) / len(known):.6g}", refresh=False)
         self.bar.update(count)
+
+
+def _of(values: Any, problem: Tensor) -> Any:
+    """Entries of a tensor for problem () or (B,); anything else as it is."""
+    if not isinstance(values, Tensor):
+        return values
+    return values[problem.to(values.device)] if problem.ndim else values[int(problem)]

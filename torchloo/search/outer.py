@@ -56,11 +56,12 @@ class Outer:
         """Search and score splits of one shape; True if the search was interrupted."""
         parts = [self._part(number, split) for number, split in pairs.items()]
         problems = stack(
+            "validate",
             [part.X for part in parts],
             [part.y for part in parts],
             [part.weight for part in parts],
-            parts[0].clusters,
             [part.criterion_weight for part in parts],
+            [part.clusters for part in parts],
         )
         names = [f" in split {part.number}" for part in parts]
         objective, interrupted = run(plan, self.space, problems, self.score, names)

@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from torchloo.kernels import RBF, Boolean, Kernel, Matern, Polynomial, Scaled
 from torchloo.machine import KernelMachine
+from torchloo.sparse import SparseLSSVM
 
 __all__ = ["Entry", "Space"]
 
@@ -70,8 +71,11 @@ class _Method(nn.Module):
         super().__init__()
         self.machine = machine
 
-    def forward(self, method: str, *args: Any) -> Any:
-        return getattr(self.machine, method)(*args)
+    def forward(self, method: str, *args: Any, among: tuple[Any, ...] | None = None) -> Any:
+        machine = self.machine
+        if among is not None and isinstance(machine, SparseLSSVM):
+            machine = machine.with_basis_among(*among)
+        return getattr(machine, method)(*args)
 
 
 class Space:
@@ -124,8 +128,11 @@ class Space:
                     kernel.features = _Network(kernel.features, names)
         return machine
 
-    def call(self, theta: Tensor, method: str, *args: Any) -> Any:
-        """machine.method(*args) for theta (B, p) as one batch, or for one theta (p,)."""
+    def call(self, theta: Tensor, method: str, *args: Any, among: tuple[Any, ...] | None = None) -> Any:
+        """machine.method(*args) for theta (B, p) as one batch, or for one theta (p,).
+
+        Where `among` is given, rows (X, y, weight), a basis is chosen among these and not those of the call.
+        """
         parameters = {}
         for entry in self.entries:
             values = theta[..., entry.part].to(entry.dtype)
@@ -134,7 +141,7 @@ class Space:
                 continue
             path = entry.path.replace(".features.", ".features.network.", 1)  # as `_stacking` names it
             parameters["machine." + path] = values.reshape(-1, *(entry.batch or ()))
-        return functional_call(self._call, parameters, (method, *args))
+        return functional_call(self._call, parameters, (method, *args), {"among": among})
 
     def vector(self) -> Tensor:
         """The machine's own values, (p,)."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, require_floating
+from torchloo.search.alike import Clusters
 from torchloo.search.score import Score
 
 __all__ = ["Problems", "Weighting", "check_clusters", "check_rows", "stack", "weight_of"]
@@ -24,10 +25,10 @@ class Problems(NamedTuple):
     """(P, n) or (P, n, c)."""
     weight: Tensor | None
     """Training weights, (P, n)."""
-    clusters: object | None
-    """Labels (n,) of what is left out together, the same in all problems."""
     criterion_weight: Any
     """Weights of the criterion, (P, n); "own" takes the training weights, None none."""
+    clusters: Clusters | None
+    """What is left out together, of the same sizes in all problems; None: every row alone."""
 
 
 def check_rows(function: str, X: Tensor, y: Tensor) -> None:
@@ -68,11 +69,12 @@ def weight_of(function: str, name: str, weight: Any, y: Tensor) -> Any:
 
 
 def stack(
-    X: list[Tensor], y: list[Tensor], weight: list[Any], clusters: object | None, of: list[Any]
+    function: str, X: list[Tensor], y: list[Tensor], weight: list[Any], of: list[Any], clusters: list[Any]
 ) -> Problems:
-    """Problems of one shape, behind one another."""
+    """Problems of one shape, behind one another; clusters of all or of none."""
 
     def together(values: list[Any]) -> Any:
         return torch.stack(values) if isinstance(values[0], Tensor) else values[0]
 
-    return Problems(torch.stack(X), torch.stack(y), together(weight), clusters, together(of))
+    labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
+    return Problems(torch.stack(X), torch.stack(y), together(weight), together(of), labels)

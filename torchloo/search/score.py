@@ -108,7 +108,7 @@ def _unbatched(held_out: Any, batch: torch.Size) -> list[HeldOut]:
     flat = {
         name: value.flatten(0, len(batch) - 1)
         for name, value in held_out._asdict().items()
-        if isinstance(value, Tensor) and name != "clusters"
+        if isinstance(value, Tensor) and (name != "clusters" or value.ndim > 1)
     }
     return [
         held_out._replace(**{name: value[i] for name, value in flat.items()}) for i in range(batch.numel())

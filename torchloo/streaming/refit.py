@@ -8,12 +8,12 @@ from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.guards import Guard
-from torchloo.primal import sum_of_others
 from torchloo.streaming.collective import Alone
 from torchloo.streaming.machines import Machines
 from torchloo.streaming.moments import add_symmetric
 from torchloo.streaming.sink import Sink
 from torchloo.streaming.stream import Block
+from torchloo.sums import sum_of_others
 
 if TYPE_CHECKING:
     from torchloo.streaming.solved import StreamFit
@@ -52,7 +52,7 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> No
         for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
             refits = _Round(solved, machines.regs[r, j], outputs, some, large)
             for rows, residuals, variance in refits.solve():
-                sink.overwrite(rows, r, j, outputs, residuals, variance, mark=not large)
+                sink.overwrite(rows, r, j, outputs, residuals, variance)
 
 
 def _rounds(

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition
-from torchloo.primal import REFIT_BELOW
 from torchloo.streaming.collective import require_own
 from torchloo.streaming.machines import Machines
 from torchloo.streaming.moments import add_symmetric
 from torchloo.streaming.refit import Lost, refit
 from torchloo.streaming.sink import Sink
 from torchloo.streaming.stream import Block
+from torchloo.sums import REFIT_BELOW
 
 if TYPE_CHECKING:
     from torchloo.streaming.solved import StreamFit
@@ -86,14 +86,14 @@ class _Visit:
             U = torch.cat([U, torch.ones_like(U[:1])])
         return part, U, e, part.weight.double()
 
-    def _factor(self, matrix: Tensor, r: int, j: int, sets: Tensor, mark: bool) -> Tensor:
+    def _factor(self, matrix: Tensor, r: int, j: int, sets: Tensor, small: bool) -> Tensor:
         """Cholesky factors of M or N (g, k, k); sets (g, s) that are lost are noted, and get the identity."""
         L, info = torch.linalg.cholesky_ex(matrix)
         pivot = L.diagonal(dim1=-2, dim2=-1).square().amin(-1)
         lost = (info != 0) | ~(pivot > REFIT_BELOW)
         if bool(lost.any()):
             rows = [sets[k] for k in lost.nonzero()[:, 0].tolist()]
-            self.lost.setdefault((r, j), []).extend((rows_of, mark) for rows_of in rows)
+            self.lost.setdefault((r, j), []).extend((rows_of, small) for rows_of in rows)
             unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
             L = torch.where(lost[:, None, None], unit, L)
         return L
@@ -107,7 +107,7 @@ class _Visit:
         unit = torch.eye(s, dtype=V.dtype, device=V.device)
         residuals, variance = torch.empty_like(e), torch.empty_like(e[:, : self.machines.regs.shape[1]])
         for r, j, outputs in self.each:
-            L = self._factor(unit - (V * self.f[r, j]) @ V.mT, r, j, sets, mark=True)
+            L = self._factor(unit - (V * self.f[r, j]) @ V.mT, r, j, sets, small=True)
             right = (root * e[r, outputs]).unflatten(-1, (g, s)).permute(1, 2, 0)  # (g, s, c)
             solved = torch.cholesky_solve(right, L).permute(2, 0, 1).flatten(1)
             residuals[r, outputs] = solved / root
@@ -129,7 +129,7 @@ class _Visit:
         for r, j, outputs in self.each:
             root = self.f[r, j].sqrt()  # (p',)
             N = unit - root.unsqueeze(-1) * A * root
-            L = self._factor(N.unsqueeze(0), r, j, rows.unsqueeze(0), mark=False)[0]
+            L = self._factor(N.unsqueeze(0), r, j, rows.unsqueeze(0), small=False)[0]
             factors.append(torch.linalg.solve_triangular(L, torch.diag(root), upper=False))
             solutions.append(torch.cholesky_solve((root * t[r, outputs]).mT, L).mT * root)
         for some in rows.split(self.size):

@@ -77,7 +77,7 @@ class Sink:
         self.weight[rows] = part.weight.to(to)
 
     def overwrite(
-        self, rows: Tensor, r: int, j: int, outputs: slice, residuals: Tensor, variance: Tensor, mark: bool
+        self, rows: Tensor, r: int, j: int, outputs: slice, residuals: Tensor, variance: Tensor
     ) -> None:
         """Residuals (s, c) and variances (s, 1) of refitted rows, for one regularisation, j its variance."""
         to, dtype = self.outputs.device, self.outputs.dtype
@@ -87,7 +87,7 @@ class Sink:
         self.residuals[index] = e
         self.outputs[index] = self.targets[index[1:]] - e
         self.variance[r, rows, j] = variance[:, 0].to(to, dtype)
-        self.refitted[r, rows] |= mark
+        self.refitted[r, rows] = True
 
     def held_out(self, labels: Tensor | None, flat: bool, path: bool) -> HeldOut:
         """What was written, without the output axis where `flat`, and the axis R only for a path."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
-from torchloo.primal import REFIT_BELOW
 from torchloo.problem import check_regs
 from torchloo.streaming.collective import Alone, require_same
 from torchloo.streaming.machines import Expansion, Machines, one_machine, path_machines
@@ -26,6 +25,7 @@ from torchloo.streaming.refit import Lost, refit
 from torchloo.streaming.sets import leave_out_sets
 from torchloo.streaming.sink import Sink, require_folders
 from torchloo.streaming.stream import Block, Stream
+from torchloo.sums import REFIT_BELOW
 
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
