@@ -600,7 +600,7 @@ def test_workers_refuse_gradients():
 def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
     def only_small_boxes(problems):
         found = zip(problems, solve_exactly(problems), strict=True)
-        wrong = {"optimal": False, "margin": torch.full_like(problems[0].y, -1.0)}
+        wrong = {"slip": 1.0, "margin": torch.full_like(problems[0].y, -1.0)}
         return [full if problem.box.max() < 50 else full._replace(**wrong) for problem, full in found]
 
     monkeypatch.setattr("torchloo.svm.fit.solve_exactly", only_small_boxes)
@@ -621,3 +621,17 @@ def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
     free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
     received = exact._drop_dependent(K, y, box, free, upper, alpha)
     assert all(torch.equal(*pair) for pair in zip(received, (free, upper, alpha), strict=True))
+
+
+@pytest.mark.parametrize(("C", "lengthscale"), [(4.46, 8.3), (1.0, 20.0)])
+def test_a_class_that_is_never_predicted_has_answers_in_time(C, lengthscale):
+    """All margins of the larger class are 0 to six digits: paths and homotopies would go on for ever."""
+    X, _ = toy(34, n=60)
+    y = torch.where((X[:, 0].abs() < 0.3) & (torch.arange(60) % 2 == 0), 1.0, -1.0).double()
+    K = torch.exp(-torch.cdist(X, X).square() / (2 * lengthscale**2))
+    held = svm_loo(K, y, C)
+    assert bool((held.certified | held.unstable).all())
+    for r in range(0, 60, 7):
+        kept = torch.arange(60) != r
+        expected = svm(K[kept][:, kept], y[kept], C).predict(K[r : r + 1, kept])[0]
+        assert_close(held.outputs[r], expected, rtol=1e-5, atol=1e-5)
