@@ -155,7 +155,7 @@ def _together(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: i
     whole = point.interior()
     machine = torch.arange(len(point.box), device=point.y.device)
     for _ in range(steps):
-        point.look(system.product(point.values[0] * point.y))
+        point.look(system)
         solved = point.solved(gap)[:, 0]
         if bool(solved.any()):
             whole = Interior(
@@ -165,7 +165,7 @@ def _together(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: i
             if not len(going):
                 break
             machine, point = machine[going], point.take(going)
-            point.look(system.product(point.values[0] * point.y))
+            point.look(system)
         point.step(system)
     return Interior(*(old.index_copy(0, machine, x) for old, x in zip(whole, point.interior(), strict=True)))
 
@@ -174,9 +174,9 @@ def _alone(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: int)
     """One machine; variables that have settled leave."""
     whole = point.interior()
     live = torch.arange(len(point.y), device=point.y.device)
-    pull, total = torch.zeros_like(point.y), 0.0  # u and y^T alpha of settled variables
+    pull, total = None, 0.0  # u and y^T alpha of settled variables
     for _ in range(steps):
-        point.look(system.product(point.values[0] * point.y) + pull, total)
+        point.look(system, pull, total)
         if point.solved(gap):
             break
         point.step(system)
@@ -188,7 +188,8 @@ def _alone(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: int)
             _, _, lower, upper = point.values
             a = torch.where(lower > upper, 0.0, point.box) * point.y * settled
             keep = (~settled).nonzero()[:, 0]
-            pull, total = (pull + system.product(a))[keep], total + float(a.sum())
+            u = system.product(a) if pull is None else system.product(a) + pull
+            pull, total = u[keep], total + float(a.sum())
             live, system, point = live[keep], system.take(keep), point.without(keep)
     return _entered(whole, live, point)
 
@@ -221,7 +222,7 @@ class _Iterate:
 
     def __init__(self, y: Tensor, box: Tensor, values: Tensor, bias: Number, stuck: Number) -> None:
         self.y, self.box, self.values, self.bias, self.stuck = y, box, values, bias, stuck
-        self.single = box.ndim == 1
+        self.single, self.ones = box.ndim == 1, torch.ones_like(box)
         self.sides = torch.stack([y, -y]) if self.single else torch.stack([y, -y])[:, None]
 
     @classmethod
@@ -247,10 +248,12 @@ class _Iterate:
         """The point of one machine without the variables that have settled."""
         return _Iterate(self.y[keep], self.box[keep], self.values[:, keep], self.bias, self.stuck)
 
-    def look(self, u: Tensor, total: float = 0.0) -> None:
-        """Residuals for u = K (alpha * y) and the settled part of y^T alpha."""
-        self.miss = self.y - u - self.bias
-        self.equality_residual = -self._sum(self.values[0] * self.y) - total
+    def look(self, system: _Dense | _LowRank, pull: Tensor | None = None, total: float = 0.0) -> None:
+        """Residuals, with what the settled variables add to K (alpha * y) and to y^T alpha."""
+        a = self.values[0] * self.y
+        u = system.product(a)
+        self.miss = self.y - (u if pull is None else u + pull) - self.bias
+        self.equality_residual = -self._sum(a) - total
         self.complementarity = self._sum(self.values[:2] * self.values[2:])
 
     def solved(self, gap: float) -> Number:
@@ -282,8 +285,9 @@ class _Iterate:
             self.stuck = self.single or self.stuck | ~regular[:, None]
             if self.single:
                 return
-        x, eta = system.solve(torch.stack([self.miss, torch.ones_like(self.miss)], -1)).unbind(-1)
-        d, _ = self._direction(x, eta, slope, -W)
+        x, eta = system.solve(torch.stack([self.miss, self.ones], -1)).unbind(-1)
+        response = eta, self._sum(eta)
+        d, _ = self._direction(x, response, slope, -W)
         t = self._longest_step(d)
         product = d[:2] * d[2:]
         # X dW + W dX = -X W, so that the products after a step t need no new vectors.
@@ -291,7 +295,7 @@ class _Iterate:
         centre = self.complementarity / (2 * X.shape[-1]) * ((after + abs(after)) / 2) ** 3
         push = (centre - product).div_(X)
         rhs = torch.addcmul(self.miss, self.y, push[0] - push[1])
-        d, d_bias = self._direction(system.solve(rhs[..., None])[..., 0], eta, slope, push - W)
+        d, d_bias = self._direction(system.solve(rhs[..., None])[..., 0], response, slope, push - W)
         t = 0.995 * self._longest_step(d)
         values, bias = self._plus(self.values, t, d), self.bias + t * d_bias
         values[1] = self.box - values[0]
@@ -302,9 +306,12 @@ class _Iterate:
             )
         self.values, self.bias = values, bias
 
-    def _direction(self, x: Tensor, eta: Tensor, slope: Tensor, push: Tensor) -> tuple[Tensor, Number]:
-        """Change of `values` and of the bias, Note [Newton step]."""
-        d_bias = (self._sum(x) - self.equality_residual) / self._sum(eta)
+    def _direction(
+        self, x: Tensor, response: tuple[Tensor, Number], slope: Tensor, push: Tensor
+    ) -> tuple[Tensor, Number]:
+        """Change of `values` and of the bias, Note [Newton step]; the response is eta and its sum."""
+        eta, total = response
+        d_bias = (self._sum(x) - self.equality_residual) / total
         dX = self.sides * self._plus(x, -d_bias, eta)
         return torch.cat([dX, torch.addcmul(push, slope, dX, value=-1)]), d_bias
 

@@ -166,12 +166,13 @@ def _round(shared: Shared, s: Paths) -> None:
     if shared.stop_at_error:
         _stop_at_floor(s, event, j)
     s.events += event
-    at_high = v.gather(1, j[:, None]) > 0
+    pace = v.gather(1, j[:, None])
+    at_high = pace[:, 0] > 0
     if s.swapping:
         swapped = s.swap.nonzero()[:, 0]
-        end_swap(shared, s, swapped, j, at_high[:, 0], event, step)
+        end_swap(shared, s, swapped, j, at_high, event, step)
         event[swapped] = False
-    _change_role(shared, s, torch.where(event, j, shared.nobody), v, at_high)
+    _change_role(shared, s, torch.where(event, j, shared.nobody), pace, at_high)
 
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
@@ -194,27 +195,30 @@ def _stop_at_floor(s: Paths, event: Tensor, j: Tensor) -> None:
     event &= ~met
 
 
-def _change_role(shared: Shared, s: Paths, j: Tensor, v: Tensor, at_high: Tensor) -> None:
-    """Free j where it is bounded, bound it where it is free: the updates of Note [change sets]."""
+def _change_role(shared: Shared, s: Paths, j: Tensor, pace: Tensor, at_high: Tensor) -> None:
+    """Free j where it is bounded, bound it where it is free: the updates of Note [change sets].
+
+    `pace` (B, 1) is v_j; of no account for the dummy, which does nothing.
+    """
     s.make_room(1)
     column = j[:, None]
     member = column == s.P  # (B, k)
-    inside = member.any(1, keepdim=True)
-    new, start, gain, least, shift = shared.look_up(s.first + j, inside[:, 0], at_high[:, 0])
-    rhs = torch.where(inside, member, shared.rows[s.moved, column])
+    inside = member.any(1)
+    new, start, gain, least, shift = shared.look_up(s.first + j, inside, at_high)
+    rhs = torch.where(inside[:, None], member, shared.rows[s.moved, column])
     u = torch.bmm(s.H, rhs[:, :, None])[:, :, 0]
     pivot = torch.addcmul(start, gain, (rhs * u).sum(1), value=-1)
     singular = pivot.abs() < least
     if bool(singular.any()):
-        begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high[:, 0])
-        return _change_role(shared, s, j.masked_fill(singular, shared.nobody), v, at_high)
+        begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high)
+        return _change_role(shared, s, j.masked_fill(singular, shared.nobody), pace, at_high)
     u[:, s.used] = shift
     scaled = u * (gain / pivot)[:, None]
     s.H.addcmul_(scaled[:, :, None], u[:, None, :])
-    s.rate.addcmul_(scaled, v.gather(1, column))
+    s.rate.addcmul_(scaled, pace)
     s.moved.masked_fill_(member, shared.pad)
     s.P.masked_fill_(member, shared.pad)
-    s.P[:, s.used] = entry = torch.where(inside[:, 0], shared.pad, j).clamp_max_(shared.pad)
+    s.P[:, s.used] = entry = torch.where(inside, shared.pad, j).clamp_max_(shared.pad)
     s.moved[:, s.used] = shared.rows_of(s.first_row, entry)
     s.used += 1
     s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), new[:, :, None])
