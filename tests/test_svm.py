@@ -635,3 +635,12 @@ def test_a_class_that_is_never_predicted_has_answers_in_time(C, lengthscale):
         kept = torch.arange(60) != r
         expected = svm(K[kept][:, kept], y[kept], C).predict(K[r : r + 1, kept])[0]
         assert_close(held.outputs[r], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_outputs_without_a_gradient_can_enter_a_graph():
+    X, y = toy(35)
+    K = rbf(X)
+    for held in (svm_loo(K, y, 2.0), svm_lco(K, y, 2.0, torch.arange(30) // 3), svm_loo(K, y, K.new_ones(2))):
+        scale = torch.ones(30, dtype=torch.float64, requires_grad=True)
+        (held.outputs * scale).square().sum().backward()
+        assert_close(scale.grad, 2 * held.outputs.square().reshape(-1, 30).sum(0))

@@ -11,7 +11,7 @@ from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
 from torchloo.svm.merge import Problem
-from torchloo.svm.parallel import check_workers, in_parallel
+from torchloo.svm.parallel import check_workers, in_parallel, without_graph
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
 from torchloo.svm.without import left_of, solve_without
 
@@ -66,7 +66,7 @@ def svm_lco(
             return [leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)]
         return [_leave_clusters_out_exactly(K, y, box, labels, trace)]
 
-    with torch.no_grad():
+    with without_graph(trace):
         done = in_parallel(outcome_of, problems, workers)
     return assembled(problems, [outcome for (outcome,) in done], y, weight, labels)
 

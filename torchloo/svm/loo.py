@@ -12,7 +12,7 @@ from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_path import leave_one_out_by_path
 from torchloo.svm.loo_smo import leave_one_out_by_smo
 from torchloo.svm.merge import Problem
-from torchloo.svm.parallel import check_workers, in_parallel, share_out
+from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
 
 __all__ = ["svm_loo"]
@@ -85,7 +85,7 @@ def svm_loo(
     def outcomes_of(part: Sequence[int]) -> list[RowOutcome]:
         return _outcomes([problems[number] for number in part], method, values, epsilon, rows, trace)
 
-    with torch.no_grad():
+    with without_graph(trace):
         done = in_parallel(outcomes_of, share_out(order, few, K.device, workers), workers)
     outcomes = dict(zip(order, chain.from_iterable(done), strict=True))
     in_turn = [outcomes[number] for number in range(len(problems))]

@@ -3,13 +3,14 @@
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_workers", "in_parallel", "share_out"]
+__all__ = ["check_workers", "in_parallel", "share_out", "without_graph"]
 
 Item = TypeVar("Item")
 Part = TypeVar("Part")
@@ -35,6 +36,14 @@ def check_workers(function: str, workers: int, *tensors: Tensor) -> None:
         )
 
 
+def without_graph(normal: bool) -> AbstractContextManager[object]:
+    """No gradients; where `normal` tensors are not needed, less work for each operation, too.
+
+    The outcomes then are of use for gradients only once copied, as `torch.stack` does.
+    """
+    return torch.no_grad() if normal else torch.inference_mode()
+
+
 def share_out(
     items: Sequence[Item], most: int, device: torch.device, workers: int = 0
 ) -> list[Sequence[Item]]:
@@ -47,7 +56,7 @@ def share_out(
 def in_parallel(
     function: Callable[[Part], list[Outcome]], parts: list[Part], workers: int = 0
 ) -> list[list[Outcome]]:
-    """The function of every part, without a graph: by worker processes, or on as many threads as torch has.
+    """The function of every part in the grad mode of the caller, by worker processes or on torch's threads.
 
     Outcomes are tuples of tensors and None. Threads wait for the interpreter as often as they compute;
     processes do not, but have to be forked.
@@ -65,9 +74,11 @@ def _on_threads(function: Callable[[Part], list[Outcome]], parts: list[Part]) ->
     if threads == 1:
         return [function(part) for part in parts]
 
+    normal = not torch.is_inference_mode_enabled()
+
     def alone(part: Part) -> list[Outcome]:
         torch.set_num_threads(1)
-        with torch.no_grad():
+        with without_graph(normal):
             return function(part)
 
     try:
@@ -116,8 +127,7 @@ def _done(function: Callable[[Any], list[Any]], parts: list[Any], taken: Any) ->
             number, taken.value = taken.value, taken.value + 1
         if number >= len(parts):
             return
-        with torch.no_grad():
-            outcomes = function(parts[number])
+        outcomes = function(parts[number])
         # Arrays are sent by value; tensors would go through files that outlive an interrupted child.
         yield number, [_mapped(Tensor.numpy, outcome) for outcome in outcomes]
 
