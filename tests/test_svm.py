@@ -574,12 +574,23 @@ def test_an_error_of_a_worker_is_raised_and_leaves_no_process(monkeypatch):
 
 
 def test_a_worker_that_dies_is_told_of(monkeypatch):
+    import multiprocessing
     import os
+    import time
 
-    monkeypatch.setattr("torchloo.svm.loo.solve_problems", lambda *_: os._exit(1))
+    from torchloo.svm import loo
+
+    def deadly(*arguments, solve=loo.solve_problems):
+        if multiprocessing.parent_process():
+            os._exit(1)
+        time.sleep(0.3)  # the others shall have their part
+        return solve(*arguments)
+
+    monkeypatch.setattr(loo, "solve_problems", deadly)
     K, y, C = _many_problems()
     with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
-        svm_loo(K, y, C, workers=2)
+        svm_loo(K, y, C, workers=3)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("workers", [-1, 1.5, True, "two"])

@@ -205,7 +205,7 @@ def _homotopy(
     diagonal = torch.cat([K.diagonal(), tail])
     base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
     row, column = tableau.find(torch.full((1,), m, device=K.device))
-    (end,) = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=200 + 2 * m)
+    end = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=200 + 2 * m, distances=True)
     low, high = end.distance[0, :, :-2].index_select(1, tableau.order[0].argsort())[:, :m]
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)

@@ -51,8 +51,9 @@ def svm_loo(
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
-        workers: processes that share out a batch of problems on a CPU; 0: this one, with threads.
-            They are forked, as those of a DataLoader are, and serve outputs without a gradient.
+        workers: processes, this one among them, that share out a batch of problems on a CPU; 0: only
+            this one, with threads. The others are forked, as those of a DataLoader are, and serve
+            outputs without a gradient.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight

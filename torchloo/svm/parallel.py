@@ -91,20 +91,25 @@ def _on_threads(function: Callable[[Part], list[Outcome]], parts: list[Part]) ->
 def _on_processes(
     function: Callable[[Part], list[Outcome]], parts: list[Part], workers: int
 ) -> list[list[Outcome]]:
-    """Forked children take one part after another; nothing is copied to them, and only outcomes back."""
+    """This process and forked children take one part after another; nothing is copied to a child."""
     fork = multiprocessing.get_context("fork")
     taken = fork.Value("q", 0)
     pipes, children = [], []
+    threads = torch.get_num_threads()
     try:
-        for _ in range(workers):
+        for _ in range(workers - 1):
             here, there = fork.Pipe(duplex=False)
             child = fork.Process(target=_work, args=(function, parts, taken, there), daemon=True)
             child.start()
             there.close()
             pipes.append(here)
             children.append(child)
-        done = dict(pair for pipe in pipes for pair in _received(pipe))
+        torch.set_num_threads(1)
+        done = dict(_done(function, parts, taken))
+        for pipe in pipes:
+            done.update(_received(pipe))
     finally:
+        torch.set_num_threads(threads)
         for child in children:
             child.terminate()  # of no effect on one that has ended
             child.join()
@@ -115,21 +120,23 @@ def _work(function: Callable[[Any], list[Any]], parts: list[Any], taken: Any, pi
     """The life of a child: parts that nobody else has taken; what it sends is a list, or an error."""
     torch.set_num_threads(1)  # the threads of the parent are not here
     try:
-        pipe.send(list(_done(function, parts, taken)))
+        # Arrays are sent by value; tensors would go through files that outlive an interrupted child.
+        done = _done(function, parts, taken)
+        pipe.send([(number, [_mapped(Tensor.numpy, x) for x in outcomes]) for number, outcomes in done])
     except Exception as error:
         pipe.send(error)
 
 
-def _done(function: Callable[[Any], list[Any]], parts: list[Any], taken: Any) -> Iterator[Any]:
+def _done(
+    function: Callable[[Part], list[Outcome]], parts: list[Part], taken: Any
+) -> Iterator[tuple[int, list[Outcome]]]:
     """Numbers and outcomes of parts that nobody else has taken."""
     while True:
         with taken.get_lock():
             number, taken.value = taken.value, taken.value + 1
         if number >= len(parts):
             return
-        outcomes = function(parts[number])
-        # Arrays are sent by value; tensors would go through files that outlive an interrupted child.
-        yield number, [_mapped(Tensor.numpy, outcome) for outcome in outcomes]
+        yield number, function(parts[number])
 
 
 def _received(pipe: Connection) -> list[tuple[int, Any]]:

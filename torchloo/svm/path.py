@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchloo.svm.state import Base, Paths, Shared
+from torchloo.svm.state import Base, Ends, Paths, Shared
 from torchloo.svm.swap import begin_swap, end_swap
 
 __all__ = ["follow"]
@@ -46,21 +46,23 @@ def follow(
     room: Tensor,
     stop_at_error: bool = False,
     most_events: int | None = None,
-) -> list[Paths]:
-    """Lower alpha of each target by its room and return where each problem ends, in parts of any order.
+    distances: bool = False,
+) -> Ends:
+    """Lower alpha of each target by its room and return where each problem ends, in any order.
 
     Args:
         base: T full solutions.
         table, row, target, room: full solution, row, column and distance of each problem, (B,).
         stop_at_error: end as soon as y_r f_r < 0: it never rises again. Every target needs a column.
         most_events: give a problem up after so many; default 200 and one for each column.
+        distances: whether the distances of the ends are asked for.
 
     Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each of the 1024 problems in
     work, and for each that has ended.
     """
-    shared = Shared(base, stop_at_error)
+    shared = Shared(base, stop_at_error, distances)
     most_events = 200 + shared.width if most_events is None else most_events
-    ended: list[Paths] = []
+    ended: list[Ends] = []
     names = torch.arange(len(target), device=target.device).split(_BLOCK)
     blocks: Iterator[Paths] = (
         _start(shared, base.distance, x, table[x], row[x], target[x], room[x]) for x in names
@@ -72,12 +74,10 @@ def follow(
         rest = [_advance(shared, s, most_events, ended, to_the_end=waiting == 1) for s in blocks]
         joined = _joined([s for s in rest if s is not None])
         blocks, waiting = iter(joined), len(joined)
-    return ended
+    return Ends.cat(ended)
 
 
-def _advance(
-    shared: Shared, s: Paths, most_events: int, ended: list[Paths], to_the_end: bool
-) -> Paths | None:
+def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_the_end: bool) -> Paths | None:
     """Rounds until half of the problems have ended, or all; those still on their way, if any."""
     enough = 0 if to_the_end else len(s.name) // 2
     live = len(s.name)
@@ -86,14 +86,14 @@ def _advance(
         s.rounds += 1
         live = int(s.reach.count_nonzero())
         if live > enough and (len(s.name) - live) * shared.width >= _WORTH_PACKING:
-            ended.append(s.take((s.reach == 0).nonzero()[:, 0]))
+            ended.append(s.ends((s.reach == 0).nonzero()[:, 0], shared.distances))
             s = s.take(s.reach.nonzero()[:, 0])
     if live and s.rounds < most_events:
-        ended.append(s.take((s.reach == 0).nonzero()[:, 0]))
+        ended.append(s.ends((s.reach == 0).nonzero()[:, 0], shared.distances))
         return s.take(s.reach.nonzero()[:, 0])
     s.failed |= s.reach > 0
     s.room += s.reach * ~s.swap
-    ended.append(s)
+    ended.append(s.ends(torch.arange(len(s.name), device=s.name.device), shared.distances))
     return None
 
 

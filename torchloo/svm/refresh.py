@@ -1,6 +1,7 @@
 """From the final active sets of perturbed paths to the coefficients of the true data."""
 
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,18 +9,18 @@ from torch.nn.functional import embedding_bag, pad
 
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
-from torchloo.svm.state import Paths
+from torchloo.svm.state import Ends
 from torchloo.svm.tableau import Tableau
 
-__all__ = ["Ends", "final_solution"]
+__all__ = ["Finish", "Solution", "final_solution"]
 
 _ROUGH = 1e-10  # of the largest |u|: free variables that miss margin 0 by more are refined
 
 
-class Ends:
+class Finish:
     """Where the B paths of one machine ended; all over the w = l + 2 columns of its tableau."""
 
-    def __init__(self, problem: Problem, full: Exact, tableau: Tableau, ends: Paths, gone: Tensor) -> None:
+    def __init__(self, problem: Problem, full: Exact, tableau: Tableau, ends: Ends, gone: Tensor) -> None:
         """`gone` (B,) is how far alpha of each target went down."""
         self.problem, self.full, self.tableau = problem, full, tableau
         self.P, self.H, self.target, self.gone = ends.P, ends.H, ends.target[:, None], gone[:, None]
@@ -27,11 +28,10 @@ class Ends:
         self.failed = ends.failed
         self.columns = tableau.order[0, : tableau.sign.shape[1] - 2]
         self.sign = tableau.sign[0]
-        low, high = ends.distance.unbind(1)
-        self.upper = (low == -torch.inf) & (high < torch.inf)
+        self.upper = ends.upper
         self.changed = torch.zeros_like(self.upper).scatter_(1, self.P, True)
 
-    def take(self, rows: Tensor) -> "Ends":
+    def take(self, rows: Tensor) -> "Finish":
         """The paths at `rows`."""
         few = copy(self)
         for name in ("P", "H", "target", "gone", "row", "failed", "upper", "changed"):
@@ -77,12 +77,17 @@ class Ends:
         free[:, -2:] = False
         return free.scatter_(1, self.target, False)
 
-    def inside(self, alpha: Tensor) -> Tensor:
-        """Which coefficients (B, l) lie between their bounds, but for that of r."""
-        box = self.problem.box[self.columns]
+    def inside(self, near: Tensor) -> Tensor:
+        """Which coefficients (B, w) lie between their bounds, but for that of r, (B, l)."""
+        box = self._of_columns(self.problem.box)
         width = 1e-7 * box
-        between = pad((alpha > width) & (alpha < box - width), (0, 2))
-        return between.scatter_(1, self.target, False)[:, :-2]
+        return ((near > width) & (near < box - width)).scatter_(1, self.target, False)[:, :-2]
+
+    def whole(self, near: Tensor, target: Tensor) -> Tensor:
+        """Coefficients (B, m) of all variables from those with a column (B, w) and those of r."""
+        alpha = self.full.alpha.repeat(len(target), 1)
+        alpha.index_copy_(1, self.columns, near[:, :-2])
+        return alpha.scatter_(1, target[:, None], self.full.alpha[target][:, None] - self.gone)
 
     def _of_columns(self, x: Tensor) -> Tensor:
         """Values of the variables (m,) as those of the columns (w,)."""
@@ -98,41 +103,57 @@ class Ends:
         return torch.addcmul(change, sign, after), c
 
 
-def final_solution(ends: Ends, target: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha, refined where K itself says it is needed, and u = K (alpha * y), (B, m) both.
+class Solution(NamedTuple):
+    """Machines at the ends of B paths."""
+
+    alpha: Tensor
+    """Coefficients, (B, m)."""
+
+    u: Tensor
+    """K (alpha * y), (B, m)."""
+
+    miss: Tensor
+    """y - u of the variables with a column, (B, l)."""
+
+    inside: Tensor
+    """Which of them, but for r, lie between their bounds, (B, l) bool."""
+
+
+def final_solution(finish: Finish, target: Tensor) -> Solution:
+    """The machines, refined where K itself says it is needed.
 
     The tableau of a nearly singular free set has lost digits. Residuals are taken from K: margins of
     free variables that are not 0, and y^T alpha; the tableau then only has to correct them.
     """
-    K, y, columns, full = ends.problem.K, ends.problem.y, ends.columns, ends.full.alpha
-    near = ends.coefficients()
-    u = _pull(ends, target, near)
-    alpha = full.repeat(len(target), 1)
-    alpha[:, columns] = near[:, :-2]
-    alpha.scatter_(1, target[:, None], full[target][:, None] - ends.gone)
-    free = ends.free()[:, :-2].to(u)
+    K, y, columns = finish.problem.K, finish.problem.y, finish.columns
+    near = finish.coefficients()
+    u = _pull(finish, target, near)
+    free = finish.free()[:, :-2].to(u)
     count = free.sum(1).clamp_min(1)
-    y_near, u_near = y[columns], u[:, columns]
+    y_near, u_near = y[columns], u.index_select(1, columns)
     for _ in range(2):
         miss = (y_near - u_near).mul_(free)
         bias = miss.sum(1) / count
         residual = miss.sub_(bias[:, None] * free).mul_(y_near)
         size, scale = residual.abs().amax(1), u_near.abs().amax(1)
-        rows = ((size > _ROUGH * (1 + scale)) & ~ends.failed).nonzero()[:, 0]
+        rows = ((size > _ROUGH * (1 + scale)) & ~finish.failed).nonzero()[:, 0]
         if not len(rows):
             break
-        few = alpha[rows]
-        step = ends.take(rows).correction(pad(residual[rows], (0, 2)), few @ y)[:, :-2]
-        few.index_add_(1, columns, step * free[rows])
-        alpha[rows], u[rows] = few, (few * y) @ K
+        few = finish.take(rows)
+        imbalance = few.whole(near[rows], target[rows]) @ y
+        step = few.correction(pad(residual[rows], (0, 2)), imbalance)
+        near[rows] += pad(step[:, :-2] * free[rows], (0, 2))
+        u[rows] = (few.whole(near[rows], target[rows]) * y) @ K
         u_near[rows] = u[rows][:, columns]
-    return alpha, u
+    return Solution(finish.whole(near, target), u, y_near - u_near, finish.inside(near))
 
 
-def _pull(ends: Ends, target: Tensor, near: Tensor) -> Tensor:
+def _pull(finish: Finish, target: Tensor, near: Tensor) -> Tensor:
     """u = K (alpha * y), (B, m): what the full solution has, and the changes of few columns and of r."""
-    K, y, columns, full = ends.problem.K, ends.problem.y, ends.columns, ends.full.alpha
-    change = near.scatter(1, ends.target, full[target][:, None])[:, :-2].sub_(full[columns]).mul_(y[columns])
+    K, y, columns, full = finish.problem.K, finish.problem.y, finish.columns, finish.full.alpha
+    change = (
+        near.scatter(1, finish.target, full[target][:, None])[:, :-2].sub_(full[columns]).mul_(y[columns])
+    )
     moved = change.count_nonzero(0).nonzero()[:, 0]
     u = torch.addmm(K @ (full * y), change[:, moved], K[columns[moved]])
-    return u.addcmul_(K[target], y[target][:, None] * ends.gone, value=-1)
+    return u.addcmul_(K[target], y[target][:, None] * finish.gone, value=-1)

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.tableau import Tableau
 
-__all__ = ["TOUCH", "Base", "Paths", "Shared"]
+__all__ = ["TOUCH", "Base", "Ends", "Paths", "Shared"]
 
 _SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
 _SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
@@ -45,13 +45,13 @@ class Base(NamedTuple):
     """Diagonal of K, at least its mean, (T, l + 2)."""
 
     @staticmethod
-    def stack(bases: list["Base"]) -> "Base":
-        """Bases of one size as one."""
+    def stack(bases: list["Base"], A: Tensor) -> "Base":
+        """Bases of one size as one; A (T, m + 2, l + 2) holds their tableaux already."""
         if len(bases) == 1:
             return bases[0]
         tableaux, *others = zip(*bases, strict=True)
-        tableau = Tableau(*(torch.cat(field) for field in zip(*tableaux, strict=True)))
-        return Base(tableau, *(torch.cat(field) for field in others))
+        _, *parts = zip(*tableaux, strict=True)
+        return Base(Tableau(A, *map(torch.cat, parts)), *map(torch.cat, others))
 
     @classmethod
     def build(
@@ -163,17 +163,61 @@ class Paths:
         used, rounds = (max(getattr(part, name) for part in parts) for name in ("used", "rounds"))
         return Paths(**whole, used=used, rounds=rounds, swapping=any(part.swapping for part in parts))
 
-    def trimmed(self) -> "Paths":
-        """Without the places that no problem uses for its change set."""
-        used = self.P.ne(self.distance.shape[2] - 2).any(0)
+    def ends(self, rows: Tensor, distances: bool) -> "Ends":
+        """What is of interest of the problems at `rows` once they have ended."""
+        distance = self.distance.index_select(0, rows)
+        low, high = distance.unbind(1)
+        upper = (low == -torch.inf) & (high < torch.inf)
+        kept = distance if distances else distance[:, :, :0].clone()
+        fields: dict[str, Any] = {
+            name: getattr(self, name).index_select(0, rows) for name in Ends._fields[:-2]
+        }
+        return Ends(**fields, upper=upper, distance=kept)
+
+
+class Ends(NamedTuple):
+    """B problems that have ended: fields of Paths, and which variables are at their upper bound."""
+
+    name: Tensor
+    row: Tensor
+    target: Tensor
+    room: Tensor
+    failed: Tensor
+    events: Tensor
+    P: Tensor
+    H: Tensor
+    upper: Tensor
+    """(B, l + 2) bool."""
+    distance: Tensor
+    """As in Paths if asked for, else (B, 2, 0)."""
+
+    @staticmethod
+    def cat(parts: list["Ends"]) -> "Ends":
+        """Batches one after the other, change sets padded to the largest."""
+        if len(parts) == 1:
+            return parts[0]
+        k, nothing = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
+        padded = []
+        for part in parts:
+            more = k - part.P.shape[1]
+            P, H = pad(part.P, (0, more), value=nothing), pad(part.H, (0, more, 0, more))
+            padded.append(part._replace(P=P, H=H))
+        return Ends(*(torch.cat(field) for field in zip(*padded, strict=True)))
+
+    def split(self, counts: list[int]) -> list["Ends"]:
+        """In the order of their names, so many at a time."""
+        if len(counts) == 1:
+            return [self if bool((self.name[1:] > self.name[:-1]).all()) else self._at(self.name.argsort())]
+        return [self._at(rows) for rows in self.name.argsort().split(counts)]
+
+    def _at(self, rows: Tensor) -> "Ends":
+        """The problems at `rows`, without places that none of them uses for its change set."""
+        few = Ends(*(x.index_select(0, rows) for x in self))
+        used = few.P.ne(few.upper.shape[1] - 2).any(0)
         used[0] = True
         places = used.nonzero()[:, 0]
-        if len(places) < self.P.shape[1]:
-            self.moved, self.P, self.rate = (
-                x.index_select(1, places) for x in (self.moved, self.P, self.rate)
-            )
-            self.H = self.H.index_select(1, places).index_select(2, places)
-        return self
+        H = few.H.index_select(1, places).index_select(2, places)
+        return few._replace(P=few.P.index_select(1, places), H=H)
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
@@ -182,8 +226,8 @@ _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
 class Shared:
     """What all problems of a batch read."""
 
-    def __init__(self, base: Base, stop_at_error: bool) -> None:
-        self.stop_at_error = stop_at_error
+    def __init__(self, base: Base, stop_at_error: bool, distances: bool) -> None:
+        self.stop_at_error, self.distances = stop_at_error, distances
         # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
         self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
         self.width = base.box.shape[-1]

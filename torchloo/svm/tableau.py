@@ -71,6 +71,7 @@ def pivot_transform(
     border: Tensor | None = None,
     order: Tensor | None = None,
     columns: int | None = None,
+    out: Tensor | None = None,
 ) -> Tableau:
     """The tableau of Note [tableau] for the free set given as a mask; K_SS + const must be regular.
 
@@ -81,6 +82,7 @@ def pivot_transform(
             column that is not a training point, (m,).
         order: the variables, those of S first, (m,); default S, then the others.
         columns: how many of them have a column; default all.
+        out: zeros (m + 2, columns + 2) for the tableau; default new ones.
 
     Cost 2 m s l for s free variables and l columns. Memory: twice that of the tableau.
     """
@@ -101,7 +103,7 @@ def pivot_transform(
     ordered[:s, :s] = -inner
     y_ordered = y[order]
     ordered.mul_(y_ordered).mul_(y_ordered[:columns, None])
-    A = K.new_zeros(m + 2, columns + 2)
+    A = K.new_zeros(m + 2, columns + 2) if out is None else out
     A[:columns, :columns] = ordered[:, :columns].T
     A[columns + 2 :, :columns] = ordered[:, columns:].T
     sign = K.new_ones(columns + 2)

@@ -9,8 +9,8 @@ from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
-from torchloo.svm.refresh import Ends, final_solution
-from torchloo.svm.state import Base, Paths
+from torchloo.svm.refresh import Finish, final_solution
+from torchloo.svm.state import Base, Ends
 from torchloo.svm.tableau import Tableau, pivot_transform
 
 __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
@@ -96,38 +96,49 @@ def _unlearn(tasks: list[Task], values: bool, whole: bool) -> list[Unlearned]:
     outcomes: dict[int, Unlearned] = {}
     for group in _groups(tasks):
         members = [tasks[t] for t in group]
-        tableaux = _tableaux(members, values, whole)
-        base = Base.stack(
-            [perturbed_base(task.problem, task.full, A) for task, A in zip(members, tableaux, strict=True)]
-        )
+        tableaux, stacked = _tableaux(members, values, whole)
+        bases = [
+            perturbed_base(task.problem, task.full, A) for task, A in zip(members, tableaux, strict=True)
+        ]
+        base = Base.stack(bases, stacked)
         places = [A.find(task.target) for task, A in zip(members, tableaux, strict=True)]
         row, column = (torch.cat(x) for x in zip(*places, strict=True))
         counts = [len(task.target) for task in members]
         table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
         ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
-        for t, tableau, own in zip(group, tableaux, _of_each(ends, counts), strict=True):
+        for t, tableau, own in zip(group, tableaux, ends.split(counts), strict=True):
             outcomes[t] = _certified(tasks[t], tableau, own)
     return [outcomes[t] for t in range(len(tasks))]
 
 
-def _tableaux(tasks: list[Task], values: bool, whole: bool) -> list[Tableau]:
-    """Tableaux with equally many columns: the free variables, then by the size of their margins."""
+def _tableaux(tasks: list[Task], values: bool, whole: bool) -> tuple[list[Tableau], Tensor]:
+    """Tableaux with equally many columns, and all of them as one tensor (T, m + 2, l + 2)."""
     m = len(tasks[0].problem.y)
-    if whole or m <= _FEW:
-        return [pivot_transform(task.problem.K, task.problem.y, task.full.free) for task in tasks]
     orders, wanted = [], 0
     for task in tasks:
-        first = task.full.margin.abs()
-        if not values:  # an early stop watches the margin of the target
-            first[task.target] = -1.0
-        first = first.masked_fill_(task.full.free, -2.0)
-        orders.append(first.argsort(stable=True))
-        wanted = max(wanted, int((first < 0).sum()))
-    columns = min(m, wanted + max(_NEAREST, m // _SHARE))
-    return [
-        pivot_transform(task.problem.K, task.problem.y, task.full.free, order=order, columns=columns)
-        for task, order in zip(tasks, orders, strict=True)
+        order, first = _by_margin(task, not values)
+        orders.append(order)
+        wanted = max(wanted, first)
+    near = max(_NEAREST, m // _SHARE)
+    columns = m if whole or m <= _FEW else min(m, wanted + near)
+    A = tasks[0].problem.K.new_zeros(len(tasks), m + 2, columns + 2)
+    tableaux = [
+        pivot_transform(task.problem.K, task.problem.y, task.full.free, None, order, columns, out)
+        for task, order, out in zip(tasks, orders, A, strict=True)
     ]
+    return tableaux, A
+
+
+def _by_margin(task: Task, targets_too: bool) -> tuple[Tensor, int]:
+    """The free variables, the targets if an early stop has to watch them, then by the size of margins.
+
+    And how many come before the margins count.
+    """
+    margin = task.full.margin.abs()
+    if targets_too:
+        margin[task.target] = -1.0
+    margin.masked_fill_(task.full.free, -2.0)
+    return margin.argsort(stable=True), int((margin < 0).sum())
 
 
 def _groups(tasks: list[Task]) -> list[list[int]]:
@@ -143,27 +154,18 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
     return groups
 
 
-def _of_each(parts: list[Paths], counts: list[int]) -> list[Paths]:
-    """The paths of each machine, which has so many of them."""
-    whole = Paths.cat(parts)
-    if len(parts) == 1 and len(counts) == 1:
-        return [whole]
-    return [whole.take(rows).trimmed() for rows in whole.name.argsort().split(counts)]
-
-
-def _certified(task: Task, tableau: Tableau, ends: Paths) -> Unlearned:
+def _certified(task: Task, tableau: Tableau, ends: Ends) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps prove."""
     problem, full, target, room = task
-    finish = Ends(problem, full, tableau, ends, room - ends.room)
-    alpha, u = final_solution(finish, target)
+    finish = Finish(problem, full, tableau, ends, room - ends.room)
+    alpha, u, miss, inside = final_solution(finish, target)
     finished = ends.room <= 0
     kept = full.alpha[target] - room
     # Where full.alpha[target] is the room, rounding must not leave a box of 1e-17.
     kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept)
     stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - room + ends.room))
     held = Held(alpha, u, problem.box, target, torch.where(finished, kept, 0.0), stuck)
-    columns = finish.columns
-    bias = bias_of_free(problem.y, held, problem.y[columns] - u[:, columns], finish.inside(alpha[:, columns]))
+    bias = bias_of_free(problem.y, held, miss, inside)
     sign, _, slip = gap_ball_sign(problem.K, problem.y, held, bias)
     output = held.of_target(u) + bias
     finished &= ~ends.failed
