@@ -655,3 +655,25 @@ def test_outputs_without_a_gradient_can_enter_a_graph():
         scale = torch.ones(30, dtype=torch.float64, requires_grad=True)
         (held.outputs * scale).square().sum().backward()
         assert_close(scale.grad, 2 * held.outputs.square().reshape(-1, 30).sum(0))
+
+
+@pytest.mark.parametrize("seed", [3, 25, 53])
+def test_one_positive_row_and_weights_of_six_orders_of_magnitude(seed):
+    """Homotopies fail and so does the solution for the sets, but the interior point was good."""
+    X, y = toy(seed, n=57)
+    y[:], y[seed] = -1, 1
+    weight = 10 ** (6 * torch.rand(57, generator=torch.Generator().manual_seed(seed)).double() - 3)
+    fit = svm(rbf(X, 20.0), y, 1.0, weight)
+    assert float(fit.gap) <= 1e-6 * float(fit.coef.abs().sum())
+    alpha = fit.coef * y
+    assert bool((alpha >= 0).all() & (alpha <= (1 + 1e-9) * weight).all())
+
+
+def test_a_nearly_singular_free_set_has_margin_zero_and_balance():
+    X, _ = toy(0, n=15, d=3)
+    y = torch.tensor([1.0, -1.0] * 5 + [1.0] * 5, dtype=torch.float64)
+    free = torch.arange(15) < 5
+    box = torch.full_like(y, 3e3)
+    solution = exact._active_set_solution(rbf(X, 30.0), y, box, free, ~free)
+    assert float(solution.margin[free].abs().max()) <= 1e-7
+    assert abs(float(solution.alpha @ y)) <= 1e-6

@@ -133,3 +133,11 @@ def test_values_equal_smo_at_a_gap_of_rounding(kernel, C):
     K = rbf(X) if kernel == "rbf" else X @ X.T
     held = svm_loo(K, y, C, method="smo", epsilon=1e-9)
     assert_close(svm_loo(K, y, C).outputs, held.outputs, atol=1e-7, rtol=1e-7)
+
+
+def test_a_problem_that_gets_no_nearer_is_given_up():
+    X, y = toy(3, n=20)
+    K, box = rbf(X)[None], torch.full((1, 20), 1e6, dtype=torch.float64)
+    end = smo(K, y[None], box, torch.zeros_like(box), epsilon=0.0, patience=3)
+    assert int(end.waited) <= 3
+    assert float(end.violation) < 1e-3

@@ -11,12 +11,13 @@ from torchloo.svm.path import follow
 from torchloo.svm.state import Base
 from torchloo.svm.tableau import bordered_inverse, pivot_transform
 
-__all__ = ["Exact", "duality_gap", "solve_exactly", "solve_from"]
+__all__ = ["ATTEMPTS", "Exact", "duality_gap", "solve_exactly", "solve_from"]
 
 _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
-_DEPENDENT = 1e-9  # pivot below which a point depends on the others, K having mean diagonal 1
-_ATTEMPTS = 4
+_DEPENDENT = 1e-8  # pivot below which a point depends on the others, K having mean diagonal 1
+ATTEMPTS = 4  # at the sets, a homotopy between any two
+_REFINEMENTS = 2
 
 
 class Exact(NamedTuple):
@@ -67,27 +68,38 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
     ]
 
 
-def solve_from(problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor) -> Exact:
+def solve_from(
+    problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor, attempts: int = ATTEMPTS
+) -> Exact:
     """The exact solution from an approximate one and its sets; where signs fail, by a homotopy.
 
-    Where a homotopy brings it no nearer, the best one is what rounding allows.
+    Where a homotopy brings it no nearer, the best one is what rounding allows: it may be the given one.
     """
     K, y, box = problem.K, problem.y, problem.box
     alpha = torch.where(free, alpha, torch.where(upper, box, 0.0))
     best: Exact | None = None
-    for _ in range(_ATTEMPTS):
+    for left in reversed(range(attempts)):
         if not bool(free.any()):
             free, upper, bias = _free_one(K, y, alpha, upper)
         free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
         solution = _active_set_solution(K, y, box, free, upper)
+        if not solution.close:
+            solution = min(solution, _as_given(problem, alpha, bias, free, upper), key=lambda x: x.slip)
         if best is not None and not solution.slip < best.slip / 2:
             return best
         best = solution
-        if solution.optimal:
+        if solution.optimal or not left:
             break
         free, upper, alpha = _homotopy(problem, free, upper, alpha, bias)
         bias = solution.bias
     return best if best is not None else solution
+
+
+def _as_given(problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor) -> Exact:
+    """A solution whose free variables need not have margin 0."""
+    margin = problem.y * (problem.K @ (alpha * problem.y) + bias) - 1
+    slip = torch.where(free, margin.abs(), torch.where(upper, margin, -margin)).max()
+    return Exact(alpha, bias, margin, free, upper, float(slip.maximum((alpha @ problem.y).abs())))
 
 
 def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +122,7 @@ def _drop_dependent(
     """
     S = free.nonzero()[:, 0]
     L, info = torch.linalg.cholesky_ex(K[S][:, S] + 1.0)
-    if not bool(info) and bool(L.diagonal().square().min() > 10 * _DEPENDENT):
+    if not bool(info) and bool(L.diagonal().square().min() > _DEPENDENT):
         return free, upper, alpha
     chosen, dropped = (S[part] for part in _independent(K[S][:, S] + 1.0))
     if not len(dropped):  # with pivots in their best order none is too small
@@ -150,7 +162,7 @@ def _independent(M: Tensor) -> tuple[Tensor, Tensor]:
     kept = torch.zeros(len(M), dtype=torch.bool, device=M.device)
     for _ in range(len(M)):
         pivot, j = M.diagonal().masked_fill(kept, -1).max(0)
-        if pivot <= 10 * _DEPENDENT:
+        if pivot <= _DEPENDENT:
             break
         kept[j] = True
         M.addr_(M[:, j].clone(), M[j].clone() / -pivot)
@@ -165,10 +177,10 @@ def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper:
     top, rhs = -a.sum(), y[S] - K[S] @ a
     a[S] = inner @ rhs + edge * top
     bias = corner * top + edge @ rhs
-    # One step of refinement: the inverse of a nearly singular K_SS loses digits.
-    rhs = y[S] - K[S] @ a - bias
-    a[S] += inner @ rhs - edge * a.sum()
-    bias = bias + edge @ rhs - corner * a.sum()
+    for _ in range(_REFINEMENTS):  # the inverse of a nearly singular K_SS loses digits
+        top, rhs = -a.sum(), y[S] - K[S] @ a - bias
+        a[S] += inner @ rhs + edge * top
+        bias = bias + corner * top + edge @ rhs
     alpha = a * y
     margin = y * (K @ a + bias) - 1
     slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))

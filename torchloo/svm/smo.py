@@ -59,6 +59,10 @@ class SMOState:
     """Columns read since the rule was last asked, (B, n) bool."""
     sign: Tensor
     """Sign of the held-out value proved by the stop rule, 0 if none, (B,)."""
+    mark: Tensor
+    """The violation when it had last been halved, (B,)."""
+    waited: Tensor
+    """Rounds since then, (B,)."""
 
     def take(self, rows: Tensor) -> "SMOState":
         """The problems at `rows`."""
@@ -86,6 +90,7 @@ def smo(
     working: int = 64,
     most_rounds: int = 100_000,
     rule_every: int = 1,
+    patience: int | None = None,
 ) -> SMOState:
     """Solve B SVM duals to epsilon from feasible starting points, Note [working sets].
 
@@ -100,6 +105,7 @@ def smo(
         working: size of the working sets.
         most_rounds: give up after so many rounds, or when rounding lets nothing move; `violation` tells.
         rule_every: ask the rule every so many rounds.
+        patience: give a problem up whose violation has not been halved in so many rounds.
 
     Cost O(B n q) a round. Memory O(B (n + q^2)). Reference: Keerthi et al. 2001; Fan et al. 2005.
     """
@@ -115,12 +121,15 @@ def smo(
         torch.arange(B, device=K.device), table, box, y, alpha.clone(), u - y,
         alpha.new_zeros(B), alpha.new_zeros(B), zero.clone(), zero.clone(), zero.clone(),
         torch.zeros_like(alpha, dtype=torch.bool), alpha.new_zeros(B),
+        alpha.new_full((B,), torch.inf), zero.clone(),
     )  # fmt: skip
     flat = K.reshape(-1, n)
     ended = []
     stuck = torch.zeros(B, dtype=torch.bool, device=K.device)
     for round_ in range(most_rounds):
         done = stuck | (_update_violation(state) <= epsilon)
+        if patience is not None:
+            done |= state.waited >= patience
         if rule is not None and round_ % rule_every == 0:
             done |= rule.advance(state)
             state.read = torch.zeros_like(state.read)
@@ -152,10 +161,13 @@ def _movable(s: SMOState) -> tuple[Tensor, Tensor]:
 
 
 def _update_violation(s: SMOState) -> Tensor:
-    """Set bias and violation of each problem, and return the violation, (B,)."""
+    """Set bias, violation and waited of each problem, and return the violation, (B,)."""
     F_up, F_low = _movable(s)
     b_up, b_low = F_up.amin(1), F_low.amax(1)
     s.violation = (b_low - b_up).clamp_min(0).nan_to_num(0, 0, 0)
+    halved = s.violation < s.mark / 2
+    s.mark = torch.where(halved, s.violation, s.mark)
+    s.waited = (s.waited + 1).masked_fill(halved, 0)
     # One class only: b has a half-line, and f is the remaining label at the nearer end.
     one_sided = torch.where(b_up.isinf(), -b_low, -b_up)
     s.bias = torch.where(b_up.isinf() | b_low.isinf(), one_sided, -(b_up + b_low) / 2)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchloo.svm.exact import Exact, solve_exactly, solve_from
+from torchloo.svm.exact import ATTEMPTS, Exact, solve_exactly, solve_from
 from torchloo.svm.merge import Problem
 from torchloo.svm.smo import SMOState, seed_without, smo
 
@@ -12,6 +12,7 @@ __all__ = ["left_of", "solve_without"]
 _EXACT = 1e-9  # violation of an SMO that counts as none
 _CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
+_PATIENCE = 8  # rounds that may fail to halve the violation; then too
 _NOTHING = 1e-9  # of a box: rounding, once its rows are gone
 
 
@@ -31,11 +32,13 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
         return boxes, torch.zeros(0, dtype=torch.long, device=boxes.device)
     y = problem.y.expand_as(boxes)
     start = seed_without(full.alpha.clamp_min(0).expand_as(boxes), y, boxes, near)
-    end = smo(problem.K[None], y.contiguous(), boxes, start, _CLOSE, most_rounds=_ROUNDS)
-    return torch.stack([_exactly(problem, end, b) for b in range(len(boxes))]), end.columns
+    end = smo(problem.K[None], y.contiguous(), boxes, start, _CLOSE, most_rounds=_ROUNDS, patience=_PATIENCE)
+    # Where homotopies have failed the full machine they would fail these too, and take their time.
+    attempts = ATTEMPTS if full.optimal else 1
+    return torch.stack([_exactly(problem, end, b, attempts) for b in range(len(boxes))]), end.columns
 
 
-def _exactly(problem: Problem, end: SMOState, b: int) -> Tensor:
+def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
     """The exact solution (m,) near that of problem b of the SMO, which often is exact already."""
     box, violation = end.box[b], float(end.violation[b])
     if violation <= _EXACT:
@@ -45,7 +48,7 @@ def _exactly(problem: Problem, end: SMOState, b: int) -> Tensor:
     near, limit = end.alpha[b][some], box[some]
     if violation <= _CLOSE:
         free, upper = (near > 0) & (near < limit), near >= limit
-        solution = solve_from(smaller, near, end.bias[b], free, upper)
+        solution = solve_from(smaller, near, end.bias[b], free, upper, attempts)
         if not solution.slip <= violation:
             return end.alpha[b]
     else:
