@@ -8,6 +8,7 @@ from torch import Tensor
 from torchloo.svm.interior import first_solutions
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
+from torchloo.svm.smo import smo
 from torchloo.svm.state import Base
 from torchloo.svm.tableau import bordered_inverse, pivot_transform
 
@@ -18,6 +19,7 @@ _CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-8  # pivot below which a point depends on the others, K having mean diagonal 1
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
+_ROUNDS = 1000  # of an SMO
 
 
 class Exact(NamedTuple):
@@ -63,9 +65,20 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
     start = first_solutions(problems[0].K, problems[0].y, boxes)
     upper = boxes - start.alpha < start.upper
     free = (start.alpha > start.lower) & ~upper
-    return [
-        solve_from(*parts) for parts in zip(problems, start.alpha, start.bias[:, 0], free, upper, strict=True)
-    ]
+    parts = zip(problems, start.alpha, start.bias[:, 0], free, upper, strict=True)
+    return [_or_by_smo(problem, solve_from(problem, *others)) for problem, *others in parts]
+
+
+def _or_by_smo(problem: Problem, solution: Exact) -> Exact:
+    """A solution that is not even close is replaced by that of an SMO if this one is closer."""
+    if solution.close:
+        return solution
+    K, y, box = problem.K[None], problem.y[None], problem.box[None]
+    end = smo(K, y, box, torch.zeros_like(box), _SLIP, most_rounds=_ROUNDS)
+    (alpha,), (bias,) = end.alpha, end.bias
+    free, upper = (alpha > 0) & (alpha < problem.box), alpha >= problem.box
+    found = solve_from(problem, alpha, bias, free, upper, attempts=1)
+    return found if found.slip < solution.slip else solution
 
 
 def solve_from(
@@ -85,10 +98,11 @@ def solve_from(
         solution = _active_set_solution(K, y, box, free, upper)
         if not solution.close:
             solution = min(solution, _as_given(problem, alpha, bias, free, upper), key=lambda x: x.slip)
-        if best is not None and not solution.slip < best.slip / 2:
-            return best
-        best = solution
-        if solution.optimal or not left:
+        if best is None or solution.slip < best.slip / 2:
+            best = solution
+        elif best.close:
+            break
+        if best.optimal or not left:
             break
         free, upper, alpha = _homotopy(problem, free, upper, alpha, bias)
         bias = solution.bias
