@@ -69,7 +69,8 @@ def residuals(findings: Findings) -> str:
             "residual is large too, it deserves a look."
         )
         parts.append(figure(pictures.leverage(findings.leverage, findings.inner.size), caption))
-    return section("Residuals and leverage", *parts, _worst(findings))
+    title = "Residuals" if findings.leverage is None else "Residuals and leverage"
+    return section(title, *parts, _worst(findings))
 
 
 def _spread(findings: Findings) -> str:
@@ -100,11 +101,14 @@ def _spread(findings: Findings) -> str:
 def _worst(findings: Findings) -> str:
     order = np.argsort(-findings.badness, kind="stable")[:_MOST_LISTED]
     said, target, leverage = findings.said(findings.inner), findings.prepared.target, findings.leverage
-    head = ["row", "true", "said unseen", "size of residual"] + ["leverage"] * (leverage is not None)
+    name, values = "size of residual", findings.inner.size
+    if findings.classes > 2:
+        name, values = "lead of the true class", -findings.badness
+    head = ["row", "true", "said unseen", name] + ["leverage"] * (leverage is not None)
     rows = []
     for i in order:
-        values = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
-        cells = [str(i + 1), *values, number(findings.inner.size[i])]
+        pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
+        cells = [str(i + 1), *pair, number(values[i])]
         rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
     words = (
         "The rows that were predicted worst; row 1 is the first below the column names. "
