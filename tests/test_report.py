@@ -183,6 +183,22 @@ def test_several_classes_of_every_machine_have_a_whole_report(tmp_path, machine)
     assert [float(row[3]) for row in page.rows[top : top + 8]] == pytest.approx(np.sort(lead)[:8], rel=1e-3)
 
 
+def test_many_classes_tell_what_they_are_mistaken_for(tmp_path):
+    draw, kind = np.random.default_rng(2), np.arange(90) % 9
+    x, z = draw.normal(size=(2, 90)) + 2.0 * np.stack([kind % 3, kind // 3])
+    data = pd.DataFrame({"x": x, "z": z, "class": [f"k{k}" for k in kind]})
+    page, held_out = written(tmp_path, "class", "--machine", "kfd", "--outer", "3", data=data)
+    check_self_contained(page)
+    assert ["true class", "rows", "wrong", "mistaken for"] in page.rows
+    for label in (f"k{k}" for k in range(9)):
+        own = held_out[held_out["target"] == label]["loo_class"]
+        _, rows, wrong, mistaken = page.row(label)
+        assert (rows, wrong) == ("10", f"{(own != label).mean():.0%}")
+        most = own[own != label].value_counts()
+        assert mistaken == "·" if most.empty else f"({most.iloc[0]})" in mistaken
+    assert any("splits" in caption and "better side" in caption for caption in page.captions)
+
+
 def test_several_classes_with_clusters_compare_both_ways_of_leaving_out(tmp_path):
     page, held_out = written(tmp_path, "class", "--clusters", "site", "--outer", "100")
     check_self_contained(page)

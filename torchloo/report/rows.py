@@ -10,6 +10,7 @@ __all__ = ["agreement", "residuals"]
 
 _MOST_LISTED = 8
 _MOST_CURVES = 8
+_MOST_COLUMNS = 8  # of a table of answers that fits the page
 
 
 def agreement(findings: Findings) -> str:
@@ -31,6 +32,8 @@ def _cluster(findings: Findings) -> str:
 def _answers(findings: Findings) -> str:
     """True classes against what was said."""
     labels, target = findings.prepared.schema.labels, findings.prepared.target
+    if len(labels) > _MOST_COLUMNS:
+        return _mistakes(findings)
     said, rows, kinds = findings.said(findings.inner), [], {}
     for i, true in enumerate(labels):
         counts = [int(((target == true) & (said == name)).sum()) for name in labels]
@@ -42,6 +45,23 @@ def _answers(findings: Findings) -> str:
     )
     head = ["true class", *(f"said {label}" for label in labels), "wrong"]
     return paragraph(words) + table(head, rows, kinds)
+
+
+def _mistakes(findings: Findings) -> str:
+    """For many classes: how often each is mistaken, and for which others."""
+    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    said, rows = findings.said(findings.inner), []
+    for true in labels:
+        answers = said[target == true]
+        names, counts = np.unique(answers[answers != true], return_counts=True)
+        order = np.argsort(-counts, kind="stable")[:3]
+        taken = ", ".join(f"{names[k]} ({counts[k]})" for k in order) + ", ..." * (len(counts) > 3)
+        rows.append([true, f"{len(answers)}", f"{(answers != true).mean():.0%}", taken or "·"])
+    words = (
+        f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
+        "Each line is a true class; at its end stand the classes that its rows were mistaken for."
+    )
+    return paragraph(words) + table(["true class", "rows", "wrong", "mistaken for"], rows)
 
 
 def _curves(findings: Findings) -> str:
