@@ -395,6 +395,13 @@ def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, 
     assert scores == {"price": [], "good": ["score"], "grade": ["score 0", "score 1", "score 2"]}[target]
 
 
+def test_a_single_row_can_be_predicted(folder, models, capsys):
+    table()[["x", "z", "shop"]].head(1).to_csv("new.csv", index=False)
+    assert run("predict", models["good"], "new.csv") == 0
+    assert capsys.readouterr().out == "1 row predicted: predictions.csv\n"
+    assert len(pd.read_csv("predictions.csv")) == 1
+
+
 def test_predictions_of_the_training_rows_are_the_fit(folder, models):
     schema, machine = load(models["price"], "cpu")
     table().drop(columns=["always", "good", "grade", "day", "w", "half", "price"]).to_csv(

@@ -153,7 +153,7 @@ def test_two_classes_tell_their_answers_and_no_leverage_where_there_is_none(tmp_
     yes, no = (page.row(label) for label in ("<b>yes</b>", "no"))
     right = ((held_out["loo_class"] == "no") & (held_out["target"] == "no")).sum()
     assert int(no[2]) == right
-    assert "leverage" not in [cell for row in page.rows for cell in row]
+    assert "everage" not in page.text
     assert held_out["leverage"].isna().all()
     assert len(yes) == 4
 
@@ -172,6 +172,31 @@ def test_several_classes_of_every_machine_have_a_whole_report(tmp_path, machine)
     assert "one for each of 3 classes" in page.text
     assert any("leads over the next best one" in caption for caption in page.captions)
     assert any(caption.startswith("Leverage") for caption in page.captions) == (machine == "kfd")
+    assert ("everage" in page.text) == (machine == "kfd")
+    assert "each class against the others, on average over the classes" in page.text
+    outputs = held_out[[f"loo_output {label}" for label in range(3)]].to_numpy()
+    own = outputs[np.arange(N), held_out["target"]]
+    outputs[np.arange(N), held_out["target"]] = -np.inf
+    lead = own - outputs.max(1)
+    top = next(k for k, row in enumerate(page.rows) if "lead of the true class" in row) + 1
+    assert [int(row[0]) - 1 for row in page.rows[top : top + 8]] == np.argsort(lead)[:8].tolist()
+    assert [float(row[3]) for row in page.rows[top : top + 8]] == pytest.approx(np.sort(lead)[:8], rel=1e-3)
+
+
+def test_many_classes_tell_what_they_are_mistaken_for(tmp_path):
+    draw, kind = np.random.default_rng(2), np.arange(90) % 9
+    x, z = draw.normal(size=(2, 90)) + 2.0 * np.stack([kind % 3, kind // 3])
+    data = pd.DataFrame({"x": x, "z": z, "class": [f"k{k}" for k in kind]})
+    page, held_out = written(tmp_path, "class", "--machine", "kfd", "--outer", "3", data=data)
+    check_self_contained(page)
+    assert ["true class", "rows", "wrong", "mistaken for"] in page.rows
+    for label in (f"k{k}" for k in range(9)):
+        own = held_out[held_out["target"] == label]["loo_class"]
+        _, rows, wrong, mistaken = page.row(label)
+        assert (rows, wrong) == ("10", f"{(own != label).mean():.0%}")
+        most = own[own != label].value_counts()
+        assert mistaken == "·" if most.empty else f"({most.iloc[0]})" in mistaken
+    assert any("splits" in caption and "better side" in caption for caption in page.captions)
 
 
 def test_several_classes_with_clusters_compare_both_ways_of_leaving_out(tmp_path):

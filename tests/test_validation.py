@@ -230,11 +230,26 @@ def test_an_interrupt_gives_what_there_is():
             raise KeyboardInterrupt
         return held_out.residuals.square().sum()
 
-    with pytest.warns(RuntimeWarning, match=r"validate: interrupted; these are \d of 6 splits"):
+    with pytest.warns(RuntimeWarning, match=r"these are \d of 6 splits, 1 of them searched in part$"):
         result = validate(
             tl.LSSVM(K.RBF()), X, y, "leave-cluster-out", criterion, clusters=clusters, max_evaluations=10
         )
     assert 1 < len(result.scores) == len(result.table) < 6
+
+
+def test_an_interrupt_of_a_batch_tells_that_all_its_splits_are_searched_in_part():
+    X, y, clusters = tl.datasets.clustered(6, 5, generator=seeded())
+    calls = []
+
+    def criterion(held_out):
+        calls.append(None)
+        if len(calls) > 25:
+            raise KeyboardInterrupt
+        return held_out.residuals.square().sum()
+
+    with pytest.warns(RuntimeWarning, match="these are 6 of 6 splits, 6 of them searched in part$"):
+        result = validate(tl.LSSVM(K.RBF()), X, y, "leave-cluster-out", criterion, clusters=clusters)
+    assert len(result.scores) == 6
 
 
 def test_table_and_text_are_readable():
@@ -452,6 +467,6 @@ def test_an_interrupt_while_scoring_keeps_what_was_scored():
             raise KeyboardInterrupt
         return tl.criteria.error_rate(held_out, **options)
 
-    with pytest.warns(RuntimeWarning, match="interrupted"):
+    with pytest.warns(RuntimeWarning, match="these are 3 of 6 splits$"):
         result = validate(tl.LSSVM(K.RBF()), X, y, 6, metric=metric, generator=seeded())
     assert len(result.scores) == 3

@@ -148,14 +148,16 @@ def validate(
             if generator is not None and state is not None:
                 generator.set_state(state)  # all splits begin alike, however they are grouped
             try:
+                before = len(rows)
                 interrupted = outer.run(plan, {k: pairs[k] for k in group}, rows)
+                partly = len(rows) - before
             except KeyboardInterrupt:
                 if not rows:
                     raise
-                interrupted = True
+                interrupted, partly = True, 0
             bar.update(len(group))
             if interrupted:
-                _warn_interrupted(len(rows), len(pairs))
+                _warn_interrupted(len(rows), len(pairs), partly)
                 break
     return summed_up([rows[k] for k in sorted(rows)], outer.metric.name, score.name)
 
@@ -167,9 +169,10 @@ def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Valid
     return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
 
 
-def _warn_interrupted(done: int, asked: int) -> None:
-    partly = "the last of them searched in part"
-    message = f"validate: interrupted; these are {done} of {asked} splits, {partly}"
+def _warn_interrupted(done: int, asked: int, partly: int) -> None:
+    """Say how many splits there are, and how many of them have the best of a search that was cut short."""
+    in_part = f", {partly} of them searched in part" if partly else ""
+    message = f"validate: interrupted; these are {done} of {asked} splits{in_part}"
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 

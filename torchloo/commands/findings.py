@@ -16,15 +16,7 @@ from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.splits import Split
 
-__all__ = [
-    "Findings",
-    "Plan",
-    "Problem",
-    "Row",
-    "choose",
-    "estimate",
-    "examine",
-]
+__all__ = ["Findings", "Row", "choose", "estimate", "examine"]
 
 # An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
 _MOST_ROWS_OF_PATH = 2000

@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs))
     columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
     write(args.out, pd.DataFrame(columns).to_csv(index=False).encode())
-    print("\n".join([f"{len(frame)} rows predicted: {args.out}", *compared]))
+    rows = "1 row" if len(frame) == 1 else f"{len(frame)} rows"
+    print("\n".join([f"{rows} predicted: {args.out}", *compared]))
     return 0
 
 

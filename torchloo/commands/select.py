@@ -15,10 +15,11 @@ import numpy as np
 
 import torchloo as tl
 from torchloo import report
-from torchloo.commands.findings import Findings, Plan, Problem, choose, estimate, examine
+from torchloo.commands.findings import Findings, choose, estimate, examine
 from torchloo.commands.measures import measures
 from torchloo.commands.models import KERNELS, MACHINES, TELL_CLASSES_APART, Spec, save
 from torchloo.commands.predict import require_device
+from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.reading import read_table
 from torchloo.commands.schema import CLASSIFICATION, REGRESSION
 from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole

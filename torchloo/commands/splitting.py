@@ -2,8 +2,8 @@
 
 import torch
 
-from torchloo.commands.findings import Plan, Problem
 from torchloo.commands.models import TELL_CLASSES_APART
+from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.shell import UserError
 from torchloo.commands.tables import Prepared
 from torchloo.splits import Split, resolve

@@ -3,6 +3,7 @@
 Nothing is fetched when the page is opened: its content policy forbids it.
 """
 
+import re
 from importlib import resources
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def page(findings: Findings, source: Source) -> str:
         rows.residuals(findings),
         outcome.clusters(findings),
         machine.machine(findings),
-        _files(source),
+        _files(findings, source),
     ]
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -59,11 +60,12 @@ is what the machine trained without it would say.</footer>
 """
 
 
-def _files(source: Source) -> str:
+def _files(findings: Findings, source: Source) -> str:
+    leverage = "" if findings.leverage is None else " and its leverage"
     words = (
         "<code>model.pt</code> is the machine, for <code>torchloo predict</code>. "
-        "<code>held_out.csv</code> has for every row what was said of it unseen, its residual and its "
-        "leverage. "
+        f"<code>held_out.csv</code> has for every row what was said of it unseen, its residual{leverage}. "
         "The same command gives the same again:"
     )
-    return section("Files", paragraph(words), f"<pre><code>{text(source.command)}</code></pre>\n")
+    command = re.sub(r"(--[a-z]+)", r'<span class="option">\1</span>', text(source.command))
+    return section("Files", paragraph(words), f"<pre><code>{command}</code></pre>\n")

@@ -70,7 +70,8 @@ def estimates(findings: Findings) -> str:
         )
     caption = (
         f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: "
-        f"the inner estimate, by {inner}. The further apart, the more the choice has flattered itself."
+        f"the inner estimate, by {inner}. The further the dashed line lies on the better "
+        "side, the more the choice has flattered itself."
     )
     svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))

@@ -210,6 +210,7 @@ def score_histogram(groups: Sequence[tuple[str, np.ndarray]], xlabel: str) -> st
         axes.axvline(0, color=INK, linewidth=1)
         axes.set_xlabel(xlabel)
         axes.set_ylabel("rows")
+        axes.locator_params(axis="y", integer=True)
         if len(groups) > 1:
             axes.legend()
     return canvas.svg
@@ -267,6 +268,7 @@ def outer_scores(scores: np.ndarray, mean: float, inner: float, name: str) -> st
         axes.axvline(inner, color=ORANGE, linewidth=1.6, linestyle=(0, (4, 3)), label="inner estimate")
         axes.set_xlabel(name)
         axes.set_ylabel("splits")
+        axes.locator_params(axis="y", integer=True)
         axes.legend()
     return canvas.svg
 

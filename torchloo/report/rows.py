@@ -10,6 +10,7 @@ __all__ = ["agreement", "residuals"]
 
 _MOST_LISTED = 8
 _MOST_CURVES = 8
+_MOST_COLUMNS = 8  # of a table of answers that fits the page
 
 
 def agreement(findings: Findings) -> str:
@@ -31,6 +32,8 @@ def _cluster(findings: Findings) -> str:
 def _answers(findings: Findings) -> str:
     """True classes against what was said."""
     labels, target = findings.prepared.schema.labels, findings.prepared.target
+    if len(labels) > _MOST_COLUMNS:
+        return _mistakes(findings)
     said, rows, kinds = findings.said(findings.inner), [], {}
     for i, true in enumerate(labels):
         counts = [int(((target == true) & (said == name)).sum()) for name in labels]
@@ -42,6 +45,23 @@ def _answers(findings: Findings) -> str:
     )
     head = ["true class", *(f"said {label}" for label in labels), "wrong"]
     return paragraph(words) + table(head, rows, kinds)
+
+
+def _mistakes(findings: Findings) -> str:
+    """For many classes: how often each is mistaken, and for which others."""
+    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    said, rows = findings.said(findings.inner), []
+    for true in labels:
+        answers = said[target == true]
+        names, counts = np.unique(answers[answers != true], return_counts=True)
+        order = np.argsort(-counts, kind="stable")[:3]
+        taken = ", ".join(f"{names[k]} ({counts[k]})" for k in order) + ", ..." * (len(counts) > 3)
+        rows.append([true, f"{len(answers)}", f"{(answers != true).mean():.0%}", taken or "·"])
+    words = (
+        f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
+        "Each line is a true class; at its end stand the classes that its rows were mistaken for."
+    )
+    return paragraph(words) + table(["true class", "rows", "wrong", "mistaken for"], rows)
 
 
 def _curves(findings: Findings) -> str:
@@ -69,7 +89,8 @@ def residuals(findings: Findings) -> str:
             "residual is large too, it deserves a look."
         )
         parts.append(figure(pictures.leverage(findings.leverage, findings.inner.size), caption))
-    return section("Residuals and leverage", *parts, _worst(findings))
+    title = "Residuals" if findings.leverage is None else "Residuals and leverage"
+    return section(title, *parts, _worst(findings))
 
 
 def _spread(findings: Findings) -> str:
@@ -100,11 +121,14 @@ def _spread(findings: Findings) -> str:
 def _worst(findings: Findings) -> str:
     order = np.argsort(-findings.badness, kind="stable")[:_MOST_LISTED]
     said, target, leverage = findings.said(findings.inner), findings.prepared.target, findings.leverage
-    head = ["row", "true", "said unseen", "size of residual"] + ["leverage"] * (leverage is not None)
+    name, values = "size of residual", findings.inner.size
+    if findings.classes > 2:
+        name, values = "lead of the true class", -findings.badness
+    head = ["row", "true", "said unseen", name] + ["leverage"] * (leverage is not None)
     rows = []
     for i in order:
-        values = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
-        cells = [str(i + 1), *values, number(findings.inner.size[i])]
+        pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
+        cells = [str(i + 1), *pair, number(values[i])]
         rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
     words = (
         "The rows that were predicted worst; row 1 is the first below the column names. "
