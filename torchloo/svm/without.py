@@ -12,7 +12,7 @@ __all__ = ["left_of", "solve_without"]
 _EXACT = 1e-9  # violation of an SMO that counts as none
 _CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
-_PATIENCE = 8  # rounds that may fail to halve the violation; then too
+_PATIENCE = 4  # rounds that may fail to halve the violation; then too
 _NOTHING = 1e-9  # of a box: rounding, once its rows are gone
 
 
