@@ -667,3 +667,13 @@ def test_labels_too_near_zero_to_be_proved_are_followed_to_the_end():
     assert bool(labels.certified.all())
     assert not bool(labels.refitted.any())
     assert_close(labels.errors, held.errors)
+
+
+@pytest.mark.parametrize("seed", [1, 5, 9, 11])
+def test_a_smooth_kernel_that_float32_has_made_indefinite_is_solved(seed):
+    X, y = toy(seed, n=44, d=1, noise=5.0)
+    K = rbf(X, 20.0)
+    assert float(torch.linalg.eigvalsh(K.float().double())[0]) < -1e-8
+    single = svm_loo(K.float(), y.float(), 1.0)
+    assert_close(single.outputs.double(), svm_loo(K, y, 1.0).outputs, rtol=1e-4, atol=1e-4)
+    assert bool(single.certified.all())
