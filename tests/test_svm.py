@@ -670,10 +670,30 @@ def test_one_positive_row_and_weights_of_six_orders_of_magnitude(seed):
 
 
 def test_a_nearly_singular_free_set_has_margin_zero_and_balance():
-    X, _ = toy(0, n=15, d=3)
-    y = torch.tensor([1.0, -1.0] * 5 + [1.0] * 5, dtype=torch.float64)
-    free = torch.arange(15) < 5
-    box = torch.full_like(y, 3e3)
+    X, _ = toy(3, n=25, d=3)
+    y = torch.where(torch.arange(25) % 3 == 0, 1.0, -1.0).double()
+    y[10:] = 1
+    free = torch.arange(25) < 6
+    box = torch.full_like(y, 3e4)
     solution = exact._active_set_solution(rbf(X, 30.0), y, box, free, ~free)
-    assert float(solution.margin[free].abs().max()) <= 1e-7
+    assert float(solution.margin[free].abs().max()) <= 1e-8
     assert abs(float(solution.alpha @ y)) <= 1e-6
+
+
+def test_labels_too_near_zero_to_be_proved_are_followed_to_the_end():
+    """C = 1e7: a path that stops just past zero proves nothing, and a refit would take its time."""
+    X, y = toy(2, n=90, d=85, noise=3.0)
+    labels, held = svm_loo(X @ X.T, y, 1e7, values=False), svm_loo(X @ X.T, y, 1e7)
+    assert bool(labels.certified.all())
+    assert not bool(labels.refitted.any())
+    assert_close(labels.errors, held.errors)
+
+
+@pytest.mark.parametrize("seed", [1, 5, 9, 11])
+def test_a_smooth_kernel_that_float32_has_made_indefinite_is_solved(seed):
+    X, y = toy(seed, n=44, d=1, noise=5.0)
+    K = rbf(X, 20.0)
+    assert float(torch.linalg.eigvalsh(K.float().double())[0]) < -1e-8
+    single = svm_loo(K.float(), y.float(), 1.0)
+    assert_close(single.outputs.double(), svm_loo(K, y, 1.0).outputs, rtol=1e-4, atol=1e-4)
+    assert bool(single.certified.all())

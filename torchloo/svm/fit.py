@@ -98,11 +98,9 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
     problems = merge_duplicates(K, y, boxes)
     try:
         solutions = solve_exactly(problems)
-    except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
-        _require_semidefinite(function, K)
-        raise ValueError(
-            f"{function}: K is too ill-conditioned to solve; use float64 or a smaller C"
-        ) from failure
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        problems = _made_definite(problems, -2 * _require_semidefinite(function, K))
+        solutions = _solve_again(function, problems)
     for problem, full in zip(problems, solutions, strict=True):
         if full.optimal:
             continue
@@ -116,14 +114,34 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
     return list(zip(problems, solutions, strict=True))
 
 
-def _require_semidefinite(function: str, K: Tensor) -> None:
-    """Name the most negative eigenvalue of a K that is no kernel matrix."""
+def _made_definite(problems: list[Problem], ridge: float) -> list[Problem]:
+    """With a K that rounding has made indefinite lifted by the ridge, after the copies were found."""
+    K = problems[0].K.clone()
+    K.diagonal().add_(max(ridge, 0.0) / problems[0].scale)
+    return [problem._replace(K=K) for problem in problems]
+
+
+def _solve_again(function: str, problems: list[Problem]) -> list[Exact]:
+    """The solutions, or an error for the user."""
+    try:
+        return solve_exactly(problems)
+    except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{function}: K is too ill-conditioned to solve; use float64 or a smaller C"
+        ) from failure
+
+
+def _require_semidefinite(function: str, K: Tensor) -> float:
+    """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one rounded to float32."""
     least = float(torch.linalg.eigvalsh(K)[0])
-    if least < -1e-9 * float(K.diagonal().abs().amax()):
+    single = bool((K.float() == K).all())
+    rounding = len(K) * torch.finfo(torch.float32).eps if single else 1e-9
+    if least < -rounding * float(K.diagonal().abs().amax()):
         raise ValueError(
             f"{function}: K must be positive semi-definite, its smallest eigenvalue is {least:.3g}; "
             "use a valid kernel or add to its diagonal"
         )
+    return least
 
 
 def checked(

@@ -72,7 +72,8 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
 
     Machines with as many variables stack their tableaux and are followed as one batch; at first with
     columns only for the variables of the smallest margins, and again with all where the margins of
-    the end show that another one had a part in it. With `values` to the end; else only until y_r f_r < 0.
+    the end show that another one had a part in it. With `values` to the end; else only until y_r f_r < 0,
+    and again to the end where that is too near 0 to be proved.
 
     Cost O(m l s) for each machine with s free variables and l columns, then O(l k) an event. Memory
     O(m l + B m).
@@ -82,11 +83,11 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     doubtful = {
         t: (~end.proved).nonzero()[:, 0]
         for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
-        if len(task.problem.y) > _FEW and not bool(end.proved.all())
+        if (not values or len(task.problem.y) > _FEW) and not bool(end.proved.all())
     }
     if doubtful:
         few = [tasks[t].take(rows) for t, rows in doubtful.items()]
-        for (t, rows), end in zip(doubtful.items(), _unlearn(few, values, whole=True), strict=True):
+        for (t, rows), end in zip(doubtful.items(), _unlearn(few, values=True, whole=True), strict=True):
             outcomes[t] = outcomes[t].replaced(rows, end)
     return outcomes
 

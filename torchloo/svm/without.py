@@ -12,7 +12,7 @@ __all__ = ["left_of", "solve_without"]
 _EXACT = 1e-9  # violation of an SMO that counts as none
 _CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
-_PATIENCE = 8  # rounds that may fail to halve the violation; then too
+_PATIENCE = 4  # rounds that may fail to halve the violation; then too
 _NOTHING = 1e-9  # of a box: rounding, once its rows are gone
 
 
@@ -39,18 +39,21 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
 
 
 def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
-    """The exact solution (m,) near that of problem b of the SMO, which often is exact already."""
+    """The exact solution (m,) near that of problem b of the SMO; that one if rounding leaves no better."""
     box, violation = end.box[b], float(end.violation[b])
     if violation <= _EXACT:
         return end.alpha[b]
     some = box > 0
     smaller = problem._replace(K=problem.K[some][:, some], y=problem.y[some], box=box[some])
     near, limit = end.alpha[b][some], box[some]
-    if violation <= _CLOSE:
-        free, upper = (near > 0) & (near < limit), near >= limit
-        solution = solve_from(smaller, near, end.bias[b], free, upper, attempts)
-        if not solution.slip <= violation:
-            return end.alpha[b]
-    else:
-        (solution,) = solve_exactly([smaller])
+    try:
+        if violation <= _CLOSE:
+            free, upper = (near > 0) & (near < limit), near >= limit
+            solution = solve_from(smaller, near, end.bias[b], free, upper, attempts)
+        else:
+            (solution,) = solve_exactly([smaller])
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return end.alpha[b]
+    if not solution.slip <= violation:
+        return end.alpha[b]
     return torch.zeros_like(box).masked_scatter(some, solution.alpha.clamp_min(0).minimum(limit))
