@@ -689,6 +689,7 @@ def test_labels_too_near_zero_to_be_proved_are_followed_to_the_end():
     assert_close(labels.errors, held.errors)
 
 
+@pytest.mark.filterwarnings("ignore:svm_loo. rounding has made K indefinite")
 @pytest.mark.parametrize("seed", [1, 5, 9, 11])
 def test_a_smooth_kernel_that_float32_has_made_indefinite_is_solved(seed):
     X, y = toy(seed, n=44, d=1, noise=5.0)
@@ -697,3 +698,25 @@ def test_a_smooth_kernel_that_float32_has_made_indefinite_is_solved(seed):
     single = svm_loo(K.float(), y.float(), 1.0)
     assert_close(single.outputs.double(), svm_loo(K, y, 1.0).outputs, rtol=1e-4, atol=1e-4)
     assert bool(single.certified.all())
+
+
+def test_what_is_added_to_an_indefinite_kernel_is_told(monkeypatch):
+    from torchloo.svm import fit
+
+    solve, tries = fit.solve_exactly, []
+
+    def fails_once(problems):
+        tries.append(problems[0].K.diagonal().mean().item())
+        if len(tries) == 1:
+            raise torch.linalg.LinAlgError("not positive definite")
+        return solve(problems)
+
+    X, y = toy(36)
+    K = rbf(X)
+    K -= (torch.linalg.eigvalsh(K)[0] + 1e-12) * torch.eye(30)
+    monkeypatch.setattr(fit, "solve_exactly", fails_once)
+    with pytest.warns(
+        RuntimeWarning, match="rounding has made K indefinite; .*e-12 was added to its diagonal"
+    ):
+        svm(K, y, 1.0)
+    assert tries[1] > tries[0]

@@ -1,5 +1,6 @@
 """svm: the machine trained exactly on a kernel matrix."""
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
     try:
         solutions = solve_exactly(problems)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        problems = _made_definite(problems, -2 * _require_semidefinite(function, K))
+        problems = _made_definite(function, problems, -2 * _require_semidefinite(function, K))
         solutions = _solve_again(function, problems)
     for problem, full in zip(problems, solutions, strict=True):
         if full.optimal:
@@ -114,10 +115,18 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
     return list(zip(problems, solutions, strict=True))
 
 
-def _made_definite(problems: list[Problem], ridge: float) -> list[Problem]:
+def _made_definite(function: str, problems: list[Problem], ridge: float) -> list[Problem]:
     """With a K that rounding has made indefinite lifted by the ridge, after the copies were found."""
+    if not ridge > 0:
+        return problems
+    warnings.warn(
+        f"{function}: rounding has made K indefinite; {ridge:.1e} was added to its diagonal. "
+        "Compute K in float64 to avoid this",
+        RuntimeWarning,
+        stacklevel=4,
+    )
     K = problems[0].K.clone()
-    K.diagonal().add_(max(ridge, 0.0) / problems[0].scale)
+    K.diagonal().add_(ridge / problems[0].scale)
     return [problem._replace(K=K) for problem in problems]
 
 
