@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.low_rank import low_rank_factor
+from torchloo.svm.systems import Dense, LowRank
 
 __all__ = ["Interior", "first_solutions", "interior_point"]
 
@@ -39,8 +40,8 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     """
     factor = low_rank_factor(K)
     if factor is not None and len(box) > 1:
-        return interior_point(_LowRank(factor), y, box)
-    system = _Dense(K) if factor is None else _LowRank(factor)
+        return interior_point(LowRank(factor), y, box)
+    system = Dense(K) if factor is None else LowRank(factor)
     sample = factor is None and len(y) > _WORTH_SAMPLING
     each = (_by_sample(K, y, x) if sample else interior_point(system, y, x) for x in box)
     return Interior(*(torch.stack(field) for field in zip(*each, strict=True)))
@@ -54,14 +55,14 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     """
     sample = torch.arange(0, len(y), 3, device=y.device)
     if bool((y[sample] == y[sample[0]]).all()):
-        return interior_point(_Dense(K), y, box)
-    rough = interior_point(_Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=1e-3)
+        return interior_point(Dense(K), y, box)
+    rough = interior_point(Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=1e-3)
     margin = y * (K[:, sample] @ (rough.alpha * y[sample]) + rough.bias) - 1
     live = margin < _NEAR
     none = torch.zeros_like(box)
     while True:
         index = live.nonzero()[:, 0]
-        part = interior_point(_Dense(K[index][:, index]), y[index], box[index])
+        part = interior_point(Dense(K[index][:, index]), y[index], box[index])
         margin = y * (K[:, index] @ (part.alpha * y[index]) + part.bias) - 1
         missed = ~live & (margin < 1e-6)
         if not bool(missed.any()):
@@ -70,61 +71,8 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
         live |= margin < _NEAR / 3
 
 
-class _Dense:
-    """Solves (K + diag(theta)) x = rhs by Cholesky, for one machine."""
-
-    def __init__(self, K: Tensor) -> None:
-        self.K = K
-
-    def product(self, a: Tensor) -> Tensor:
-        return self.K @ a
-
-    def factor(self, theta: Tensor) -> Tensor:
-        """Whether it could be done, ()."""
-        M = self.K.clone()
-        M.diagonal().add_(theta)
-        self.L, info = torch.linalg.cholesky_ex(M)
-        return info == 0
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """rhs and what comes back are (m, c)."""
-        # Unlike cholesky_solve this copies no L.
-        half = torch.linalg.solve_triangular(self.L, rhs, upper=False)
-        return torch.linalg.solve_triangular(self.L.mT, half, upper=True)
-
-    def take(self, keep: Tensor) -> "_Dense":
-        return _Dense(self.K[keep][:, keep])
-
-
-class _LowRank:
-    """The same for K = F F^T by the Woodbury identity, for any number of machines: O(m p^2) each."""
-
-    def __init__(self, F: Tensor) -> None:
-        self.F = F
-
-    def product(self, a: Tensor) -> Tensor:
-        return (a @ self.F) @ self.F.T
-
-    def factor(self, theta: Tensor) -> Tensor:
-        """Whether it could be done, (...)."""
-        self.theta = theta[..., None]
-        self.scaled = self.F / self.theta  # (..., m, p)
-        M = self.F.T @ self.scaled
-        M.diagonal(dim1=-2, dim2=-1).add_(1)
-        self.L, info = torch.linalg.cholesky_ex(M)
-        return info == 0
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """rhs and what comes back are (..., m, c)."""
-        inner = torch.cholesky_solve(self.scaled.mT @ rhs, self.L)
-        return rhs / self.theta - self.scaled @ inner
-
-    def take(self, keep: Tensor) -> "_LowRank":
-        return _LowRank(self.F[keep])
-
-
 def interior_point(
-    system: _Dense | _LowRank, y: Tensor, box: Tensor, gap: float = 1e-8, steps: int = 60
+    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = 1e-8, steps: int = 60
 ) -> Interior:
     """Solve one SVM dual, or several, to a relative gap by Mehrotra's predictor and corrector.
 
@@ -150,7 +98,7 @@ def interior_point(
     return solve(system, _Iterate.start(y, box), gap, steps)
 
 
-def _together(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: int) -> Interior:
+def _together(system: Dense | LowRank, point: "_Iterate", gap: float, steps: int) -> Interior:
     """Several machines; one that is solved leaves."""
     whole = point.interior()
     machine = torch.arange(len(point.box), device=point.y.device)
@@ -170,7 +118,7 @@ def _together(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: i
     return Interior(*(old.index_copy(0, machine, x) for old, x in zip(whole, point.interior(), strict=True)))
 
 
-def _alone(system: _Dense | _LowRank, point: "_Iterate", gap: float, steps: int) -> Interior:
+def _alone(system: Dense | LowRank, point: "_Iterate", gap: float, steps: int) -> Interior:
     """One machine; variables that have settled leave."""
     whole = point.interior()
     live = torch.arange(len(point.y), device=point.y.device)
@@ -248,7 +196,7 @@ class _Iterate:
         """The point of one machine without the variables that have settled."""
         return _Iterate(self.y[keep], self.box[keep], self.values[:, keep], self.bias, self.stuck)
 
-    def look(self, system: _Dense | _LowRank, pull: Tensor | None = None, total: float = 0.0) -> None:
+    def look(self, system: Dense | LowRank, pull: Tensor | None = None, total: float = 0.0) -> None:
         """Residuals, with what the settled variables add to K (alpha * y) and to y^T alpha."""
         a = self.values[0] * self.y
         u = system.product(a)
@@ -273,7 +221,7 @@ class _Iterate:
         """Variables whose multiplier outweighs their distance to the bound by far."""
         return (self.values[2:] > _SETTLED * self.values[:2]).any(0)
 
-    def step(self, system: _Dense | _LowRank) -> None:
+    def step(self, system: Dense | LowRank) -> None:
         """Predict, centre, correct, and go 0.995 of the way to the nearest bound.
 
         A machine whose factorisation fails is stuck: its sets are as clear as rounding lets them be.
