@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from interrupts import interrupted_press
 
 import torchloo as tl
 
@@ -222,14 +223,7 @@ def test_svc_and_several_outputs_are_validated():
 def test_an_interrupt_gives_what_there_is():
     X, y, _ = tl.datasets.clustered(6, 5, generator=seeded())
     clusters = torch.repeat_interleave(torch.arange(6), torch.tensor([2, 3, 4, 6, 7, 8]))  # one by one
-    calls = []
-
-    def criterion(held_out):
-        calls.append(None)
-        if len(calls) > 25:
-            raise KeyboardInterrupt
-        return held_out.residuals.square().sum()
-
+    criterion = interrupted_press(25)
     with pytest.warns(RuntimeWarning, match=r"these are \d of 6 splits, 1 of them searched in part$"):
         result = validate(
             tl.LSSVM(K.RBF()), X, y, "leave-cluster-out", criterion, clusters=clusters, max_evaluations=10
@@ -239,14 +233,7 @@ def test_an_interrupt_gives_what_there_is():
 
 def test_an_interrupt_of_a_batch_tells_that_all_its_splits_are_searched_in_part():
     X, y, clusters = tl.datasets.clustered(6, 5, generator=seeded())
-    calls = []
-
-    def criterion(held_out):
-        calls.append(None)
-        if len(calls) > 25:
-            raise KeyboardInterrupt
-        return held_out.residuals.square().sum()
-
+    criterion = interrupted_press(25)
     with pytest.warns(RuntimeWarning, match="these are 6 of 6 splits, 6 of them searched in part$"):
         result = validate(tl.LSSVM(K.RBF()), X, y, "leave-cluster-out", criterion, clusters=clusters)
     assert len(result.scores) == 6

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from interrupts import interrupted_press
 
 import torchloo as tl
 from torchloo.search.alike import Clusters, sizes
@@ -142,14 +143,7 @@ def test_only_splits_of_equal_shapes_are_searched_together(batches):
 
 def test_an_interrupt_gives_every_split_of_the_batch_that_was_begun():
     X, y, clusters = grouped(6, 5)
-    calls = []
-
-    def criterion(held_out):
-        calls.append(None)
-        if len(calls) > 25:
-            raise KeyboardInterrupt
-        return held_out.residuals.square().sum()
-
+    criterion = interrupted_press(25)
     options = {"clusters": clusters, "metric": "mse", "max_evaluations": 10, "progress": False}
     with pytest.warns(RuntimeWarning, match="validate: interrupted; these are 6 of 6 splits"):
         result = tl.validate(tl.LSSVM(K.RBF()), X, y, "leave-cluster-out", criterion, **options)
