@@ -1,5 +1,7 @@
 """svm_lco: leave-cluster-out of the SVM."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -57,18 +59,19 @@ def svm_lco(
         raise ValueError("svm_lco: clusters must leave some rows in, got one cluster that holds every row")
     box = C[..., None] * weight
     problems = taken_apart(K, y, box)
-
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-
-    def outcome_of(problem: OneProblem) -> list[RowOutcome]:
-        K, y, box = (x.double() for x in problem)
-        if method == "smo":
-            return [leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)]
-        return [_leave_clusters_out_exactly(K, y, box, labels, trace)]
-
+    of_problem = partial(_outcome, labels=labels, method=method, epsilon=epsilon, trace=trace)
     with without_graph(trace):
-        done = in_parallel(outcome_of, problems, workers)
-    return assembled(problems, [outcome for (outcome,) in done], y, weight, labels)
+        outcomes = in_parallel(of_problem, problems, workers)
+    return assembled(problems, outcomes, y, weight, labels)
+
+
+def _outcome(problem: OneProblem, labels: Tensor, method: str, epsilon: float, trace: bool) -> RowOutcome:
+    """Leave-cluster-out of one problem."""
+    K, y, box = (x.double() for x in problem)
+    if method == "smo":
+        return leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)
+    return _leave_clusters_out_exactly(K, y, box, labels, trace)
 
 
 def _leave_clusters_out_exactly(

@@ -1,6 +1,7 @@
 """svm_loo: leave-one-out of the SVM, exact and certified."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -52,8 +53,8 @@ def svm_loo(
         epsilon: violation of optimality at which method "smo" stops.
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
         workers: processes, this one among them, that share out a batch of problems on a CPU; 0: only
-            this one, with threads. The others are forked, as those of a DataLoader are, and serve
-            outputs without a gradient.
+            this one, with threads. The others are forked at the first call, as those of a DataLoader
+            are, and stay for the next; they serve outputs without a gradient.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
@@ -82,12 +83,10 @@ def svm_loo(
     few = max(1, _TOGETHER // y.shape[-1] ** 2)
     order = [number for family in families(problems) for number in family]
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-
-    def outcomes_of(part: Sequence[int]) -> list[RowOutcome]:
-        return _outcomes([problems[number] for number in part], method, values, epsilon, rows, trace)
-
+    of_part = partial(_outcomes, method=method, values=values, epsilon=epsilon, rows=rows, trace=trace)
     with without_graph(trace):
-        done = in_parallel(outcomes_of, share_out(order, few, K.device, workers), workers)
+        parts = share_out([problems[number] for number in order], few, K.device, workers)
+        done = in_parallel(of_part, parts, workers)
     outcomes = dict(zip(order, chain.from_iterable(done), strict=True))
     in_turn = [outcomes[number] for number in range(len(problems))]
     return assembled(problems, in_turn, y, weight, values=values)

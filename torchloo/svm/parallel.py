@@ -1,20 +1,21 @@
 """Independent problems shared out over threads or processes: small operations leave other cores idle."""
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from torchloo.svm.crew import crew_of
 
 __all__ = ["check_workers", "in_parallel", "share_out", "without_graph"]
 
 Item = TypeVar("Item")
 Part = TypeVar("Part")
-Outcome = TypeVar("Outcome", bound=tuple[Any, ...])
+Outcome = TypeVar("Outcome")
 
 _PARTS = 2  # for each thread, so that one with easy problems takes more of them
 
@@ -53,22 +54,20 @@ def share_out(
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def in_parallel(
-    function: Callable[[Part], list[Outcome]], parts: list[Part], workers: int = 0
-) -> list[list[Outcome]]:
+def in_parallel(function: Callable[[Part], Outcome], parts: list[Part], workers: int = 0) -> list[Outcome]:
     """The function of every part in the grad mode of the caller, by worker processes or on torch's threads.
 
-    Outcomes are tuples of tensors and None. Threads wait for the interpreter as often as they compute;
-    processes do not, but have to be forked.
+    Threads wait for the interpreter as often as they compute; processes do not, but serve only functions
+    and parts that can be pickled.
     """
     if len(parts) == 1:
         return [function(parts[0])]
     if workers:
-        return _on_processes(function, parts, min(workers, len(parts)))
+        return crew_of(workers - 1).run(function, parts)
     return _on_threads(function, parts)
 
 
-def _on_threads(function: Callable[[Part], list[Outcome]], parts: list[Part]) -> list[list[Outcome]]:
+def _on_threads(function: Callable[[Part], Outcome], parts: list[Part]) -> list[Outcome]:
     """Each thread runs its operations alone; torch's own threads rest meanwhile, for others too."""
     threads = torch.get_num_threads()
     if threads == 1:
@@ -76,7 +75,7 @@ def _on_threads(function: Callable[[Part], list[Outcome]], parts: list[Part]) ->
 
     normal = not torch.is_inference_mode_enabled()
 
-    def alone(part: Part) -> list[Outcome]:
+    def alone(part: Part) -> Outcome:
         torch.set_num_threads(1)
         with without_graph(normal):
             return function(part)
@@ -86,72 +85,3 @@ def _on_threads(function: Callable[[Part], list[Outcome]], parts: list[Part]) ->
             return list(pool.map(alone, parts))
     finally:
         torch.set_num_threads(threads)
-
-
-def _on_processes(
-    function: Callable[[Part], list[Outcome]], parts: list[Part], workers: int
-) -> list[list[Outcome]]:
-    """This process and forked children take one part after another; nothing is copied to a child."""
-    fork = multiprocessing.get_context("fork")
-    taken = fork.Value("q", 0)
-    pipes, children = [], []
-    threads = torch.get_num_threads()
-    try:
-        for _ in range(workers - 1):
-            here, there = fork.Pipe(duplex=False)
-            child = fork.Process(target=_work, args=(function, parts, taken, there), daemon=True)
-            child.start()
-            there.close()
-            pipes.append(here)
-            children.append(child)
-        torch.set_num_threads(1)
-        done = dict(_done(function, parts, taken))
-        for pipe in pipes:
-            done.update(_received(pipe))
-    finally:
-        torch.set_num_threads(threads)
-        for child in children:
-            child.terminate()  # of no effect on one that has ended
-            child.join()
-    return [done[number] for number in range(len(parts))]
-
-
-def _work(function: Callable[[Any], list[Any]], parts: list[Any], taken: Any, pipe: Connection) -> None:
-    """The life of a child: parts that nobody else has taken; what it sends is a list, or an error."""
-    torch.set_num_threads(1)  # the threads of the parent are not here
-    try:
-        # Arrays are sent by value; tensors would go through files that outlive an interrupted child.
-        done = _done(function, parts, taken)
-        pipe.send([(number, [_mapped(Tensor.numpy, x) for x in outcomes]) for number, outcomes in done])
-    except Exception as error:
-        pipe.send(error)
-
-
-def _done(
-    function: Callable[[Part], list[Outcome]], parts: list[Part], taken: Any
-) -> Iterator[tuple[int, list[Outcome]]]:
-    """Numbers and outcomes of parts that nobody else has taken."""
-    while True:
-        with taken.get_lock():
-            number, taken.value = taken.value, taken.value + 1
-        if number >= len(parts):
-            return
-        yield number, function(parts[number])
-
-
-def _received(pipe: Connection) -> list[tuple[int, Any]]:
-    """What a child has done; its error is raised here."""
-    try:
-        done = pipe.recv()
-    except EOFError:
-        raise RuntimeError("a worker process died; use fewer workers, or 0") from None
-    if isinstance(done, Exception):
-        raise done
-    return [
-        (number, [_mapped(torch.from_numpy, outcome) for outcome in outcomes]) for number, outcomes in done
-    ]
-
-
-def _mapped(function: Callable[[Any], Any], outcome: Any) -> Any:
-    """The outcome with all but None replaced by the function of it."""
-    return type(outcome)(*(None if x is None else function(x) for x in outcome))

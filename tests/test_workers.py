@@ -1,0 +1,207 @@
+"""Batches of SVMs shared out over processes."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from svm_problems import rbf, toy
+from torch.testing import assert_close
+
+import torchloo as tl
+from torchloo.svm import SVC, loo, svm_lco, svm_loo
+from torchloo.svm.crew import crew_of
+
+pytestmark = pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_crew_before():
+    """Functions that a test replaces are replaced in workers only if these are forked afterwards."""
+    crew_of(0)
+    assert not multiprocessing.active_children()
+
+
+def _many_problems():
+    X, y = toy(33, n=40)
+    K = torch.stack([rbf(X, s) for s in (0.5, 2.0)])[:, None]
+    return K, y, torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
+
+
+def _names():
+    return sorted(child.pid for child in multiprocessing.active_children())
+
+
+def test_workers_give_what_one_process_gives():
+    K, y, C = _many_problems()
+    alone, shared = svm_loo(K, y, C), svm_loo(K, y, C, workers=2)
+    for field in ("outputs", "certified", "resolved_by", "iterations", "kernel_columns"):
+        assert_close(getattr(shared, field), getattr(alone, field))
+    clusters = torch.arange(40) // 4
+    together = svm_lco(K, y, C, clusters, workers=3).outputs
+    assert_close(together, svm_lco(K, y, C, clusters).outputs)
+    machine = SVC(tl.kernels.RBF(1.0), C=C)
+    X, y = toy(33, n=40)
+    with torch.no_grad():
+        assert_close(machine.loo(X, y, workers=2).outputs, machine.loo(X, y).outputs)
+        assert_close(machine.lco(X, y, clusters, workers=2).outputs, machine.lco(X, y, clusters).outputs)
+
+
+@pytest.mark.parametrize("options", [{"method": "smo"}, {"values": False}, {"rows": torch.arange(40) < 9}])
+def test_workers_take_every_option(options):
+    K, y, C = _many_problems()
+    alone, shared = svm_loo(K, y, C, **options), svm_loo(K, y, C, workers=2, **options)
+    assert_close(shared.outputs, alone.outputs)
+
+
+def test_workers_stay_for_the_next_call():
+    K, y, C = _many_problems()
+    svm_loo(K, y, C, workers=3)
+    first = _names()
+    assert len(first) == 2
+    svm_lco(K, y, C, torch.arange(40) // 4, workers=3)
+    assert _names() == first
+    svm_loo(K, y, C, workers=2)
+    assert len(_names()) == 1
+
+
+def test_a_worker_that_was_killed_between_calls_is_replaced():
+    K, y, C = _many_problems()
+    alone = svm_loo(K, y, C, workers=2).outputs
+    (child,) = multiprocessing.active_children()
+    child.kill()
+    child.join()
+    assert_close(svm_loo(K, y, C, workers=2).outputs, alone)
+    assert _names() not in ([], [child.pid])
+
+
+def test_an_error_of_a_worker_is_raised_and_leaves_no_process(monkeypatch):
+    def broken(*_):
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(loo, "solve_problems", broken)
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="no luck"):
+        svm_loo(K, y, C, workers=2)
+    assert not _names()
+
+
+def _in_workers_only(monkeypatch, harm):
+    """Solve as ever in this process, slowly, and do harm in the others."""
+
+    def solve(*arguments, solve=loo.solve_problems):
+        if multiprocessing.parent_process():
+            harm()
+        time.sleep(0.3)  # the others shall have their part
+        return solve(*arguments)
+
+    monkeypatch.setattr(loo, "solve_problems", solve)
+
+
+def test_a_worker_that_dies_is_told_of(monkeypatch):
+    _in_workers_only(monkeypatch, lambda: os._exit(1))
+    K, y, C = _many_problems()
+    with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
+        svm_loo(K, y, C, workers=3)
+    assert not _names()
+
+
+def test_an_error_in_a_worker_alone_is_raised_here(monkeypatch):
+    def harm():
+        raise ArithmeticError("in a worker")
+
+    _in_workers_only(monkeypatch, harm)
+    K, y, C = _many_problems()
+    with pytest.raises(ArithmeticError, match="in a worker"):
+        svm_loo(K, y, C, workers=2)
+    assert not _names()
+
+
+def test_an_interrupted_call_leaves_no_process_and_the_next_one_works(monkeypatch):
+    K, y, C = _many_problems()
+
+    def interrupt(*_):
+        if not multiprocessing.parent_process():
+            raise KeyboardInterrupt
+        time.sleep(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loo, "solve_problems", interrupt)
+        threads = torch.get_num_threads()
+        with pytest.raises(KeyboardInterrupt):
+            svm_loo(K, y, C, workers=2)
+        assert torch.get_num_threads() == threads
+        assert not _names()
+    assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K, y, C).outputs)
+
+
+def test_a_forked_copy_of_the_process_has_a_crew_of_its_own():
+    K, y, C = _many_problems()
+    expected = svm_loo(K, y, C, workers=2).outputs
+    here, there = multiprocessing.Pipe()
+
+    def elsewhere():
+        torch.set_num_threads(1)
+        there.send(svm_loo(K, y, C, workers=2).outputs.numpy())
+
+    copy = multiprocessing.get_context("fork").Process(target=elsewhere)
+    copy.start()
+    assert here.poll(60), "no answer"
+    assert_close(torch.from_numpy(here.recv()), expected)
+    copy.join(60)
+    assert_close(svm_loo(K, y, C, workers=2).outputs, expected)
+
+
+_PROGRAM = """
+import os, signal, multiprocessing, torch
+from torchloo.svm import svm_loo
+K, y = torch.eye(6, dtype=torch.float64), torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
+svm_loo(K, y, torch.ones(4, dtype=torch.float64), workers=3)
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+{end}
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to look for processes")
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ends", "is killed"])
+def test_workers_end_with_a_program_that(end):
+    program = _PROGRAM.format(end=end)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode in (0, -signal.SIGKILL), run.stderr
+    names = [int(name) for name in run.stdout.split()]
+    assert len(names) == 2
+    deadline = time.monotonic() + 30
+    while any(_runs(name) for name in names):
+        assert time.monotonic() < deadline, "a worker has outlived its program"
+        time.sleep(0.05)
+
+
+def _runs(name):
+    try:
+        os.kill(name, 0)
+        state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"  # where nobody collects orphans they stay in the table
+
+
+@pytest.mark.parametrize("workers", [-1, 1.5, True, "two"])
+def test_workers_must_be_a_number_of_processes(workers):
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="svm_loo: workers must be a number of processes"):
+        svm_loo(K, y, C, workers=workers)
+
+
+def test_workers_refuse_gradients():
+    K, y, C = _many_problems()
+    with pytest.raises(ValueError, match="svm_lco: workers must be 0 where gradients are asked for"):
+        svm_lco(K.requires_grad_(), y, C, torch.arange(40) // 4, workers=2)
+    with torch.no_grad():
+        assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K.detach(), y, C).outputs)
