@@ -96,6 +96,8 @@ def solve_from(
             free, upper, bias = _free_one(K, y, alpha, upper)
         free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
         solution = _active_set_solution(K, y, box, free, upper)
+        if not solution.optimal:
+            solution = _without_strays(problem, solution)
         if not solution.close:
             solution = min(solution, _as_given(problem, alpha, bias, free, upper), key=lambda x: x.slip)
         if best is None or solution.slip < best.slip / 2:
@@ -200,6 +202,16 @@ def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper:
     slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))
     slip /= torch.where(free, box.clamp(min=1.0), 1.0)
     return Exact(alpha, bias, margin, free, upper, float(slip.max()))
+
+
+def _without_strays(problem: Problem, solution: Exact) -> Exact:
+    """With free variables beyond their bounds put there, if that is better: mostly all that is wrong."""
+    low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
+    free = solution.free & ~(low | high)
+    if not bool(free.any()) or not bool((low | high).any()):
+        return solution
+    other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high)
+    return min(other, solution, key=lambda x: x.slip)
 
 
 def _homotopy(
