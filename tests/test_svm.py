@@ -496,9 +496,9 @@ def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch)
     followed = []
     one_pass = unlearn._unlearn
 
-    def counted(tasks, values, whole):
+    def counted(tasks, *others, whole):
         followed.append(sum(len(task.target) for task in tasks))
-        return one_pass(tasks, values, whole)
+        return one_pass(tasks, *others, whole=whole)
 
     monkeypatch.setattr(unlearn, "_unlearn", counted)
     monkeypatch.setattr(unlearn, "_FEW", 10)

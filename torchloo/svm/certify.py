@@ -20,7 +20,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Held", "Proof", "bias_of_free", "gap_ball_sign", "held_out_bias", "weighted_interval"]
+__all__ = [
+    "Held",
+    "Proof",
+    "Standing",
+    "bias_of_free",
+    "gap_ball_sign",
+    "held_out_bias",
+    "midpoint_bias",
+    "reach_of",
+    "sign_by_reach",
+    "weighted_interval",
+]
+
+_ROUNDING = 1e-12  # of the largest |u|
+
+
+class Standing(NamedTuple):
+    """What has to be known of variables that are not listed in B solutions, Note [standing variables]."""
+
+    violation: Tensor
+    """How far one of them is from its proper side at most, (B,)."""
+
+    box: Tensor
+    """The sum of their boxes, ()."""
+
+    pull: Tensor
+    """The sum of their alpha * y, (B,)."""
 
 
 class Held(NamedTuple):
@@ -42,10 +68,13 @@ class Held(NamedTuple):
     """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
 
     held: Tensor | None = None
-    """y_r a of an r that is held at a, else 0, (B,); None: 0 for all."""
+    """y_r a of an r that is held at a, else 0, and what standing variables add to W+, (B,); None: 0."""
+
+    standing: Standing | None = None
+    """None: all variables are listed."""
 
     def take(self, rows: Tensor) -> "Held":
-        """The solutions at `rows`."""
+        """The solutions at `rows`, if all variables are listed."""
         box = self.box if self.box.ndim == 1 else self.box[rows]
         own, held = (None if x is None else x[rows] for x in (self.own, self.held))
         return Held(self.alpha[rows], self.u[rows], box, self.target[rows], own, held)
@@ -101,23 +130,26 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
     weight = held.weight()
     width = 1e-7 * weight
     free = (held.alpha > width) & (held.alpha < weight - width)
-    return bias_of_free(y, held, y - held.u, free)
-
-
-def bias_of_free(y: Tensor, held: Held, miss: Tensor, free: Tensor) -> Tensor:
-    """The mean of `miss`, y - u, of the free variables; the midpoint where none is free; (B,).
-
-    `miss` and the mask `free` (B, l) are those of any variables that hold all the free ones. If one
-    class only is left, one end of the interval of the bias is infinite and f is the remaining label.
-    """
-    bias = (miss * free).sum(-1) / free.sum(-1)
-    none = (~free.any(-1)).nonzero()[:, 0]
+    bias = bias_of_free(y - held.u, free)
+    none = bias.isnan().nonzero()[:, 0]
     if len(none):
-        few = held.take(none)
-        low, high = weighted_interval(y - few.u, few.weight(), few.positive_count(y))
-        label = torch.where(low.isinf(), -1.0, 1.0)
-        bias[none] = torch.where(low.isinf() | high.isinf(), label - few.of_target(few.u), (low + high) / 2)
+        bias[none] = midpoint_bias(y, held.take(none))
     return bias
+
+
+def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:
+    """The mean of `miss` (B, l), y - u, of the free variables; NaN where there is none; (B,)."""
+    return (miss * free).sum(-1) / free.sum(-1)
+
+
+def midpoint_bias(y: Tensor, held: Held) -> Tensor:
+    """The bias where no variable is free: the midpoint of its interval, (B,).
+
+    If one class only is left, one end of the interval is infinite and f is the remaining label.
+    """
+    low, high = weighted_interval(y - held.u, held.weight(), held.positive_count(y))
+    label = torch.where(low.isinf(), -1.0, 1.0)
+    return torch.where(low.isinf() | high.isinf(), label - held.of_target(held.u), (low + high) / 2)
 
 
 class Proof(NamedTuple):
@@ -135,21 +167,32 @@ class Proof(NamedTuple):
 
 def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
     """The sign of f*(x_r) by Note [gap ball]."""
-    gap, slip = _optimality(y, held, bias)
-    u_r = held.of_target(held.u)
+    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target))
+    rows = (proof.sign == 0).nonzero()[:, 0]
+    if len(rows):
+        proof.sign[rows] = _sign_by_each_distance(K, y, held.take(rows), proof.gap[rows])
+    return proof
+
+
+def reach_of(K: Tensor, target: Tensor) -> Tensor:
+    """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
     norm = K.diagonal().clamp_min(0).sqrt()
-    scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1))
-    rounding = 1e-12 * scale
-    # k'_ii <= (|phi_i| + |phi_r|)^2 for all i at once proves nearly every sign.
-    rho = gap.sqrt() * (norm.amax() + norm[held.target]) + rounding
+    return norm.amax() + norm[target]  # k'_ii <= (|phi_i| + |phi_r|)^2
+
+
+def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor) -> Proof:
+    """Note [gap ball] with one rho for all i, which proves nearly every sign."""
+    gap, slip = _optimality(y, held, bias)
+    scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)).maximum(u_r.abs())
+    rho = gap.sqrt() * reach + _ROUNDING * scale
     count, slack = held.positive_count(y), held.slack()
-    positive = u_r + bias > 0
+    f = u_r + bias
+    positive = f > 0
     below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
+    if held.standing is not None:
+        proved &= f.abs() > rho + held.standing.violation
     sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
-    rows = (sign == 0).nonzero()[:, 0]
-    if len(rows):
-        sign[rows] = _sign_by_each_distance(K, y, held.take(rows), gap[rows], rounding[rows])
     return Proof(sign, gap, slip / scale)
 
 
@@ -163,8 +206,13 @@ def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
     terms = margin.clamp_max(0).mul_(held.box).neg_().addcmul_(alpha, margin).clamp_min_(0)
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
-    gap = terms.sum(-1) + (bias * (held.alpha @ y)).abs()
+    gap, imbalance = terms.sum(-1), held.alpha @ y
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
+    if held.standing is not None:
+        gap += held.standing.violation * held.standing.box
+        imbalance += held.standing.pull
+        slip = slip.maximum(held.standing.violation)
+    gap += (bias * imbalance).abs()
     if held.own is None:
         return gap, slip
     margin_r, alpha_r = held.of_target(margin), held.of_target(alpha).minimum(held.own)
@@ -172,8 +220,9 @@ def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
     return gap + of_r, slip
 
 
-def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor, rounding: Tensor) -> Tensor:
+def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
+    rounding = _ROUNDING * (1 + held.u.abs().amax(-1))
     s = y - held.u + held.of_target(held.u)[:, None]
     k = K.diagonal()
     spread = k + k[held.target][:, None] - 2 * K[held.target]  # (B, m) k'

@@ -205,13 +205,13 @@ def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper:
 
 
 def _without_strays(problem: Problem, solution: Exact) -> Exact:
-    """With free variables beyond their bounds put there, if that is better: mostly all that is wrong."""
+    """With free variables beyond their bounds put there, if nothing else is wrong then, as is mostly so."""
     low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
     free = solution.free & ~(low | high)
     if not bool(free.any()) or not bool((low | high).any()):
         return solution
     other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high)
-    return min(other, solution, key=lambda x: x.slip)
+    return other if other.slip <= 0 else solution
 
 
 def _homotopy(

@@ -55,7 +55,7 @@ def leave_one_out_by_path(
     """
     works = [_Work(problem, full, values, trace, checks, only) for problem, full in machines]
     open_works = [work for work in works if len(work.first)]
-    ends = unlearn_many([work.task() for work in open_works], values)
+    ends = unlearn_many([work.task() for work in open_works], values, coefficients=trace)
     for work, end in zip(open_works, ends, strict=True):
         work.settle(end)
     return [work.outcome(values) for work in works]
@@ -98,9 +98,11 @@ class _Work:
         left = (~proved).nonzero()[:, 0]
         if len(left):
             by[left] = code.REFIT
-            output[left], proved[left], end.alpha[left] = _refit(
+            output[left], proved[left], refitted = _refit(
                 problem, self.full, target[left], rows.kept[first[left]]
             )
+            if self.machines is not None:
+                end.alpha[left] = refitted
         index = rows.open.nonzero()[:, 0]
         if self.machines is not None:
             kept, alpha = rows.kept[first], end.alpha

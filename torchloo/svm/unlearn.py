@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign
+from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign, midpoint_bias, reach_of, sign_by_reach
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
-from torchloo.svm.refresh import Finish, final_solution
+from torchloo.svm.refresh import Finish
 from torchloo.svm.state import Base, Ends
 from torchloo.svm.tableau import Tableau, pivot_transform
 
@@ -35,7 +35,7 @@ class Unlearned(NamedTuple):
     """Number of events, (B,)."""
 
     alpha: Tensor
-    """Coefficients at the end, (B, m)."""
+    """Coefficients at the end if they are asked for, (B, m), else (B, 0)."""
 
     def replaced(self, rows: Tensor, by: "Unlearned") -> "Unlearned":
         """With other ends of the variables at `rows`."""
@@ -63,11 +63,11 @@ class Task(NamedTuple):
 
 
 def unlearn(problem: Problem, full: Exact, target: Tensor, room: Tensor, values: bool = True) -> Unlearned:
-    """`unlearn_many` for one machine."""
-    return unlearn_many([Task(problem, full, target, room)], values)[0]
+    """`unlearn_many` for one machine, with coefficients."""
+    return unlearn_many([Task(problem, full, target, room)], values, coefficients=True)[0]
 
 
-def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
+def unlearn_many(tasks: list[Task], values: bool = True, coefficients: bool = False) -> list[Unlearned]:
     """Lower alpha of each target by its room along the exact path and certify the end.
 
     Machines with as many variables stack their tableaux and are followed as one batch; at first with
@@ -79,7 +79,7 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     O(m l + B m).
     Reference: Cauwenberghs and Poggio 2000, for the idea of unlearning.
     """
-    outcomes = _unlearn(tasks, values, whole=False)
+    outcomes = _unlearn(tasks, values, coefficients, whole=False)
     doubtful = {
         t: (~end.proved).nonzero()[:, 0]
         for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
@@ -87,12 +87,13 @@ def unlearn_many(tasks: list[Task], values: bool = True) -> list[Unlearned]:
     }
     if doubtful:
         few = [tasks[t].take(rows) for t, rows in doubtful.items()]
-        for (t, rows), end in zip(doubtful.items(), _unlearn(few, values=True, whole=True), strict=True):
+        ends = _unlearn(few, True, coefficients, whole=True)
+        for (t, rows), end in zip(doubtful.items(), ends, strict=True):
             outcomes[t] = outcomes[t].replaced(rows, end)
     return outcomes
 
 
-def _unlearn(tasks: list[Task], values: bool, whole: bool) -> list[Unlearned]:
+def _unlearn(tasks: list[Task], values: bool, coefficients: bool, whole: bool) -> list[Unlearned]:
     """`unlearn_many` with columns for the free variables and the nearest others, or for all."""
     outcomes: dict[int, Unlearned] = {}
     for group in _groups(tasks):
@@ -108,7 +109,7 @@ def _unlearn(tasks: list[Task], values: bool, whole: bool) -> list[Unlearned]:
         table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
         ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
         for t, tableau, own in zip(group, tableaux, ends.split(counts), strict=True):
-            outcomes[t] = _certified(tasks[t], tableau, own)
+            outcomes[t] = _certified(tasks[t], tableau, own, coefficients)
     return [outcomes[t] for t in range(len(tasks))]
 
 
@@ -155,25 +156,41 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
     return groups
 
 
-def _certified(task: Task, tableau: Tableau, ends: Ends) -> Unlearned:
+def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps prove."""
     problem, full, target, room = task
-    finish = Finish(problem, full, tableau, ends, room - ends.room)
-    alpha, u, miss, inside = final_solution(finish, target)
+    gone = room - ends.room
+    finish = Finish(problem, full, tableau, ends, target, gone)
+    layout, alpha, u = finish.layout, finish.alpha, finish.u
     finished = ends.room <= 0
     kept = full.alpha[target] - room
     # Where full.alpha[target] is the room, rounding must not leave a box of 1e-17.
-    kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept)
-    stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - room + ends.room))
-    held = Held(alpha, u, problem.box, target, torch.where(finished, kept, 0.0), stuck)
-    bias = bias_of_free(problem.y, held, miss, inside)
-    sign, _, slip = gap_ball_sign(problem.K, problem.y, held, bias)
-    output = held.of_target(u) + bias
+    kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept).mul_(finished)
+    stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - gone))
+
+    def whole(rows: Tensor) -> Held:
+        alphas = layout.whole(alpha[rows], target[rows], gone[rows])
+        pull = (alphas * problem.y) @ problem.K
+        return Held(alphas, pull, problem.box, target[rows], kept[rows], stuck[rows])
+
+    bias = bias_of_free(layout.y - u, finish.inside())
+    none = bias.isnan().nonzero()[:, 0]
+    if len(none):
+        bias[none] = midpoint_bias(problem.y, whole(none))
+    past = layout.beyond(alpha, target, gone, bias)
+    u_r = layout.of_target(u, past, bias, target)
+    held = layout.held(alpha, u, past, target, kept, gone, stuck)
+    sign, _, slip = sign_by_reach(layout.y, held, bias, u_r, reach_of(problem.K, target))
+    doubtful = (sign == 0).nonzero()[:, 0]
+    if len(doubtful):
+        sign[doubtful] = gap_ball_sign(problem.K, problem.y, whole(doubtful), bias[doubtful]).sign
+    output = u_r + bias
     finished &= ~ends.failed
     proved = (sign * output > 0) & (finished | (sign == -problem.y[target]))
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | (slip <= _EXACT)
-    return Unlearned(output, proved, ends.events, alpha)
+    ended = layout.whole(alpha, target, gone) if coefficients else alpha.new_empty(len(target), 0)
+    return Unlearned(output, proved, ends.events, ended)
 
 
 def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:

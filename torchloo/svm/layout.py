@@ -1,0 +1,101 @@
+"""Proofs that look at few variables: those that the paths of a machine have moved, and how the others stand.
+
+Note [standing variables]
+Nearly all variables keep their bound on every path of a machine. With d_i = u_i - y_i, where
+u = K (alpha * y), one that pushes the bias up (a positive at 0 or a negative at its box) is as it
+should be if b + d_i >= 0, one that pushes it down (the others) if b + d_i <= 0. In the count of
+Note [gap ball] it has s_i = f(x_r) - (b + d_i). If all are as they should be and |f(x_r)| > rho, then
+those that push up are below and those that push down above, or else on the side that makes a proof
+harder. So their number is known, and the proof has to look at the moved variables only.
+
+The variable r itself may stand: it is at its box, and the smaller it becomes the farther it is on its
+proper side of the margin.
+"""
+
+import torch
+from torch import Tensor
+
+from torchloo.svm.certify import Held, Standing
+from torchloo.svm.exact import Exact
+from torchloo.svm.merge import Problem
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """The a moved variables of a machine, in this order, and a dummy; and all others, in their own."""
+
+    def __init__(self, problem: Problem, full: Exact, moved: Tensor) -> None:
+        """`moved` (a,) are the variables that some path has moved, or that were free."""
+        K, y, a = problem.K, problem.y, len(moved)
+        self.problem, self.full, self.moved, self.count = problem, full, moved, a
+        self.place = torch.full_like(y, a, dtype=torch.long)
+        self.place[moved] = torch.arange(a, device=y.device)
+        self.y, self.box, self.alpha = (self.of_moved(x) for x in (y, problem.box, full.alpha))
+        self.rows = K.index_select(0, moved)  # (a, m)
+        self.K = torch.cat([self.rows.T, torch.zeros_like(y)[:, None]], 1)  # (m, a + 1)
+        self.start = K @ (full.alpha * y)
+        down = (full.upper ^ (y < 0)).to(y)
+        self.push = (2 * down - 1).index_fill(0, moved, 0.0)  # -1 pushes up, +1 down, 0 has moved
+        weight, still = problem.box, self.push != 0
+        self.rest_box, self.rest_pull = weight @ still.to(y), (full.alpha * y) @ still.to(y)
+        self.rest_count = weight @ ((y > 0).to(y) - (1 - down)).masked_fill_(~still, 0)
+
+    def of_moved(self, x: Tensor) -> Tensor:
+        """Values of all variables (m,) as those of the moved ones and the dummy, (a + 1,)."""
+        return torch.cat([x[self.moved], x.new_zeros(1)])
+
+    def pull(self, alpha: Tensor, target: Tensor, gone: Tensor) -> Tensor:
+        """u of the moved variables, (B, a + 1).
+
+        From their coefficients (B, a + 1), whatever they say of r, and by how much that of r has gone
+        down (B,).
+        """
+        u = torch.addmm(self.of_moved(self.start), self._change(alpha, target), self.K[self.moved])
+        return u.addcmul_(self.K[target], (self.problem.y[target] * gone)[:, None], value=-1)
+
+    def beyond(self, alpha: Tensor, target: Tensor, gone: Tensor, bias: Tensor) -> Tensor:
+        """How far each standing variable is past its margin, -+(b + d), where that is > 0; (B, m)."""
+        signed = self.problem.K * self.push
+        change = torch.cat([self._change(alpha, target), bias[:, None]], 1)
+        rows = torch.cat([signed[self.moved], self.push[None]])
+        past = torch.addmm((self.start - self.problem.y) * self.push, change, rows)
+        return past.addcmul_(signed[target], (self.problem.y[target] * gone)[:, None], value=-1)
+
+    def of_target(self, u: Tensor, past: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+        """u of r, by that of the moved variables or by what `beyond` says, (B,)."""
+        push, place = self.push[target], self.place[target]
+        standing = push * past.gather(1, target[:, None])[:, 0] + self.problem.y[target] - bias
+        return torch.where(push == 0, u.gather(1, place[:, None])[:, 0], standing)
+
+    def held(
+        self,
+        alpha: Tensor,
+        u: Tensor,
+        past: Tensor,
+        target: Tensor,
+        kept: Tensor,
+        gone: Tensor,
+        stuck: Tensor,
+    ) -> Held:
+        """The moved variables of solutions, with all that has to be known of the others.
+
+        `kept` (B,) is the box of r, `stuck` y_r a of an r that is held at a, else 0.
+        """
+        y, box, place = self.problem.y[target], self.problem.box[target], self.place[target]
+        stands = place == self.count
+        # An r that stands is at its box: what it loses goes from those that push its way.
+        count = stuck + self.rest_count - stands * y * (box - kept)
+        standing = Standing(past.amax(1).clamp_min_(0), self.rest_box, self.rest_pull - stands * y * gone)
+        return Held(alpha, u, self.box, place, kept.masked_fill(stands, 0), count, standing)
+
+    def whole(self, alpha: Tensor, target: Tensor, gone: Tensor) -> Tensor:
+        """Coefficients of all variables, (B, m)."""
+        full = self.full.alpha
+        alpha = full.repeat(len(target), 1).index_copy_(1, self.moved, alpha[:, : self.count])
+        return alpha.scatter_(1, target[:, None], (full[target] - gone)[:, None])
+
+    def _change(self, alpha: Tensor, target: Tensor) -> Tensor:
+        """What the moved variables other than r add to alpha * y, (B, a)."""
+        change = (alpha - self.alpha).mul_(self.y)
+        return change.scatter_(1, self.place[target][:, None], 0.0)[:, : self.count]
