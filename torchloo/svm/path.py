@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchloo.svm.state import Base, Ends, Paths, Shared
+from torchloo.svm.state import Base, Ends, Paths, Shared, times
 from torchloo.svm.swap import begin_swap, end_swap
 
 __all__ = ["follow"]
@@ -206,7 +206,7 @@ def _change_role(shared: Shared, s: Paths, j: Tensor, pace: Tensor, at_high: Ten
     inside = member.any(1)
     new, start, gain, least, shift = shared.look_up(s.first + j, inside, at_high)
     rhs = torch.where(inside[:, None], member, shared.rows[s.moved, column])
-    u = torch.bmm(s.H, rhs[:, :, None])[:, :, 0]
+    u = times(s.H, rhs)
     pivot = torch.addcmul(start, gain, (rhs * u).sum(1), value=-1)
     singular = pivot.abs() < least
     if bool(singular.any()):

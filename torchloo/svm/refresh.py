@@ -9,7 +9,7 @@ from torch.nn.functional import embedding_bag, pad
 from torchloo.svm.exact import Exact
 from torchloo.svm.layout import Layout
 from torchloo.svm.merge import Problem
-from torchloo.svm.state import Ends
+from torchloo.svm.state import Ends, times
 from torchloo.svm.tableau import Tableau
 
 __all__ = ["Finish"]
@@ -99,7 +99,7 @@ class Finish:
     def _respond(self, at_P: Tensor, wanted: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs c (B, k) of P that bring A c there from `at_P` to `wanted`; A c of what was free, too."""
         rhs = (wanted - at_P).masked_fill_(self.pad <= self.P, 0)
-        c = (self.H @ rhs[:, :, None])[:, :, 0]
+        c = times(self.H, rhs)
         after = embedding_bag(self.P, self.of_free, per_sample_weights=c, mode="sum", padding_idx=self.pad)
         return c, change + after
 

@@ -20,12 +20,13 @@ from torch.nn.functional import pad
 
 from torchloo.svm.tableau import Tableau
 
-__all__ = ["TOUCH", "Base", "Ends", "Paths", "Shared"]
+__all__ = ["TOUCH", "Base", "Ends", "Paths", "Shared", "times"]
 
 _SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
 _SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
 _BEYOND = 0.01  # how far past zero an early stop goes, so that its end point proves the error
 _GROWTH = 8  # change sets grow by so many places
+_FEW = 20  # places: from here on `torch.bmm` leaves its own loops, which are slow the other way round
 TOUCH = 1e-200  # stands for a distance of 0
 
 
@@ -197,12 +198,14 @@ class Ends(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         k, nothing = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
-        padded = []
-        for part in parts:
-            more = k - part.P.shape[1]
-            P, H = pad(part.P, (0, more), value=nothing), pad(part.H, (0, more, 0, more))
-            padded.append(part._replace(P=P, H=H))
-        return Ends(*(torch.cat(field) for field in zip(*padded, strict=True)))
+        padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=nothing)) for part in parts]
+        fields = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
+        inverses, first = fields.pop("H"), 0
+        H = parts[0].H.new_zeros(sum(map(len, inverses)), k, k)
+        for part in inverses:
+            H[first : first + len(part), : part.shape[1], : part.shape[1]] = part
+            first += len(part)
+        return Ends(H=H, **{name: torch.cat(field) for name, field in fields.items()})
 
     def split(self, counts: list[int]) -> list["Ends"]:
         """In the order of their names, so many at a time."""
@@ -218,6 +221,13 @@ class Ends(NamedTuple):
         places = used.nonzero()[:, 0]
         H = few.H.index_select(1, places).index_select(2, places)
         return few._replace(P=few.P.index_select(1, places), H=H)
+
+
+def times(H: Tensor, x: Tensor) -> Tensor:
+    """H x for symmetric H (B, k, k) and x (B, k), by whichever kernel of `torch.bmm` is fast."""
+    if H.shape[-1] < _FEW:
+        return torch.bmm(H, x[:, :, None])[:, :, 0]
+    return torch.bmm(x[:, None], H)[:, 0]
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]

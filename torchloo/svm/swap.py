@@ -11,7 +11,7 @@ covers rank deficiency and the empty free set alike.
 import torch
 from torch import Tensor
 
-from torchloo.svm.state import TOUCH, Paths, Shared
+from torchloo.svm.state import TOUCH, Paths, Shared, times
 
 __all__ = ["begin_swap", "end_swap"]
 
@@ -116,7 +116,7 @@ def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
     member = q == P
     inside = member.any(1, keepdim=True)
     rhs = torch.where(inside, member * shared.sign[s.first[rows][:, None] + q], -shared.rows[own_row, P])
-    rate = torch.bmm(s.H[rows], (rhs * sense)[:, :, None])[:, :, 0]
+    rate = times(s.H[rows], rhs * sense)
     # A driver that is not in P has a place of its own.
     place = torch.where(q == s.target[rows][:, None], 0, s.used)
     own = torch.where(inside, rate.gather(1, place), sense)
