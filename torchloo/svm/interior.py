@@ -233,7 +233,7 @@ class _Iterate:
             self.stuck = self.single or self.stuck | ~regular[:, None]
             if self.single:
                 return
-        x, eta = system.solve(torch.stack([self.miss, self.ones], -1)).unbind(-1)
+        x, eta = system.solve(torch.stack([self.miss, self.ones], -2)).unbind(-2)
         response = eta, self._sum(eta)
         d, _ = self._direction(x, response, slope, -W)
         t = self._longest_step(d)
@@ -243,7 +243,7 @@ class _Iterate:
         centre = self.complementarity / (2 * X.shape[-1]) * ((after + abs(after)) / 2) ** 3
         push = (centre - product).div_(X)
         rhs = torch.addcmul(self.miss, self.y, push[0] - push[1])
-        d, d_bias = self._direction(system.solve(rhs[..., None])[..., 0], response, slope, push - W)
+        d, d_bias = self._direction(system.solve(rhs[..., None, :])[..., 0, :], response, slope, push - W)
         t = 0.995 * self._longest_step(d)
         values, bias = self._plus(self.values, t, d), self.bias + t * d_bias
         values[1] = self.box - values[0]

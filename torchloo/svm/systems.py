@@ -24,10 +24,10 @@ class Dense:
         return info == 0
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """rhs and what comes back are (m, c)."""
+        """Right-hand sides and solutions are the rows, (c, m)."""
         # Unlike cholesky_solve this copies no L.
-        half = torch.linalg.solve_triangular(self.L, rhs, upper=False)
-        return torch.linalg.solve_triangular(self.L.mT, half, upper=True)
+        half = torch.linalg.solve_triangular(self.L, rhs.mT, upper=False)
+        return torch.linalg.solve_triangular(self.L.mT, half, upper=True).mT
 
     def take(self, keep: Tensor) -> "Dense":
         """That of the variables in `keep`."""
@@ -46,17 +46,20 @@ class LowRank:
 
     def factor(self, theta: Tensor) -> Tensor:
         """Whether it could be done, (...)."""
-        self.theta = theta[..., None]
-        self.scaled = self.F / self.theta  # (..., m, p)
-        M = self.F.T @ self.scaled
+        self.theta = theta[..., None, :]
+        m, p = self.F.shape
+        # The machines side by side, (m, B p): one large product instead of many.
+        scaled = self.F[:, None] / theta.reshape(-1, m).T.contiguous()[:, :, None]
+        M = (self.F.T @ scaled.view(m, -1)).view(p, -1, p).transpose(0, 1).reshape(*theta.shape[:-1], p, p)
         M.diagonal(dim1=-2, dim2=-1).add_(1)
         self.L, info = torch.linalg.cholesky_ex(M)
         return info == 0
 
     def solve(self, rhs: Tensor) -> Tensor:
-        """rhs and what comes back are (..., m, c)."""
-        inner = torch.cholesky_solve(self.scaled.mT @ rhs, self.L)
-        return rhs / self.theta - self.scaled @ inner
+        """Right-hand sides and solutions are the rows, (..., c, m)."""
+        near = rhs / self.theta
+        inner = torch.cholesky_solve((near @ self.F).mT, self.L).mT
+        return near - (inner @ self.F.T).div_(self.theta)
 
     def take(self, keep: Tensor) -> "LowRank":
         """That of the variables in `keep`."""
