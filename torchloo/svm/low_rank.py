@@ -14,7 +14,7 @@ _INDEPENDENT = 1e-7  # eigenvalues of a block of columns, relative to the larges
 
 
 def low_rank_factor(K: Tensor) -> Tensor | None:
-    """F (m, p) with K = F F^T to 1e-10 of its diagonal and p at most m / 4, if there is one, else None.
+    """F (m, p) with K = F F^T to 1e-10 of its diagonal and p at most m / 3, if there is one, else None.
 
     Cholesky with pivots, sixteen columns at a time: those with the largest of the diagonal of
     K - F F^T, which is positive semi-definite, so that its diagonal proves that nothing is missing.
@@ -24,7 +24,7 @@ def low_rank_factor(K: Tensor) -> Tensor | None:
     m = K.shape[-1]
     if m < _WORTH:
         return None
-    most, mean = m // 4, K.diagonal().mean()
+    most, mean = m // 3, K.diagonal().mean()
     F = K.new_zeros(m, most + _PLACES)
     left, p = K.diagonal().clone(), 0
     places = torch.linspace(0, m - 1, _PLACES, device=K.device).long()
