@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Guard", "host_labels", "require_floating", "values_visible"]
+__all__ = ["Guard", "broadcast_shapes", "host_labels", "require_floating", "values_visible"]
 
 _FLOATING = (torch.float32, torch.float64)
 
@@ -45,6 +45,11 @@ def require_floating(function: str, **tensors: Tensor) -> None:
                 f"{function}: {name} must be on the device of {first_name}, {first.device}, "
                 f"got {tensor.device}"
             )
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
+    """As `torch.broadcast_shapes`, whose first call takes half a second to import what it does not need."""
+    return torch.broadcast_tensors(*(torch.empty(shape, device="meta") for shape in shapes))[0].shape
 
 
 def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, broadcast_shapes, require_floating
 
 __all__ = ["Problem", "check_dual", "check_features", "check_regs"]
 
@@ -62,7 +62,7 @@ def _check(
     guard.positive(reg=reg, weight=weight)  # again, as a number may be too small for the dtype
     guard.finite(Y=Y)
     try:
-        batch = torch.broadcast_shapes(shape[:-2], Y.shape[:-2], weight.shape[:-1], reg.shape)
+        batch = broadcast_shapes(shape[:-2], Y.shape[:-2], weight.shape[:-1], reg.shape)
     except RuntimeError:
         raise ValueError(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "

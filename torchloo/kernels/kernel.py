@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.precision import full_precision
 
 __all__ = ["Features", "Kernel", "Product", "Scaled", "Sum", "Values", "exp_of", "log_of"]
@@ -120,7 +120,7 @@ class Kernel(nn.Module):
 
     def _batch(self, **shapes: torch.Size) -> torch.Size:
         try:
-            return torch.broadcast_shapes(*shapes.values())
+            return broadcast_shapes(*shapes.values())
         except RuntimeError:
             received = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             raise ValueError(f"{self._get_name()}: batch shapes must broadcast, got {received}") from None
@@ -204,7 +204,7 @@ class Sum(_Composite):
         """The features of the kernels side by side."""
         X = self._embed("X", X)
         maps = [kernel.feature_map(X) for kernel in self.kernels]
-        batch = torch.broadcast_shapes(*(F.shape[:-2] for F in maps))
+        batch = broadcast_shapes(*(F.shape[:-2] for F in maps))
         return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.exact import Exact, duality_gap, solve_exactly
 from torchloo.svm.merge import Problem, merge_duplicates
@@ -193,7 +193,7 @@ def checked(
         K.diagonal(dim1=-2, dim2=-1) >= 0, "K must be positive semi-definite, its diagonal is negative"
     )
     try:
-        batch = torch.broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
+        batch = broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
     except RuntimeError:
         raise ValueError(
             f"{function}: batch dimensions must broadcast, got K {tuple(K.shape)}, y {tuple(y.shape)}, "
