@@ -201,6 +201,23 @@ def test_gradients_of_clusters_equal_differences_of_refits(C):
     assert_close(received, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("C", [0.01, 2.0])
+def test_gradients_are_the_same_for_machines_in_many_parts(C, monkeypatch):
+    from torchloo.svm import gradient
+
+    X, y = toy(9, d=3)
+    X, y = torch.cat([X, X[:5]]), torch.cat([y, y[:5]])
+
+    def gradients() -> list[Tensor]:
+        K = rbf(X).requires_grad_()
+        values = svm_loo(K, y, C), svm_lco(K, y, C, torch.arange(len(y)) % 6)
+        return [torch.autograd.grad(held.outputs.square().sum(), K)[0] for held in values]
+
+    together = gradients()
+    monkeypatch.setattr(gradient, "_TOGETHER", 1)
+    assert_close(gradients(), together, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("C", [10.0, 1e6])
 def test_gradients_in_a_box_far_larger_than_any_coefficient(C):
     X, y = toy(9, n=12)

@@ -27,6 +27,7 @@ from torchloo.svm.tableau import bordered_inverse
 
 __all__ = ["Deferred", "Machines", "outputs_with_gradient"]
 
+_TOGETHER = 2**22  # entries of the inverses of machines that are made at once
 _INSIDE = 1e-7  # of the box, or of the largest coefficient: this far from both bounds is free
 
 
@@ -41,35 +42,38 @@ class Machines:
     box_rate: Tensor
     """d f_r / d C_j at fixed K, (n, n)."""
 
-    def set(
-        self, problem: Problem, rows: Tensor, target: Tensor, number: Tensor, alpha: Tensor, kept: Tensor
+    def enter(
+        self, problem: Problem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, out: Tensor
     ) -> None:
-        """Enter machines alpha (B, m) without (part of) their targets (B,); row rows[i] has number[i]."""
-        for k in range(len(target)):
-            box = problem.box.clone()
-            box[target[k]] = kept[k]
-            own = rows[number == k]
-            self.enter(problem, own, alpha[k], box, _alone(own, len(problem.variable)))
+        """Enter machine which[i] for rows[i], (R,) both; out (R, n) masks what it was trained without.
 
-    def enter(self, problem: Problem, rows: Tensor, alpha: Tensor, box: Tensor, out: Tensor) -> None:
-        """Enter one machine alpha (m,) for each of `rows`; out (R, n) masks what it was trained without."""
+        The G machines have coefficients alpha and boxes (G, m).
+        """
         y, v = problem.y, problem.variable
         # Shares of copies: rows left out have none.
         others = problem.row_box.masked_fill(out, 0.0)
         total = torch.zeros(len(rows), len(y)).to(others).index_add_(1, v, others)
         share = (others / total[:, v]).nan_to_num(0.0)
         upper = (alpha >= box - _width(alpha, box)) & (box > 0)
-        lam, rate = _adjoint(problem, v[rows], alpha, box, upper, total)
-        self.coef[rows] = (alpha * y)[v] * share / problem.scale
+        lam, rate = _adjoints(problem, v[rows], which, alpha, box, upper, total)
+        self.coef[rows] = (alpha * y)[which][:, v] * share / problem.scale
         self.adjoint[rows] = -lam[:, v] * share
         self.adjoint[rows, rows] += 1
-        self.box_rate[rows] = rate[:, v] * (upper[v] * y[v]) * (others > 0) * problem.scale
+        self.box_rate[rows] = (rate * upper[which] * y)[:, v] * (others > 0) * problem.scale
+
+    def enter_without(
+        self, problem: Problem, rows: Tensor, which: Tensor, target: Tensor, alpha: Tensor, kept: Tensor
+    ) -> None:
+        """Enter machines alpha (G, m) without (part of) their targets (G,), of which `kept` (G,) is left."""
+        box = problem.box.expand_as(alpha).scatter(1, target[:, None], kept[:, None])
+        self.enter(problem, rows, which, alpha, box, _alone(rows, len(problem.variable)))
 
     def enter_unchanged(self, problem: Problem, full: Exact) -> None:
         """Rows that the full machine does without: all have its own coefficients."""
         n = len(problem.variable)
         rows = torch.arange(n, device=problem.y.device)
-        self.enter(problem, rows, full.alpha, problem.box, _alone(rows, n))
+        alone = _alone(rows, n)
+        self.enter(problem, rows, torch.zeros_like(rows), full.alpha[None], problem.box[None], alone)
 
     def clear(self, rows: Tensor) -> None:
         """Rows whose output depends on nothing: one class is left."""
@@ -102,30 +106,56 @@ class Deferred:
         return machines
 
 
-def _adjoint(
-    problem: Problem, r: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
+def _adjoints(
+    problem: Problem, r: Tensor, which: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
     """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
-    K, y = problem.K, problem.y
     width = _width(alpha, box)
-    S = ((alpha > width) & (alpha < box - width)).nonzero()[:, 0]
-    if len(S):
-        corner, edge, inner = bordered_inverse(K[S][:, S])
-        lam = torch.zeros_like(left)
-        lam[:, S] = K[r][:, S] @ inner + edge
-        mu = corner + K[r][:, S] @ edge
-        return lam, K[r] - lam[:, S] @ K[S] - mu[:, None]
-    s = y - K @ (alpha * y)  # the b that gives each point margin 0
-    demands_more = (y > 0) ^ upper
+    free = (alpha > width) & (alpha < box - width)  # (G, m)
+    lam, mu = torch.zeros_like(left), torch.zeros_like(r, dtype=left.dtype)
+    for machines in _that_fit(free):
+        rows = torch.isin(which, machines).nonzero()[:, 0]
+        own = torch.searchsorted(machines, which[rows])
+        lam[rows], mu[rows] = _adjoints_of_free(problem.K, free[machines], r[rows], own)
+    none = (~free.any(1))[which].nonzero()[:, 0]
+    if len(none):
+        lam[none], mu[none] = _halves(problem, alpha, upper, which[none], left[none]), 0.0
+    return lam, problem.K[r] - lam @ problem.K - mu[:, None]
+
+
+def _that_fit(free: Tensor) -> tuple[Tensor, ...]:
+    """Numbers of machines with free variables, in parts whose inverses fit."""
+    count = free.sum(1)
+    machines = count.nonzero()[:, 0]
+    return machines.split(max(1, _TOGETHER // int(count.max()) ** 2)) if len(machines) else ()
+
+
+def _adjoints_of_free(K: Tensor, free: Tensor, r: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """lambda (R, m) and mu (R,) by the free sets (G, m); own (R,) is the machine of each target."""
+    most = int(free.sum(1).max())
+    S = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]  # padded, (G, s)
+    real = free.gather(1, S)
+    corner, edge, inner = bordered_inverse(K[S[:, :, None], S[:, None, :]], real)
+    near = K[r[:, None], S[own]] * real[own]
+    # One machine for all targets is not copied for each of them.
+    inner = inner[own] if len(inner) > 1 else inner.expand(len(r), -1, -1)
+    at_free = torch.bmm(near[:, None], inner)[:, 0] + edge[own]
+    lam = torch.zeros(len(r), K.shape[-1]).to(K).scatter_(1, S[own], at_free)
+    return lam, corner[own] + (near * edge[own]).sum(1)
+
+
+def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:
+    """lambda (R, m) where no variable is free: 1/2 at the points that bound the interval of b."""
+    s = (problem.y - (alpha * problem.y) @ problem.K)[which]  # the b that gives each point margin 0
+    demands_more = ((problem.y > 0) ^ upper)[which]
     low = s.masked_fill(~demands_more | (left <= 0), -torch.inf).argmax(1, keepdim=True)
     high = s.masked_fill(demands_more | (left <= 0), torch.inf).argmin(1, keepdim=True)
-    lam = torch.zeros_like(left).scatter(1, low, 0.5).scatter(1, high, 0.5)
-    return lam, K[r] - lam @ K
+    return torch.zeros_like(left).scatter(1, low, 0.5).scatter(1, high, 0.5)
 
 
 def _width(alpha: Tensor, box: Tensor) -> Tensor:
-    """How near a bound a coefficient is at it, (m,): a box may be far larger than any coefficient."""
-    return _INSIDE * torch.minimum(box, alpha.amax())
+    """How near a bound a coefficient is at it, (G, m): a box may be far larger than any coefficient."""
+    return _INSIDE * torch.minimum(box, alpha.amax(1, keepdim=True))
 
 
 def _alone(rows: Tensor, n: int) -> Tensor:

@@ -120,7 +120,6 @@ def _enter(
     machines: Machines, problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor
 ) -> None:
     """Machines for the backward; those of one class only depend on nothing."""
-    for g in both.nonzero()[:, 0].tolist():
-        rows = (member == g).nonzero()[:, 0]
-        out = (member == g).expand(len(rows), -1)
-        machines.enter(problem, rows, alpha[g], boxes[g], out)
+    rows = both[member].nonzero()[:, 0]
+    out = member[rows][:, None] == member
+    machines.enter(problem, rows, member[rows], alpha, boxes, out)

@@ -106,7 +106,9 @@ class _Work:
         index = rows.open.nonzero()[:, 0]
         if self.machines is not None:
             kept, alpha = rows.kept[first], end.alpha
-            self.machines.add(lambda machines: machines.set(problem, index, target, number, alpha, kept))
+            self.machines.add(
+                lambda machines: machines.enter_without(problem, index, number, target, alpha, kept)
+            )
         rows.iterations[index] = end.events[number]
         rows.settle(index, output[number], proved[number], code.PATH)
         rows.resolved_by[index] = by[number]
