@@ -23,7 +23,6 @@ from torch import Tensor
 
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
-from torchloo.svm.tableau import bordered_inverse
 
 __all__ = ["Deferred", "Machines", "outputs_with_gradient"]
 
@@ -113,35 +112,58 @@ def _adjoints(
     width = _width(alpha, box)
     free = (alpha > width) & (alpha < box - width)  # (G, m)
     lam, mu = torch.zeros_like(left), torch.zeros_like(r, dtype=left.dtype)
-    for machines in _that_fit(free):
+    targets, place = _by_machine(which, len(alpha))
+    for machines in _that_fit(free, targets.shape[1]):
+        S, at_free, mus = _solved(problem.K, free[machines], r[targets[machines]])
         rows = torch.isin(which, machines).nonzero()[:, 0]
         own = torch.searchsorted(machines, which[rows])
-        lam[rows], mu[rows] = _adjoints_of_free(problem.K, free[machines], r[rows], own)
+        lam[rows] = lam[rows].scatter_(1, S[own], at_free[own, place[rows]])
+        mu[rows] = mus[own, place[rows]]
     none = (~free.any(1))[which].nonzero()[:, 0]
     if len(none):
         lam[none], mu[none] = _halves(problem, alpha, upper, which[none], left[none]), 0.0
     return lam, problem.K[r] - lam @ problem.K - mu[:, None]
 
 
-def _that_fit(free: Tensor) -> tuple[Tensor, ...]:
-    """Numbers of machines with free variables, in parts whose inverses fit."""
+def _by_machine(which: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows of each of so many machines (G, t), padded with any, and the place of each row there (R,)."""
+    order = which.argsort(stable=True)
+    sizes = torch.bincount(which, minlength=count)
+    first = sizes.cumsum(0) - sizes
+    place = torch.empty_like(which)
+    place[order] = torch.arange(len(which), device=which.device) - first[which[order]]
+    rows = which.new_zeros(count, max(1, int(sizes.max())))
+    rows[which, place] = torch.arange(len(which), device=which.device)
+    return rows, place
+
+
+def _that_fit(free: Tensor, targets: int) -> tuple[Tensor, ...]:
+    """Numbers of machines with free variables, in parts whose equations fit."""
     count = free.sum(1)
     machines = count.nonzero()[:, 0]
-    return machines.split(max(1, _TOGETHER // int(count.max()) ** 2)) if len(machines) else ()
+    if not len(machines):
+        return ()
+    largest = int(count.max())
+    return machines.split(max(1, _TOGETHER // (largest * max(largest, targets))))
 
 
-def _adjoints_of_free(K: Tensor, free: Tensor, r: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """lambda (R, m) and mu (R,) by the free sets (G, m); own (R,) is the machine of each target."""
-    most = int(free.sum(1).max())
-    S = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]  # padded, (G, s)
+def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Free variables S (G, s), padded, and for targets r (G, t) lambda_S (G, t, s) and mu (G, t).
+
+    By M = K_SS + c 1 1^T, c the mean diagonal, which is positive definite: with x = M^-1 K_Sr and
+    e = M^-1 1, lambda_S = x + e (1 - 1^T x) / 1^T e and mu = c - (1 - 1^T x) / 1^T e.
+    """
+    S = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(free.sum(1).max())]
     real = free.gather(1, S)
-    corner, edge, inner = bordered_inverse(K[S[:, :, None], S[:, None, :]], real)
-    near = K[r[:, None], S[own]] * real[own]
-    # One machine for all targets is not copied for each of them.
-    inner = inner[own] if len(inner) > 1 else inner.expand(len(r), -1, -1)
-    at_free = torch.bmm(near[:, None], inner)[:, 0] + edge[own]
-    lam = torch.zeros(len(r), K.shape[-1]).to(K).scatter_(1, S[own], at_free)
-    return lam, corner[own] + (near * edge[own]).sum(1)
+    both = real[:, :, None] & real[:, None, :]
+    c = (K.diagonal()[S] * real).sum(1) / real.sum(1)
+    M = torch.where(both, K[S[:, :, None], S[:, None, :]] + c[:, None, None], torch.diag_embed(~real).to(K))
+    near = K[r[:, :, None], S[:, None, :]] * real[:, None]  # (G, t, s)
+    rhs = torch.cat([real[:, None].to(K), near], 1)
+    solution = torch.cholesky_solve(rhs.mT, torch.linalg.cholesky(M)).mT
+    e, x = solution[:, :1], solution[:, 1:]
+    rest = (1 - x.sum(-1)) / e.sum(-1)  # (G, t)
+    return S, x + rest[:, :, None] * e, c[:, None] - rest
 
 
 def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:

@@ -51,27 +51,17 @@ class Tableau(NamedTuple):
         return place + 2 * (place >= columns), place.masked_fill(place >= columns, columns + 1)
 
 
-def bordered_inverse(K_free: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks of [0 1^T; 1 K]^-1 for the free rows: corner (...), edge (..., s), inner (..., s, s).
+def bordered_inverse(K_free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks of [0 1^T; 1 K]^-1 for the free rows: corner (), edge (s,), inner (s, s).
 
     Inverts the positive definite K + c 1 1^T, c the mean diagonal, which leaves inner and edge
-    as they are and lowers the corner by c: one Cholesky. Of free sets padded to one size `real` (..., s)
-    tells which rows count, at least one of each; the others come out as 0.
+    as they are and lowers the corner by c: one Cholesky.
     """
-    c = K_free.diagonal(dim1=-2, dim2=-1)
-    c = c.mean(-1) if real is None else (c * real).sum(-1) / real.sum(-1)
-    c = c.clamp_min(torch.finfo(K_free.dtype).tiny)
-    lifted = K_free + c[..., None, None]
-    if real is not None:
-        both = real[..., :, None] & real[..., None, :]
-        lifted = torch.where(both, lifted, torch.diag_embed((~real).to(lifted)))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(lifted))
-    if real is not None:
-        inverse *= both
+    c = K_free.diagonal().mean().clamp_min(torch.finfo(K_free.dtype).tiny)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(K_free + c))
     row = inverse.sum(-1)
-    total = row.sum(-1)
-    edge = row / total[..., None]
-    return c - 1 / total, edge, inverse - row[..., :, None] * edge[..., None, :]
+    total = row.sum()
+    return c - 1 / total, row / total, inverse - row[:, None] * (row / total)
 
 
 def pivot_transform(
