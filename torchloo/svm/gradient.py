@@ -26,6 +26,7 @@ from torchloo.svm.merge import Problem
 
 __all__ = ["Deferred", "Machines", "outputs_with_gradient"]
 
+_ROWS = 2**20  # entries of the rows of machines that are entered at once
 _TOGETHER = 2**22  # entries of the inverses of machines that are made at once
 _INSIDE = 1e-7  # of the box, or of the largest coefficient: this far from both bounds is free
 
@@ -42,15 +43,24 @@ class Machines:
     """d f_r / d C_j at fixed K, (n, n)."""
 
     def enter(
-        self, problem: Problem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, out: Tensor
+        self, problem: Problem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
     ) -> None:
-        """Enter machine which[i] for rows[i], (R,) both; out (R, n) masks what it was trained without.
+        """Enter machine which[i] for rows[i], (R,) both, trained without all rows of its group (n,).
 
         The G machines have coefficients alpha and boxes (G, m).
         """
+        by_machine = which.argsort(stable=True)
+        for part in by_machine.split(max(1, _ROWS // len(group))):
+            machines, own = which[part].unique(return_inverse=True)
+            self._enter(problem, rows[part], own, alpha[machines], box[machines], group)
+
+    def _enter(
+        self, problem: Problem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
+    ) -> None:
+        """`enter` for so few rows that arrays (R, n) are small."""
         y, v = problem.y, problem.variable
         # Shares of copies: rows left out have none.
-        others = problem.row_box.masked_fill(out, 0.0)
+        others = problem.row_box.masked_fill(group[rows][:, None] == group, 0.0)
         total = torch.zeros(len(rows), len(y)).to(others).index_add_(1, v, others)
         share = (others / total[:, v]).nan_to_num(0.0)
         upper = (alpha >= box - _width(alpha, box)) & (box > 0)
@@ -65,14 +75,12 @@ class Machines:
     ) -> None:
         """Enter machines alpha (G, m) without (part of) their targets (G,), of which `kept` (G,) is left."""
         box = problem.box.expand_as(alpha).scatter(1, target[:, None], kept[:, None])
-        self.enter(problem, rows, which, alpha, box, _alone(rows, len(problem.variable)))
+        self.enter(problem, rows, which, alpha, box, torch.arange(len(problem.variable), device=rows.device))
 
     def enter_unchanged(self, problem: Problem, full: Exact) -> None:
         """Rows that the full machine does without: all have its own coefficients."""
-        n = len(problem.variable)
-        rows = torch.arange(n, device=problem.y.device)
-        alone = _alone(rows, n)
-        self.enter(problem, rows, torch.zeros_like(rows), full.alpha[None], problem.box[None], alone)
+        rows = torch.arange(len(problem.variable), device=problem.y.device)
+        self.enter(problem, rows, torch.zeros_like(rows), full.alpha[None], problem.box[None], rows)
 
     def clear(self, rows: Tensor) -> None:
         """Rows whose output depends on nothing: one class is left."""
@@ -178,11 +186,6 @@ def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left:
 def _width(alpha: Tensor, box: Tensor) -> Tensor:
     """How near a bound a coefficient is at it, (G, m): a box may be far larger than any coefficient."""
     return _INSIDE * torch.minimum(box, alpha.amax(1, keepdim=True))
-
-
-def _alone(rows: Tensor, n: int) -> Tensor:
-    """Masks (R, n) of single rows."""
-    return rows[:, None] == torch.arange(n, device=rows.device)
 
 
 class _HeldOutOutputs(torch.autograd.Function):

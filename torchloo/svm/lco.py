@@ -121,5 +121,4 @@ def _enter(
 ) -> None:
     """Machines for the backward; those of one class only depend on nothing."""
     rows = both[member].nonzero()[:, 0]
-    out = member[rows][:, None] == member
-    machines.enter(problem, rows, member[rows], alpha, boxes, out)
+    machines.enter(problem, rows, member[rows], alpha, boxes, member)

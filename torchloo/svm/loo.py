@@ -60,7 +60,7 @@ def svm_loo(
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
         (Note [gradient]). Cost: one training, 2 n^2 s for s free support vectors, and about
         10 n k flops for each support vector; the backward adds a factorisation of the free set for each.
-        Memory about 6 n^2, and 3 n^2 for the backward.
+        Memory about 6 n^2, and 7 n^2 for the backward.
         Reference: Franc, Laskov and Mueller 2008; Cauwenberghs and Poggio 2000.
 
     >>> K = torch.eye(4, dtype=torch.float64)
