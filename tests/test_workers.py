@@ -198,6 +198,24 @@ def test_an_interrupted_call_leaves_no_process_and_the_next_one_works(monkeypatc
     assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K, y, C).outputs)
 
 
+def test_a_crew_that_could_not_be_ended_after_an_interrupt_serves_no_more(monkeypatch):
+    K, y, C = _many_problems()
+
+    def interrupt(*_):
+        if not multiprocessing.parent_process():
+            raise KeyboardInterrupt
+        time.sleep(2)
+        raise ArithmeticError("of another call")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loo, "solve_problems", interrupt)
+        patch.setattr(Crew, "dismiss", lambda *_: None)  # as a second interrupt would do
+        with pytest.raises(KeyboardInterrupt):
+            svm_loo(K, y, C, workers=2)
+    assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K, y, C).outputs)
+    assert len(_names()) == 1
+
+
 def test_a_forked_copy_of_the_process_has_a_crew_of_its_own():
     K, y, C = _many_problems()
     expected = svm_loo(K, y, C, workers=2).outputs

@@ -50,7 +50,7 @@ class Crew:
 
     def __init__(self, size: int) -> None:
         fork, files = multiprocessing.get_context("fork"), _open_files()
-        self.owner, self.taken = os.getpid(), fork.Value("q", 0)
+        self.owner, self.taken, self.idle = os.getpid(), fork.Value("q", 0), True
         self.pipes: list[Connection] = []
         self.children: list[Any] = []
         for _ in range(size):
@@ -63,19 +63,20 @@ class Crew:
             self.children.append(child)
 
     def serves(self, size: int) -> bool:
-        """Whether it is the caller's, complete, and as large as asked."""
+        """Whether it is the caller's, complete, as large as asked, and done with its last job."""
         mine = self.owner == os.getpid() and len(self.children) == size
-        return mine and all(child.is_alive() for child in self.children)
+        return mine and self.idle and all(child.is_alive() for child in self.children)
 
     def run(self, function: Callable[[Part], Outcome], parts: list[Part]) -> list[Outcome]:
         """The function of every part; it and the parts must be such as can be pickled."""
         threads = torch.get_num_threads()
-        self.taken.value = 0
+        self.taken.value, self.idle = 0, False
         try:
             self._send(_pickled((function, parts)))
             torch.set_num_threads(1)
             done = dict(_done(function, parts, self.taken))
             answers = [_received(pipe) for pipe in self.pipes]
+            self.idle = True
         except BaseException:
             self.dismiss()
             raise
