@@ -2,10 +2,14 @@
 
 import multiprocessing
 import os
+import select
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import SVC, loo, svm_lco, svm_loo
-from torchloo.svm.crew import crew_of
+from torchloo.svm.crew import Crew, _received, crew_of
 
 pytestmark = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork"
@@ -113,6 +117,58 @@ def test_a_worker_that_dies_is_told_of(monkeypatch):
     assert not _names()
 
 
+def test_a_worker_that_died_before_its_job_arrives_is_told_of(monkeypatch):
+    K, y, C = _many_problems()
+    svm_loo(K, y, C, workers=2)
+    (child,) = multiprocessing.active_children()
+    child.kill()
+    child.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(Crew, "serves", lambda *_: True)  # as if it had died a moment later
+        with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
+            svm_loo(K, y, C, workers=2)
+    assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K, y, C).outputs)
+
+
+def test_a_worker_that_dies_in_the_middle_of_its_answer_is_told_of():
+    here, there = multiprocessing.Pipe()
+    os.write(there.fileno(), struct.pack("!i", 100) + b"only a part")
+    there.close()
+    with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
+        _received(here)
+
+
+class _PeculiarError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize("kind", ["does not come back", "cannot be sent"])
+def test_an_error_that_pickle_does_not_know_is_told_of(kind, monkeypatch):
+    def harm():
+        error = _PeculiarError("this", "that")
+        if kind == "cannot be sent":
+            error.lock = threading.Lock()
+        raise error
+
+    _in_workers_only(monkeypatch, harm)
+    K, y, C = _many_problems()
+    with pytest.raises(RuntimeError, match="_PeculiarError in a worker process: this and that"):
+        svm_loo(K, y, C, workers=2)
+    assert not _names()
+
+
+def test_warnings_of_workers_are_given_here(monkeypatch):
+    _in_workers_only(monkeypatch, lambda: warnings.warn("from a worker", RuntimeWarning, stacklevel=1))
+    K, y, C = _many_problems()
+    with pytest.warns(RuntimeWarning, match="from a worker"):
+        svm_loo(K, y, C, workers=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="from a worker"):
+            svm_loo(K, y, C, workers=2)
+
+
 def test_an_error_in_a_worker_alone_is_raised_here(monkeypatch):
     def harm():
         raise ArithmeticError("in a worker")
@@ -142,6 +198,24 @@ def test_an_interrupted_call_leaves_no_process_and_the_next_one_works(monkeypatc
     assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K, y, C).outputs)
 
 
+def test_a_crew_that_could_not_be_ended_after_an_interrupt_serves_no_more(monkeypatch):
+    K, y, C = _many_problems()
+
+    def interrupt(*_):
+        if not multiprocessing.parent_process():
+            raise KeyboardInterrupt
+        time.sleep(2)
+        raise ArithmeticError("of another call")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loo, "solve_problems", interrupt)
+        patch.setattr(Crew, "dismiss", lambda *_: None)  # as a second interrupt would do
+        with pytest.raises(KeyboardInterrupt):
+            svm_loo(K, y, C, workers=2)
+    assert_close(svm_loo(K, y, C, workers=2).outputs, svm_loo(K, y, C).outputs)
+    assert len(_names()) == 1
+
+
 def test_a_forked_copy_of_the_process_has_a_crew_of_its_own():
     K, y, C = _many_problems()
     expected = svm_loo(K, y, C, workers=2).outputs
@@ -159,9 +233,56 @@ def test_a_forked_copy_of_the_process_has_a_crew_of_its_own():
     assert_close(svm_loo(K, y, C, workers=2).outputs, expected)
 
 
+def test_threads_that_call_at_once_get_each_its_own():
+    K, y, C = _many_problems()
+    calls = [(K * scale, y, C) for scale in (1.0, 2.0, 4.0)]
+    expected = [svm_loo(*call).outputs for call in calls]
+    received = {}
+
+    def work(number):
+        received[number] = [svm_loo(*calls[number], workers=2).outputs for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for number, outputs in enumerate(expected):
+        assert_close(torch.stack(received[number]), outputs.expand(3, *outputs.shape))
+
+
+def test_workers_are_refused_where_processes_may_have_no_children():
+    K, y, C = _many_problems()
+    here, there = multiprocessing.Pipe()
+
+    def elsewhere():
+        torch.set_num_threads(1)
+        try:
+            svm_loo(K, y, C, workers=2)
+        except ValueError as error:
+            there.send(str(error))
+
+    copy = multiprocessing.get_context("fork").Process(target=elsewhere, daemon=True)
+    copy.start()
+    assert here.poll(60), "no answer"
+    assert "svm_loo: workers must be 0 in a process that may have no children" in here.recv()
+    copy.join(60)
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs a list of open files")
+def test_a_pipe_that_the_caller_closes_is_closed():
+    read, write = os.pipe()
+    svm_loo(*_many_problems(), workers=2)
+    os.close(write)
+    assert select.select([read], [], [], 10)[0], "a worker holds the pipe open"
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
 _PROGRAM = """
 import os, signal, multiprocessing, torch
 from torchloo.svm import svm_loo
+{begin}
 K, y = torch.eye(6, dtype=torch.float64), torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
 svm_loo(K, y, torch.ones(4, dtype=torch.float64), workers=3)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -170,10 +291,17 @@ print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to look for processes")
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ends", "is killed"])
-def test_workers_end_with_a_program_that(end):
-    program = _PROGRAM.format(end=end)
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        pytest.param("", "", id="ends"),
+        pytest.param("", "os.kill(os.getpid(), signal.SIGKILL)", id="is killed"),
+        pytest.param("signal.signal(signal.SIGTERM, lambda *_: None)", "", id="does not end when asked to"),
+    ],
+)
+def test_workers_end_with_a_program_that(begin, end):
+    program = _PROGRAM.format(begin=begin, end=end)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert run.returncode in (0, -signal.SIGKILL), run.stderr
     names = [int(name) for name in run.stdout.split()]
     assert len(names) == 2

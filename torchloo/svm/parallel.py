@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from torchloo.svm.crew import crew_of
+from torchloo.svm.crew import by_crew
 
 __all__ = ["check_workers", "in_parallel", "share_out", "without_graph"]
 
@@ -28,6 +28,11 @@ def check_workers(function: str, workers: int, *tensors: Tensor) -> None:
         return
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ValueError(f"{function}: workers must be 0 on a system that cannot fork, got {workers}")
+    if workers > 1 and multiprocessing.current_process().daemon:
+        raise ValueError(
+            f"{function}: workers must be 0 in a process that may have no children, such as a worker of a "
+            f"DataLoader, got {workers}"
+        )
     if any(x.device.type != "cpu" for x in tensors):
         raise ValueError(f"{function}: workers must be 0 for tensors that are not on a CPU, got {workers}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -63,7 +68,7 @@ def in_parallel(function: Callable[[Part], Outcome], parts: list[Part], workers:
     if len(parts) == 1:
         return [function(parts[0])]
     if workers:
-        return crew_of(workers - 1).run(function, parts)
+        return by_crew(function, parts, workers - 1)
     return _on_threads(function, parts)
 
 

@@ -48,6 +48,7 @@ class Finish:
         self.own = self.layout.place[target][:, None]
         self.alpha = self._coefficients()
         self._refine()
+        self.stray = self._put_inside()
 
     def free(self) -> Tensor:
         """Mask of the free variables, (B, a + 1); r is not among them."""
@@ -130,6 +131,20 @@ class Finish:
             step = few._correction(residual[rows]) * weight[rows]
             self.alpha[rows] += step
             self.u[rows] = layout.pull(self.alpha[rows], few.target, few.gone)
+
+    def _put_inside(self) -> Tensor:
+        """Put coefficients beyond their bounds there, and say by how much in all, (B,).
+
+        The true data may ask for more than a box holds where the perturbed path has missed an event; a
+        gap proves something of feasible coefficients only.
+        """
+        inside = self.alpha.clamp_min(0).minimum(self.layout.box)
+        stray = (self.alpha - inside).abs_().sum(1)
+        rows = stray.nonzero()[:, 0]
+        if len(rows):
+            self.alpha[rows] = inside[rows]
+            self.u[rows] = self.layout.pull(inside[rows], self.target[rows], self.gone[rows])
+        return stray
 
     def _correction(self, residual: Tensor) -> Tensor:
         """Change of the free alpha that gives margins `residual` (B, a + 1) back and makes y^T alpha 0."""

@@ -185,10 +185,9 @@ def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> 
     if len(doubtful):
         sign[doubtful] = gap_ball_sign(problem.K, problem.y, whole(doubtful), bias[doubtful]).sign
     output = u_r + bias
-    finished &= ~ends.failed
-    proved = (sign * output > 0) & (finished | (sign == -problem.y[target]))
+    proved = (sign * output > 0) & (finished | (sign == -problem.y[target])) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
-    proved &= ~finished | (slip <= _EXACT)
+    proved &= ~finished | (slip.maximum(finish.stray) <= _EXACT)
     ended = layout.whole(alpha, target, gone) if coefficients else alpha.new_empty(len(target), 0)
     return Unlearned(output, proved, ends.events, ended)
 
