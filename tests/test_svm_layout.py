@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from torchloo.svm import held_out as code
 from torchloo.svm import svm_loo, unlearn
 from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign, held_out_bias, reach_of, sign_by_reach
+from torchloo.svm.ended import Ended
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.layout import Layout
 
@@ -56,14 +57,15 @@ def test_what_is_told_of_standing_variables_is_what_all_variables_say(seed):
     u = (whole * y) @ K
     received = layout.pull(alpha, target, gone)
     assert_close(received[:, :-1], u[:, moved], rtol=1e-12, atol=1e-12)
-    past = layout.beyond(alpha, target, gone, bias)
+    ended = Ended(layout, alpha, received, target, gone, kept, stuck)
+    past = ended.beyond(bias)
     up = (full.upper ^ (y > 0)) & stands
     side = torch.where(up, -1.0, 1.0) * stands
     assert_close(past, side * (u - y + bias[:, None]), rtol=1e-12, atol=1e-12)
     u_r = u[torch.arange(B), target]
-    assert_close(layout.of_target(received, past, bias, target), u_r, rtol=1e-12, atol=1e-12)
+    assert_close(ended.of_target(past, bias), u_r, rtol=1e-12, atol=1e-12)
 
-    held = layout.held(alpha, received, past, target, kept, gone, stuck)
+    held = ended.listed(past)
     boxes = box.repeat(B, 1)
     boxes[torch.arange(B), target] = kept
     count = (boxes * (y > 0)).sum(1) - (boxes * up).sum(1)
@@ -113,11 +115,10 @@ def test_a_proof_from_moved_variables_never_says_more_than_one_from_all(seed, no
     gone, none = full.alpha[target], torch.zeros(len(target), dtype=ends.dtype)
     whole = Held(ends, (ends * y) @ K, problem.box, target, none, none)
     bias = held_out_bias(y, whole)
-    u = layout.pull(alpha, target, gone)
-    past = layout.beyond(alpha, target, gone, bias)
-    held = layout.held(alpha, u, past, target, none, gone, none)
-    u_r = layout.of_target(u, past, bias, target)
-    proof = sign_by_reach(layout.y, held, bias, u_r, reach_of(K, target))
+    ended = Ended(layout, alpha, layout.pull(alpha, target, gone), target, gone, none, none)
+    past = ended.beyond(bias)
+    u_r = ended.of_target(past, bias)
+    proof = sign_by_reach(layout.y, ended.listed(past), bias, u_r, reach_of(K, target))
     from_all = gap_ball_sign(K, y, whole, bias)
     assert bool((proof.gap >= from_all.gap * (1 - 1e-9) - 1e-12).all())
     truth = svm_loo(problem.K, y, 1.0, problem.box).outputs[target]

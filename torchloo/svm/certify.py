@@ -101,11 +101,12 @@ class Held(NamedTuple):
         return count if self.held is None else count + self.held
 
     def slack(self) -> Tensor:
-        """How far sums of boxes may be off, (B,)."""
+        """How far sums of boxes may be off: by far less than a box, and by rounding, (B,)."""
         least = self.box.masked_fill(self.box <= 0, torch.inf).amin(-1)
         if self.own is not None:
             least = least.minimum(self.own.masked_fill(self.own <= 0, torch.inf))
-        return 1e-9 * least
+        total = self.box.sum(-1) if self.standing is None else self.box.sum(-1) + self.standing.box
+        return 1e-9 * least + 1e-15 * total
 
 
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

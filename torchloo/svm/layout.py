@@ -1,4 +1,4 @@
-"""Proofs that look at few variables: those that the paths of a machine have moved, and how the others stand.
+"""The variables that the paths of a machine have moved, and how the others stand.
 
 Note [standing variables]
 Nearly all variables keep their bound on every path of a machine. With d_i = u_i - y_i, where
@@ -15,7 +15,6 @@ proper side of the margin.
 import torch
 from torch import Tensor
 
-from torchloo.svm.certify import Held, Standing
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
 
@@ -51,43 +50,8 @@ class Layout:
         From their coefficients (B, a + 1), whatever they say of r, and by how much that of r has gone
         down (B,).
         """
-        u = torch.addmm(self.of_moved(self.start), self._change(alpha, target), self.K[self.moved])
+        u = torch.addmm(self.of_moved(self.start), self.change(alpha, target), self.K[self.moved])
         return u.addcmul_(self.K[target], (self.problem.y[target] * gone)[:, None], value=-1)
-
-    def beyond(self, alpha: Tensor, target: Tensor, gone: Tensor, bias: Tensor) -> Tensor:
-        """How far each standing variable is past its margin, -+(b + d), where that is > 0; (B, m)."""
-        signed = self.problem.K * self.push
-        change = torch.cat([self._change(alpha, target), bias[:, None]], 1)
-        rows = torch.cat([signed[self.moved], self.push[None]])
-        past = torch.addmm((self.start - self.problem.y) * self.push, change, rows)
-        return past.addcmul_(signed[target], (self.problem.y[target] * gone)[:, None], value=-1)
-
-    def of_target(self, u: Tensor, past: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-        """u of r, by that of the moved variables or by what `beyond` says, (B,)."""
-        push, place = self.push[target], self.place[target]
-        standing = push * past.gather(1, target[:, None])[:, 0] + self.problem.y[target] - bias
-        return torch.where(push == 0, u.gather(1, place[:, None])[:, 0], standing)
-
-    def held(
-        self,
-        alpha: Tensor,
-        u: Tensor,
-        past: Tensor,
-        target: Tensor,
-        kept: Tensor,
-        gone: Tensor,
-        stuck: Tensor,
-    ) -> Held:
-        """The moved variables of solutions, with all that has to be known of the others.
-
-        `kept` (B,) is the box of r, `stuck` y_r a of an r that is held at a, else 0.
-        """
-        y, box, place = self.problem.y[target], self.problem.box[target], self.place[target]
-        stands = place == self.count
-        # An r that stands is at its box: what it loses goes from those that push its way.
-        count = stuck + self.rest_count - stands * y * (box - kept)
-        standing = Standing(past.amax(1).clamp_min_(0), self.rest_box, self.rest_pull - stands * y * gone)
-        return Held(alpha, u, self.box, place, kept.masked_fill(stands, 0), count, standing)
 
     def whole(self, alpha: Tensor, target: Tensor, gone: Tensor) -> Tensor:
         """Coefficients of all variables, (B, m)."""
@@ -95,7 +59,7 @@ class Layout:
         alpha = full.repeat(len(target), 1).index_copy_(1, self.moved, alpha[:, : self.count])
         return alpha.scatter_(1, target[:, None], (full[target] - gone)[:, None])
 
-    def _change(self, alpha: Tensor, target: Tensor) -> Tensor:
+    def change(self, alpha: Tensor, target: Tensor) -> Tensor:
         """What the moved variables other than r add to alpha * y, (B, a)."""
         change = (alpha - self.alpha).mul_(self.y)
         return change.scatter_(1, self.place[target][:, None], 0.0)[:, : self.count]

@@ -54,7 +54,8 @@ def svm_loo(
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
         workers: processes, this one among them, that share out a batch of problems on a CPU; 0: only
             this one, with threads. The others are forked at the first call, as those of a DataLoader
-            are, and stay for the next; they serve outputs without a gradient.
+            are, and stay, with the memory they have, until the program ends or a batch is called with
+            1; they serve outputs without a gradient.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight

@@ -199,13 +199,13 @@ class Ends(NamedTuple):
             return parts[0]
         k, nothing = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=nothing)) for part in parts]
-        fields = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
-        inverses, first = fields.pop("H"), 0
+        columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
+        inverses, first = columns.pop("H"), 0
         H = parts[0].H.new_zeros(sum(map(len, inverses)), k, k)
         for part in inverses:
             H[first : first + len(part), : part.shape[1], : part.shape[1]] = part
             first += len(part)
-        return Ends(H=H, **{name: torch.cat(field) for name, field in fields.items()})
+        return Ends(H=H, **{name: torch.cat(column) for name, column in columns.items()})
 
     def split(self, counts: list[int]) -> list["Ends"]:
         """In the order of their names, so many at a time."""

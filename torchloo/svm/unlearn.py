@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign, midpoint_bias, reach_of, sign_by_reach
+from torchloo.svm.ended import Ended
 from torchloo.svm.exact import Exact
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
@@ -159,37 +159,21 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
 def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps prove."""
     problem, full, target, room = task
-    gone = room - ends.room
+    gone, finished = room - ends.room, ends.room <= 0
     finish = Finish(problem, full, tableau, ends, target, gone)
-    layout, alpha, u = finish.layout, finish.alpha, finish.u
-    finished = ends.room <= 0
     kept = full.alpha[target] - room
     # Where full.alpha[target] is the room, rounding must not leave a box of 1e-17.
     kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept).mul_(finished)
     stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - gone))
-
-    def whole(rows: Tensor) -> Held:
-        alphas = layout.whole(alpha[rows], target[rows], gone[rows])
-        pull = (alphas * problem.y) @ problem.K
-        return Held(alphas, pull, problem.box, target[rows], kept[rows], stuck[rows])
-
-    bias = bias_of_free(layout.y - u, finish.inside())
-    none = bias.isnan().nonzero()[:, 0]
-    if len(none):
-        bias[none] = midpoint_bias(problem.y, whole(none))
-    past = layout.beyond(alpha, target, gone, bias)
-    u_r = layout.of_target(u, past, bias, target)
-    held = layout.held(alpha, u, past, target, kept, gone, stuck)
-    sign, _, slip = sign_by_reach(layout.y, held, bias, u_r, reach_of(problem.K, target))
-    doubtful = (sign == 0).nonzero()[:, 0]
-    if len(doubtful):
-        sign[doubtful] = gap_ball_sign(problem.K, problem.y, whole(doubtful), bias[doubtful]).sign
-    output = u_r + bias
+    ended = Ended(finish.layout, finish.alpha, finish.u, target, gone, kept, stuck)
+    output, (sign, _, slip) = ended.proof(ended.bias(finish.inside()))
     proved = (sign * output > 0) & (finished | (sign == -problem.y[target])) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | (slip.maximum(finish.stray) <= _EXACT)
-    ended = layout.whole(alpha, target, gone) if coefficients else alpha.new_empty(len(target), 0)
-    return Unlearned(output, proved, ends.events, ended)
+    alpha = (
+        finish.layout.whole(finish.alpha, target, gone) if coefficients else output.new_empty(len(target), 0)
+    )
+    return Unlearned(output, proved, ends.events, alpha)
 
 
 def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
