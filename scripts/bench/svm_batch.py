@@ -1,6 +1,6 @@
 """Leave-one-out of 64 SVMs of banana, (C, lengthscale) pairs: one call against one after another.
 
-    python scripts/bench/svm_batch.py [--data DIR] [--repeats 3] [--rows 400] [--workers 2]
+    python scripts/bench/svm_batch.py [--data DIR] [--repeats 6] [--rows 400] [--workers 2]
 
 The pairs are the grid of Franc, Laskov and Mueller 2008, section 5: 8 values of C from 1 to 500, 8 rates
 from 1 to 2^-11. All sides run in turn; the best of each counts, as wall-clock time with the threads
@@ -23,7 +23,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_data(parser)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()

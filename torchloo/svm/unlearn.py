@@ -19,7 +19,7 @@ _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
 _EXACT = 1e-9  # slip of a solution that counts as exact
 _FEW = 300  # variables that may all have a column
-_NEAREST, _SHARE = 160, 3  # columns beside the free variables: so many, or a third of all variables
+_NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
 
 
 class Unlearned(NamedTuple):
