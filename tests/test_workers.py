@@ -109,11 +109,23 @@ def _in_workers_only(monkeypatch, harm):
     monkeypatch.setattr(loo, "solve_problems", solve)
 
 
-def test_a_worker_that_dies_is_told_of(monkeypatch):
-    _in_workers_only(monkeypatch, lambda: os._exit(1))
+def _fail():
+    raise ArithmeticError("in a worker")
+
+
+@pytest.mark.parametrize(
+    ("harm", "workers", "error", "match"),
+    [
+        (lambda: os._exit(1), 3, RuntimeError, "a worker process died; use fewer workers"),
+        (_fail, 2, ArithmeticError, "in a worker"),
+    ],
+    ids=["a death", "an error"],
+)
+def test_what_happens_in_workers_alone_is_told_of(monkeypatch, harm, workers, error, match):
+    _in_workers_only(monkeypatch, harm)
     K, y, C = _many_problems()
-    with pytest.raises(RuntimeError, match="a worker process died; use fewer workers"):
-        svm_loo(K, y, C, workers=3)
+    with pytest.raises(error, match=match):
+        svm_loo(K, y, C, workers=workers)
     assert not _names()
 
 
@@ -167,17 +179,6 @@ def test_warnings_of_workers_are_given_here(monkeypatch):
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="from a worker"):
             svm_loo(K, y, C, workers=2)
-
-
-def test_an_error_in_a_worker_alone_is_raised_here(monkeypatch):
-    def harm():
-        raise ArithmeticError("in a worker")
-
-    _in_workers_only(monkeypatch, harm)
-    K, y, C = _many_problems()
-    with pytest.raises(ArithmeticError, match="in a worker"):
-        svm_loo(K, y, C, workers=2)
-    assert not _names()
 
 
 def test_an_interrupted_call_leaves_no_process_and_the_next_one_works(monkeypatch):

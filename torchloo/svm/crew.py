@@ -135,11 +135,10 @@ def _serve(pipe: Connection, others: list[Connection], files: list[int], taken: 
 
 def _open_files() -> list[int]:
     """The numbers of files, pipes and sockets that this process has open, but for the standard ones."""
-    found = []
+    found: list[int] = []
     with contextlib.suppress(OSError):  # there may be no such list
-        names = os.listdir("/dev/fd")
-        for number in map(int, names):
-            with contextlib.suppress(OSError):  # that of the list itself
+        for number in map(int, os.listdir("/dev/fd")):
+            with contextlib.suppress(OSError):  # that of the list itself is closed by now
                 os.fstat(number)
                 found.append(number)
     return [number for number in found if number > 2]

@@ -31,8 +31,7 @@ class Layout:
         self.place = torch.full_like(y, a, dtype=torch.long)
         self.place[moved] = torch.arange(a, device=y.device)
         self.y, self.box, self.alpha = (self.of_moved(x) for x in (y, problem.box, full.alpha))
-        self.rows = K.index_select(0, moved)  # (a, m)
-        self.K = torch.cat([self.rows.T, torch.zeros_like(y)[:, None]], 1)  # (m, a + 1)
+        self.K = torch.cat([K.index_select(0, moved).T, torch.zeros_like(y)[:, None]], 1)  # (m, a + 1)
         self.start = K @ (full.alpha * y)
         down = (full.upper ^ (y < 0)).to(y)
         self.push = (2 * down - 1).index_fill(0, moved, 0.0)  # -1 pushes up, +1 down, 0 has moved
