@@ -557,6 +557,34 @@ def test_a_low_rank_is_found_and_proved(rank, found):
         assert_close(factor @ factor.T, K, rtol=0, atol=1e-9 * float(K.diagonal().mean()))
 
 
+@pytest.mark.parametrize("C", [1.0, 1e4])
+def test_a_linear_kernel_in_float32_is_given_its_rank_back(C):
+    """Directions that rounding has added would take most paths to a refit, and values off by 0.1."""
+    X, y = toy(400, n=300, d=12, noise=0.8)
+    single, double = svm_loo((X @ X.T).float(), y.float(), C), svm_loo(X @ X.T, y, C)
+    assert bool((single.certified | single.unstable).all())
+    assert int(single.refitted.sum()) <= int(double.refitted.sum())
+    assert_close(single.outputs.double(), double.outputs, rtol=1e-3, atol=1e-3)
+    clusters = torch.arange(300) % 3
+    both = [svm_lco(K, y.to(K), C, clusters).outputs.double() for K in (X @ X.T, (X @ X.T).float())]
+    assert_close(*both, rtol=1e-3, atol=1e-3)
+
+
+def test_a_kernel_is_replaced_within_its_rounding_only():
+    from torchloo.svm.low_rank import in_double
+
+    X, _ = toy(41, n=120, d=3)
+    linear, single = X @ X.T, (X @ X.T).float()
+    assert in_double(linear) is linear
+    assert_close(in_double(rbf(X).float()), rbf(X).float().double(), rtol=0, atol=0)
+    near = in_double(single)
+    assert int(torch.linalg.matrix_rank(near, hermitian=True)) == 3
+    assert float((near - single).abs().max()) <= 1e-6 * float(single.diagonal().max())
+    # A direction of its own, small but far above rounding, stays.
+    more = linear + 1e-4 * torch.outer(X[:, 0] * X[:, 1], X[:, 0] * X[:, 1])
+    assert int(torch.linalg.matrix_rank(in_double(more.float()), hermitian=True)) == 4
+
+
 def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
     def only_small_boxes(problems):
         found = zip(problems, solve_exactly(problems), strict=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.exact import Exact, duality_gap, solve_exactly
+from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem, merge_duplicates
 from torchloo.svm.rows import taken_apart
 
@@ -55,7 +56,8 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
         min 1/2 |w|^2 + sum_i C weight_i max(0, 1 - y_i f(x_i)),   f(x) = <w, phi(x)> + b
 
     An interior point gives the active set, linear equations the solution: the duality gap is at
-    rounding. Works in float64 inside.
+    rounding. Works in float64 inside; a K of low rank in float32, such as a linear kernel, is first
+    cleaned of the directions that rounding has added (Note [rounded kernels] in low_rank.py).
 
     Args:
         K: kernel matrices, symmetric positive semi-definite, (..., n, n).
@@ -83,7 +85,7 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
 
 def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tensors of the SVMFit of one problem."""
-    ((problem, full),) = solve_problems("svm", K.double(), y.double(), box.double()[None])
+    ((problem, full),) = solve_problems("svm", in_double(K), y.double(), box.double()[None])
     share = problem.row_box / problem.box[problem.variable]
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)

@@ -11,6 +11,7 @@ from torchloo.svm.systems import Dense, LowRank
 __all__ = ["Interior", "first_solutions", "interior_point"]
 
 _SETTLED = 30.0  # a multiplier so many times the distance to its bound has won
+_WORTH_FACTORING = 255  # variables: below, nothing is gained
 _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _NEAR = 0.5  # margins above 0 that a better solution may well bring down
 _WORTH_SHRINKING = 300  # live variables
@@ -38,7 +39,7 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     Where K has low rank all together, else one after another; for large K on the variables that a
     third of them finds interesting.
     """
-    factor = low_rank_factor(K)
+    factor = low_rank_factor(K) if len(y) > _WORTH_FACTORING else None
     if factor is not None and len(box) > 1:
         return interior_point(LowRank(factor), y, box)
     system = Dense(K) if factor is None else LowRank(factor)

@@ -12,6 +12,7 @@ from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
+from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem
 from torchloo.svm.parallel import check_workers, in_parallel, without_graph
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
@@ -68,7 +69,7 @@ def svm_lco(
 
 def _outcome(problem: OneProblem, labels: Tensor, method: str, epsilon: float, trace: bool) -> RowOutcome:
     """Leave-cluster-out of one problem."""
-    K, y, box = (x.double() for x in problem)
+    K, y, box = in_double(problem[0]), problem[1].double(), problem[2].double()
     if method == "smo":
         return leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)
     return _leave_clusters_out_exactly(K, y, box, labels, trace)

@@ -1,20 +1,28 @@
-"""K = F F^T for kernel matrices of low rank: linear kernels, smooth ones in few dimensions."""
+"""K = F F^T for kernel matrices of low rank: linear kernels, smooth ones in few dimensions.
+
+Note [rounded kernels]
+A kernel matrix of rank p that was rounded to float32 has n directions: n - p of them are rounding, of
+both signs, and paths that follow these take for ever and end where C times the rounding leads them.
+So if a positive semi-definite matrix of low rank lies within rounding of K, that one is used: the
+projection of K on the leading columns, without eigenvalues that rounding alone may have made. The
+decision values come nearer to those of the K that was rounded, too.
+"""
 
 import torch
 from torch import Tensor
 
-__all__ = ["low_rank_factor"]
+__all__ = ["in_double", "low_rank_factor"]
 
-_WORTH = 256  # rows: below, nothing is gained
 _PLACES = 16  # columns chosen at once
 _MISSING = 1e-10  # of the mean diagonal may be missing from F F^T
+_ROUNDED, _NEAR = 64, 8  # units of rounding that may be missing; and between K and what replaces it
 _PATIENCE = 60  # columns that may bring nothing: a linear kernel is complete all at once
 _PACE = 8  # digits by which what is missing must shrink for all the columns that there may be
 _INDEPENDENT = 1e-7  # eigenvalues of a block of columns, relative to the largest
 
 
-def low_rank_factor(K: Tensor) -> Tensor | None:
-    """F (m, p) with K = F F^T to 1e-10 of its diagonal and p at most m / 3, if there is one, else None.
+def low_rank_factor(K: Tensor, tolerance: float = _MISSING) -> Tensor | None:
+    """F (m, p) with p at most m / 3 and K = F F^T to `tolerance` of its mean diagonal, or None.
 
     Cholesky with pivots, sixteen columns at a time: those with the largest of the diagonal of
     K - F F^T, which is positive semi-definite, so that its diagonal proves that nothing is missing.
@@ -22,7 +30,7 @@ def low_rank_factor(K: Tensor) -> Tensor | None:
     Cost 2 m p^2. Memory m p.
     """
     m = K.shape[-1]
-    if m < _WORTH:
+    if m < 3 * _PLACES:
         return None
     most, mean = m // 3, K.diagonal().mean()
     F = K.new_zeros(m, most + _PLACES)
@@ -31,14 +39,34 @@ def low_rank_factor(K: Tensor) -> Tensor | None:
     while True:
         G = torch.addmm(K[:, places], F[:, :p], F[places, :p].T, alpha=-1)  # (m, 16)
         w, V = torch.linalg.eigh(G[places])
-        keep = w > torch.maximum(_INDEPENDENT * w[-1], 0.1 * _MISSING * mean)
+        keep = w > torch.maximum(_INDEPENDENT * w[-1], 0.1 * tolerance * mean)
         V, w = V[:, keep], w[keep]
         torch.mm(G, V / w.sqrt(), out=F[:, p : p + len(w)])
         left -= F[:, p : p + len(w)].square().sum(1)
         p += len(w)
         largest, places = left.topk(_PLACES)
         missing = float(largest[0] / mean)
-        if missing <= _MISSING:
+        if missing <= tolerance:
             return F[:, :p].contiguous()
         if p > most or not len(w) or (p > _PATIENCE and missing > 10 ** (-_PACE * p / most)):
             return None
+
+
+def in_double(K: Tensor) -> Tensor:
+    """K (n, n) in float64; one of less precision and of low rank as in Note [rounded kernels].
+
+    Cost 4 n^2 p for a K of rank p. Memory 3 n^2.
+    """
+    double, unit = K.double(), torch.finfo(K.dtype).eps
+    if K.dtype == torch.float64:
+        return double
+    factor = low_rank_factor(double, _ROUNDED * unit)
+    if factor is None:
+        return double
+    Q = torch.linalg.qr(factor)[0]
+    w, V = torch.linalg.eigh(Q.T @ (double @ Q))
+    rounding = unit * double.diagonal().amax()
+    keep = w > 2 * len(K) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
+    F = (Q @ V[:, keep]) * w[keep].sqrt()
+    near = F @ F.T
+    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else double
