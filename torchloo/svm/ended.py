@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.active import sign_by_active_set
 from torchloo.svm.certify import (
     Held,
-    Proof,
     Standing,
     bias_of_free,
     gap_ball_sign,
@@ -18,6 +18,9 @@ from torchloo.svm.certify import (
 from torchloo.svm.layout import Layout
 
 __all__ = ["Ended"]
+
+_EXACT = 1e-9  # slip of a solution that counts as exact
+_NEAR = 1e-6  # slip that may be rounding
 
 
 class Ended(NamedTuple):
@@ -52,16 +55,25 @@ class Ended(NamedTuple):
             bias[none] = midpoint_bias(self.layout.problem.y, self._whole(none))
         return bias
 
-    def proof(self, bias: Tensor) -> tuple[Tensor, Proof]:
-        """f(x_r), (B,), and what the duality gaps prove of it."""
+    def proof(self, bias: Tensor, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """f(x_r), its proved sign or 0, and whether the solution is exact to rounding, (B,) all.
+
+        `stray` (B,) is by how much coefficients had to be changed to lie in their boxes.
+        """
         K, y = self.layout.problem.K, self.layout.problem.y
         past = self.beyond(bias)
         u_r = self.of_target(past, bias)
-        proof = sign_by_reach(self.layout.y, self.listed(past), bias, u_r, reach_of(K, self.target))
-        open_ones = (proof.sign == 0).nonzero()[:, 0]
+        sign, _, slip = sign_by_reach(self.layout.y, self.listed(past), bias, u_r, reach_of(K, self.target))
+        output, exact = u_r + bias, slip.maximum(stray) <= _EXACT
+        open_ones = (sign == 0).nonzero()[:, 0]
         if len(open_ones):
-            proof.sign[open_ones] = gap_ball_sign(K, y, self._whole(open_ones), bias[open_ones]).sign
-        return u_r + bias, proof
+            sign[open_ones] = gap_ball_sign(K, y, self._whole(open_ones), bias[open_ones]).sign
+        near = (((sign == 0) | ~exact) & (slip <= _NEAR)).nonzero()[:, 0]
+        if len(near):
+            by_set, error = sign_by_active_set(K, y, self._whole(near), bias[near])
+            exact[near] |= error.isfinite()
+            sign[near] = torch.where(sign[near] == 0, by_set, sign[near])
+        return output, sign, exact
 
     def beyond(self, bias: Tensor) -> Tensor:
         """How far each standing variable is past its margin, -+(b + d), where that is > 0; (B, m)."""

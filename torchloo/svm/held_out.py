@@ -54,7 +54,7 @@ class SVMHeldOut(NamedTuple):
     """Wrong held-out predictions, (..., n) bool; f = 0 predicts +1."""
 
     certified: Tensor
-    """The prediction is proved right: by a check, the bound or the gap ball, (..., n) bool."""
+    """The prediction is proved right: by a check, the bound, the gap ball or active set, (..., n) bool."""
 
     resolved_by: Tensor
     """Index into RESOLVED_BY, (..., n)."""

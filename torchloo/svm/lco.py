@@ -7,7 +7,8 @@ from torch import Tensor
 
 from torchloo.guards import host_labels
 from torchloo.svm import held_out as code
-from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.active import proved_sign
+from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.fit import checked, solve_problems, svm
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
@@ -45,7 +46,7 @@ def svm_lco(
         workers: as in `svm_loo`.
 
     Returns:
-        SVMHeldOut, certified where the duality gap proves the sign. Outputs of "auto" are
+        SVMHeldOut, certified where the duality gap or the active set proves the sign. Outputs of "auto" are
         differentiable in K, C and weight (Note [gradient]). Cost: one training, and a warm one for
         each cluster. Memory about 6 n^2.
     """
@@ -110,7 +111,7 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     bias = held_out_bias(y, Held(alpha, u, boxes, first))
     f = u[member, v] + bias[member]
     held = Held(alpha[member], u[member], boxes[member], v)
-    sign = gap_ball_sign(problem.K, y, held, bias[member]).sign
+    sign = proved_sign(problem.K, y, held, bias[member])
     one_class = ~_both_classes(y, boxes)
     remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)
     f = torch.where(one_class[member], remaining[member], f)

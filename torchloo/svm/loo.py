@@ -36,9 +36,9 @@ def svm_loo(
     """Leave-one-out decision values of the SVM of `svm`, or only their signs.
 
     method "auto" and "path" follow the optimum exactly from the full machine to the machine without
-    each support vector, all at once (path.py), and prove every sign by a duality gap; what the path
-    leaves open is refitted. With values=False checks 1 to 3 and E2 come first and a path ends as
-    soon as the point is known to be an error ("path" goes without the checks but for check 1).
+    each support vector, all at once (path.py), and prove every sign by a duality gap or by the active
+    set; what the path leaves open is refitted. With values=False checks 1 to 3 and E2 come first and a
+    path ends as soon as the point is known to be an error ("path" goes without the checks but for check 1).
     method "smo" is Algorithm 1 of BOUND with a seeded SMO to `epsilon`, and with values=False its
     dual bound.
 

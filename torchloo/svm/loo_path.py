@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import held_out as code
+from torchloo.svm.active import proved_sign, value_error
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.checks import strictly_inside, sufficiency_checks
 from torchloo.svm.exact import Exact, duality_gap
@@ -31,6 +32,8 @@ class _Rows:
         spread = problem.K.diagonal().amax().sqrt() + problem.K.diagonal()[v].sqrt()
         # Note [gap ball] with rho <= sqrt(gap) * spread for all points at once.
         self.certified = self.outputs.abs() > gap.clamp_min(0).sqrt() * spread + 1e-9
+        if not bool((self.certified | self.open).all()):
+            self.certified |= _full_sign(problem, full)[v] * self.outputs > 0
         self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
         self.iterations = torch.zeros(n, dtype=torch.long, device=v.device)
 
@@ -158,6 +161,15 @@ def _settle_without_free(problem: Problem, full: Exact, rows: _Rows, index: Tens
     rows.settle(index, f, sign * f > 0, code.UNUSED)
 
 
+def _full_sign(problem: Problem, full: Exact) -> Tensor:
+    """Signs of the full machine's decision values that its active set proves, else 0, (m,)."""
+    nobody = torch.zeros(1, dtype=torch.long, device=full.alpha.device)
+    u, bias = (full.alpha * problem.y)[None] @ problem.K, full.bias[None]
+    error = value_error(problem.K, problem.y, Held(full.alpha[None], u, problem.box, nobody), bias)
+    f = u + bias
+    return (f.sign() * (f.abs() > error))[0]
+
+
 def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
     """Solutions (B, m) whose box of the target is what other rows leave of it."""
     return Held(alpha, (alpha * problem.y) @ problem.K, problem.box, target, kept)
@@ -169,6 +181,6 @@ def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple
     alpha, _ = solve_without(problem, full, boxes, problem.K[target])
     held = _held(problem, alpha, target, kept)
     bias = held_out_bias(problem.y, held)
-    sign = gap_ball_sign(problem.K, problem.y, held, bias).sign
+    sign = proved_sign(problem.K, problem.y, held, bias)
     f = held.of_target(held.u) + bias
     return f, sign * f > 0, alpha

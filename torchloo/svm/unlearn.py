@@ -17,7 +17,6 @@ __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 
 _PERTURBATION = 1e-8
 _TABLEAUX = 2**23  # entries of tableaux that are stacked
-_EXACT = 1e-9  # slip of a solution that counts as exact
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
 
@@ -157,7 +156,7 @@ def _groups(tasks: list[Task]) -> list[list[int]]:
 
 
 def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> Unlearned:
-    """Ends of paths on the unperturbed data, and what their duality gaps prove."""
+    """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
     problem, full, target, room = task
     gone, finished = room - ends.room, ends.room <= 0
     finish = Finish(problem, full, tableau, ends, target, gone)
@@ -166,10 +165,10 @@ def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> 
     kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept).mul_(finished)
     stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - gone))
     ended = Ended(finish.layout, finish.alpha, finish.u, target, gone, kept, stuck)
-    output, (sign, _, slip) = ended.proof(ended.bias(finish.inside()))
+    output, sign, exact = ended.proof(ended.bias(finish.inside()), finish.stray)
     proved = (sign * output > 0) & (finished | (sign == -problem.y[target])) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
-    proved &= ~finished | (slip.maximum(finish.stray) <= _EXACT)
+    proved &= ~finished | exact
     alpha = (
         finish.layout.whole(finish.alpha, target, gone) if coefficients else output.new_empty(len(target), 0)
     )
