@@ -118,6 +118,7 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
     s, order = s.masked_fill(weight <= 0, torch.inf).sort(-1)
     below = weight.gather(-1, order).cumsum(-1)
     slack = 1e-9 * weight.masked_fill(weight <= 0, torch.inf).amin(-1, keepdim=True)
+    slack += 1e-15 * weight.sum(-1, keepdim=True)
     infinity = s.new_full((len(s), 1), torch.inf)
     s = torch.cat([-infinity, s, infinity], -1)
     first = (below < count[:, None] - slack).sum(-1, keepdim=True) + 1

@@ -97,8 +97,9 @@ def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
-    """Merge and solve exactly for each of the boxes (B, n); a failure is blamed on K if it is no kernel."""
+    """Merge and solve exactly for each of the boxes (B, n), if K is a kernel matrix."""
     problems = merge_duplicates(K, y, boxes)
+    _check_semidefinite(function, K, problems[0])
     try:
         solutions = solve_exactly(problems)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -107,7 +108,6 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
     for problem, full in zip(problems, solutions, strict=True):
         if full.optimal:
             continue
-        _require_semidefinite(function, K)
         gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
         if not abs(gap) <= _SOLVED:  # nor NaN
             raise ValueError(
@@ -142,12 +142,29 @@ def _solve_again(function: str, problems: list[Problem]) -> list[Exact]:
         ) from failure
 
 
+def _check_semidefinite(function: str, K: Tensor, problem: Problem) -> None:
+    """An error if K, whose different rows `problem` has, is no kernel matrix, by one Cholesky.
+
+    Nothing that is proved of an SVM would be true: its dual has no single maximum.
+    """
+    lifted = problem.K.clone()
+    lifted.diagonal().add_(_rounding(K) / problem.scale)
+    _, info = torch.linalg.cholesky_ex(lifted)
+    if bool(info):
+        _require_semidefinite(function, K)
+
+
+def _rounding(K: Tensor) -> float:
+    """How far below 0 rounding, to float32 if that is what K has been rounded to, may take eigenvalues."""
+    single = bool((K.float() == K).all())
+    unit = len(K) * torch.finfo(torch.float32).eps if single else 1e-9
+    return unit * float(K.diagonal().abs().amax())
+
+
 def _require_semidefinite(function: str, K: Tensor) -> float:
     """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one rounded to float32."""
     least = float(torch.linalg.eigvalsh(K)[0])
-    single = bool((K.float() == K).all())
-    rounding = len(K) * torch.finfo(torch.float32).eps if single else 1e-9
-    if least < -rounding * float(K.diagonal().abs().amax()):
+    if least < -_rounding(K):
         raise ValueError(
             f"{function}: K must be positive semi-definite, its smallest eigenvalue is {least:.3g}; "
             "use a valid kernel or add to its diagonal"
@@ -189,8 +206,9 @@ def checked(
     # One matrix at a time: a temporary of the size of the batch costs more than the arithmetic.
     if not K.numel():
         raise ValueError(f"{function}: K must not be an empty batch, got shape {tuple(K.shape)}")
-    asymmetry = max((k - k.mT).abs().amax() for k in K.detach().reshape(-1, n, n))
-    guard.require(asymmetry <= 1e-6 * K.detach().abs().amax(), "K must be symmetric")
+    matrices = K.detach().reshape(-1, n, n)
+    symmetric = [(k - k.mT).abs().amax() <= 1e-6 * k.abs().amax() for k in matrices]
+    guard.require(torch.stack(symmetric), "K must be symmetric")
     guard.require(
         K.diagonal(dim1=-2, dim2=-1) >= 0, "K must be positive semi-definite, its diagonal is negative"
     )

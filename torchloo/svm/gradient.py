@@ -28,6 +28,7 @@ __all__ = ["Deferred", "Machines", "outputs_with_gradient"]
 
 _ROWS = 2**20  # entries of the rows of machines that are entered at once
 _TOGETHER = 2**22  # entries of the inverses of machines that are made at once
+_SINGULAR = 1e-13  # of the largest pivot or eigenvalue: 0 but for rounding
 _INSIDE = 1e-7  # of the box, or of the largest coefficient: this far from both bounds is free
 
 
@@ -49,6 +50,8 @@ class Machines:
 
         The G machines have coefficients alpha and boxes (G, m).
         """
+        if not len(rows):
+            return
         by_machine = which.argsort(stable=True)
         for part in by_machine.split(max(1, _ROWS // len(group))):
             machines, own = which[part].unique(return_inverse=True)
@@ -158,20 +161,36 @@ def _that_fit(free: Tensor, targets: int) -> tuple[Tensor, ...]:
 def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Free variables S (G, s), padded, and for targets r (G, t) lambda_S (G, t, s) and mu (G, t).
 
-    By M = K_SS + c 1 1^T, c the mean diagonal, which is positive definite: with x = M^-1 K_Sr and
+    By M = K_SS + c 1 1^T, c the mean diagonal or 1, which is positive definite: with x = M^-1 K_Sr and
     e = M^-1 1, lambda_S = x + e (1 - 1^T x) / 1^T e and mu = c - (1 - 1^T x) / 1^T e.
     """
     S = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(free.sum(1).max())]
     real = free.gather(1, S)
     both = real[:, :, None] & real[:, None, :]
-    c = (K.diagonal()[S] * real).sum(1) / real.sum(1)
+    c = ((K.diagonal()[S] * real).sum(1) / real.sum(1)).clamp_min_(1.0)  # points at 0 have no diagonal
     M = torch.where(both, K[S[:, :, None], S[:, None, :]] + c[:, None, None], torch.diag_embed(~real).to(K))
     near = K[r[:, :, None], S[:, None, :]] * real[:, None]  # (G, t, s)
     rhs = torch.cat([real[:, None].to(K), near], 1)
-    solution = torch.cholesky_solve(rhs.mT, torch.linalg.cholesky(M)).mT
+    solution = _smallest_solution(M, rhs.mT).mT
     e, x = solution[:, :1], solution[:, 1:]
     rest = (1 - x.sum(-1)) / e.sum(-1)  # (G, t)
     return S, x + rest[:, :, None] * e, c[:, None] - rest
+
+
+def _smallest_solution(M: Tensor, rhs: Tensor) -> Tensor:
+    """M^-1 rhs for M (G, s, s), semi-definite, and rhs (G, s, t) in its range.
+
+    An M is singular where the free points depend on each other, which ties leave behind: then lambda is
+    not unique, and the shortest one treats all of them alike.
+    """
+    L, info = torch.linalg.cholesky_ex(M)
+    pivots = L.diagonal(dim1=-2, dim2=-1).square()
+    singular = (info > 0) | ~(pivots.amin(1) > _SINGULAR * pivots.amax(1))
+    if not bool(singular.any()):
+        return torch.cholesky_solve(rhs, L)
+    w, V = torch.linalg.eigh(M)
+    inverse = torch.where(w > _SINGULAR * w[:, -1:], 1 / w, 0.0)
+    return V @ (inverse[:, :, None] * (V.mT @ rhs))
 
 
 def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""What an SVM refuses, and weights and batches in which a mistake could hide."""
+
+import pytest
+import torch
+from svm_problems import rbf, toy
+
+import torchloo as tl
+from torchloo.svm import svm, svm_lco, svm_loo
+
+
+class _Tanh(tl.kernels.Kernel):
+    """The sigmoid kernel, which is none."""
+
+    def forward(self, X, Z=None):
+        return torch.tanh(X @ (X if Z is None else Z).mT)
+
+
+@pytest.mark.parametrize("C", [0.01, 1.0, 1000.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_indefinite_kernel_is_refused_whether_or_not_the_solver_fails(seed, C):
+    X, y = toy(seed, n=30, d=3)
+    K = torch.tanh(X @ X.T)
+    least = float(torch.linalg.eigvalsh(K)[0])
+    assert least < -0.01
+    calls = (
+        lambda: svm(K, y, C),
+        lambda: svm_loo(K, y, C),
+        lambda: svm_loo(K, y, C, method="smo"),
+        lambda: svm_lco(K, y, C, torch.arange(30) % 3),
+        lambda: tl.SVC(_Tanh(), C=C).loo(X, y),
+    )
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=f"positive semi-definite, its smallest eigenvalue is {least:.3g}"
+        ):
+            call()
+
+
+def test_copies_do_not_hide_an_indefinite_kernel():
+    K = 2 * torch.ones(12, 12, dtype=torch.float64) - torch.eye(12, dtype=torch.float64)
+    twice = torch.arange(12).repeat(2)
+    y = torch.tensor([1.0, -1.0] * 12, dtype=torch.float64)
+    with pytest.raises(ValueError, match="its smallest eigenvalue is -2"):
+        svm_loo(K[twice][:, twice], y, 1.0)
+
+
+def test_asymmetry_does_not_hide_behind_a_larger_matrix():
+    X, y = toy(1)
+    K = rbf(X)
+    crooked = K + 0.5 * torch.triu(torch.ones_like(K), 1)
+    with pytest.raises(ValueError, match="K must be symmetric"):
+        svm_loo(torch.stack([1e8 * K, crooked]), y, 1.0)
+
+
+def test_weights_over_many_orders_do_not_hide_the_lightest_row():
+    """Without the last row both classes weigh the same, so that every coefficient is at its tiny box."""
+    for seed in range(120):
+        g = torch.Generator().manual_seed(seed)
+        n = 2 * int(torch.randint(2, 5, (), generator=g)) + 1
+        X = torch.randn(n, 2, generator=g, dtype=torch.float64)
+        y = torch.tensor([1.0, -1.0] * n, dtype=torch.float64)[:n]
+        order = 8 * torch.rand(n // 2 + 1, generator=g, dtype=torch.float64) - 4
+        box = 1e-7 * (10**order).repeat_interleave(2)[:n]
+        K = X @ X.T
+        outputs = svm_loo(K, y, 1.0, box).outputs
+        u = [sum(float(K[i, j] * y[j] * box[j]) for j in range(n - 1)) for i in range(n)]
+        low = max(-1 - u[i] for i in range(n - 1) if y[i] < 0)
+        high = min(1 - u[i] for i in range(n - 1) if y[i] > 0)
+        if low < high:
+            assert abs(float(outputs[-1]) - (u[-1] + (low + high) / 2)) < 1e-8
