@@ -1,4 +1,4 @@
-"""What an SVM refuses, and weights and batches in which a mistake could hide."""
+"""What an SVM refuses, and weights, batches and counts in which a mistake could hide."""
 
 import pytest
 import torch
@@ -68,3 +68,34 @@ def test_weights_over_many_orders_do_not_hide_the_lightest_row():
         high = min(1 - u[i] for i in range(n - 1) if y[i] > 0)
         if low < high:
             assert abs(float(outputs[-1]) - (u[-1] + (low + high) / 2)) < 1e-8
+
+
+def test_the_effort_of_refits_is_counted():
+    """Some of these rows have f = 0, which no path can prove."""
+    X, y = toy(2, n=24, d=2)
+    K = X.clamp(-1, 1).round()
+    K = K @ K.T
+    held = svm_loo(K, y, 0.5)
+    assert bool(held.refitted.any())
+    assert bool((held.kernel_columns[~held.refitted] == 0).all())
+    assert bool((held.kernel_columns[held.refitted] > 0).all())
+    clusters = svm_lco(K, y, 0.5, torch.arange(24) % 4)
+    assert bool((clusters.kernel_columns > 0).all())
+    assert bool((clusters.iterations > 0).any())
+
+
+def test_wrong_options_are_named():
+    X, y = toy(3)
+    K = rbf(X)
+    for epsilon in ("x", None, -1.0, float("nan")):
+        for call in (svm_loo, lambda *a, **k: svm_lco(*a, range(30), **k)):
+            with pytest.raises(ValueError, match="epsilon must be positive and finite, got"):
+                call(K, y, 1.0, method="smo", epsilon=epsilon)
+    with pytest.raises(TypeError, match=r"rows must be a boolean tensor \(30,\), got list"):
+        svm_loo(K, y, 1.0, rows=[True] * 30)
+    with pytest.raises(ValueError, match=r"rows must be boolean \(30,\), got torch.int64 \(30,\)"):
+        svm_loo(K, y, 1.0, rows=torch.arange(30))
+    with pytest.raises(
+        ValueError, match="svm_loo: K must be positive semi-definite, its smallest eigenvalue is -1"
+    ):
+        svm_loo(K - 2 * torch.diag(torch.eye(30)[0]).double() * 1.5, y, 1.0)

@@ -22,10 +22,10 @@ import math
 import torch
 from torch import Tensor
 
-from torchloo.svm.certify import Held, gap_ball_sign
+from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.tableau import bordered_inverse
 
-__all__ = ["proved_sign", "sign_by_active_set", "value_error"]
+__all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 
 _USEFUL = 0.5  # q above which R is no inverse
 
@@ -37,6 +37,13 @@ def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     if len(rows):
         sign[rows], _ = sign_by_active_set(K, y, held.take(rows), bias[rows])
     return sign
+
+
+def judged(K: Tensor, y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """f(x_r) of each solution with the bias that it asks for, and whether its sign is proved, (B,) both."""
+    bias = held_out_bias(y, held)
+    f = held.of_target(held.u) + bias
+    return f, proved_sign(K, y, held, bias) * f > 0
 
 
 def sign_by_active_set(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:

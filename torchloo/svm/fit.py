@@ -13,7 +13,7 @@ from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem, merge_duplicates
 from torchloo.svm.rows import taken_apart
 
-__all__ = ["SVMFit", "checked", "solve_problems", "svm"]
+__all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 
 
 _SOLVED = 1e-6  # relative gap of a solution whose active set is open to rounding
@@ -78,14 +78,16 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     K, y, C, weight = checked("svm", K, y, C, weight)
     box = C[..., None] * weight
     with torch.no_grad():
-        fits = zip(*(_fit_one(*problem) for problem in taken_apart(K, y, box)), strict=True)
-        coef, bias, outputs, gap = (torch.stack(x).reshape(y.shape[:-1] + x[0].shape) for x in fits)
+        fits = [trained("svm", *problem)[:4] for problem in taken_apart(K, y, box)]
+        coef, bias, outputs, gap = (
+            torch.stack(x).reshape(y.shape[:-1] + x[0].shape) for x in zip(*fits, strict=True)
+        )
     return SVMFit(coef, bias, outputs, gap)
 
 
-def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of the SVMFit of one problem."""
-    ((problem, full),) = solve_problems("svm", in_double(K), y.double(), box.double()[None])
+def trained(function: str, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
+    """The machine of one problem K (n, n), y (n,), box (n,), checked; errors name the function."""
+    ((problem, full),) = solve_problems(function, in_double(K), y.double(), box.double()[None])
     share = problem.row_box / problem.box[problem.variable]
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)
@@ -93,7 +95,7 @@ def _fit_one(K: Tensor, y: Tensor, box: Tensor) -> tuple[Tensor, Tensor, Tensor,
     whole = Held(full.alpha[None], u[None], problem.box, nothing)
     bias = held_out_bias(problem.y, whole)[0]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    return coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K)
+    return SVMFit(coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K))
 
 
 def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
@@ -165,11 +167,16 @@ def _require_semidefinite(function: str, K: Tensor) -> float:
     """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one rounded to float32."""
     least = float(torch.linalg.eigvalsh(K)[0])
     if least < -_rounding(K):
-        raise ValueError(
-            f"{function}: K must be positive semi-definite, its smallest eigenvalue is {least:.3g}; "
-            "use a valid kernel or add to its diagonal"
-        )
+        raise ValueError(f"{function}: {_indefinite(least)}")
     return least
+
+
+def _indefinite(least: float) -> str:
+    """What is wrong with a K of this smallest eigenvalue."""
+    return (
+        f"K must be positive semi-definite, its smallest eigenvalue is {least:.3g}; "
+        "use a valid kernel or add to its diagonal"
+    )
 
 
 def checked(
@@ -210,7 +217,7 @@ def checked(
     symmetric = [(k - k.mT).abs().amax() <= 1e-6 * k.abs().amax() for k in matrices]
     guard.require(torch.stack(symmetric), "K must be symmetric")
     guard.require(
-        K.diagonal(dim1=-2, dim2=-1) >= 0, "K must be positive semi-definite, its diagonal is negative"
+        K.diagonal(dim1=-2, dim2=-1) >= 0, lambda: _indefinite(float(torch.linalg.eigvalsh(matrices).min()))
     )
     try:
         batch = broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)

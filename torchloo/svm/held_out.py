@@ -63,10 +63,10 @@ class SVMHeldOut(NamedTuple):
     """Decision value within rounding (method smo: epsilon) of zero, so not provable, (..., n) bool."""
 
     iterations: Tensor
-    """Events of the path, or pairs of the SMO, (..., n)."""
+    """Events of the path, and pairs of the SMO where there was one, (..., n)."""
 
     kernel_columns: Tensor
-    """Kernel columns read after the full machine; 0 for the path, which shares one tableau, (..., n)."""
+    """Kernel columns read by the SMO; 0 for the path, which shares one tableau, (..., n)."""
 
     values: bool
     """True where outputs are decision values, False where they are only labels."""

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchloo.guards import host_labels
+from torchloo.guards import Guard, host_labels
 from torchloo.svm import held_out as code
 from torchloo.svm.active import proved_sign
 from torchloo.svm.certify import Held, held_out_bias
-from torchloo.svm.fit import checked, solve_problems, svm
+from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
@@ -52,8 +52,9 @@ def svm_lco(
     """
     if method not in ("auto", "smo"):
         raise ValueError(f'svm_lco: method must be "auto" or "smo", got {method!r}')
-    if not epsilon > 0:
-        raise ValueError(f"svm_lco: epsilon must be positive, got {epsilon}")
+    guard = Guard("svm_lco")
+    guard.positive(epsilon=epsilon)
+    guard.check()
     K, y, C, weight = checked("svm_lco", K, y, C, weight)
     check_workers("svm_lco", workers, K, C, weight)
     labels = torch.from_numpy(host_labels("svm_lco", clusters, y.shape[-1]))
@@ -72,7 +73,7 @@ def _outcome(problem: OneProblem, labels: Tensor, method: str, epsilon: float, t
     """Leave-cluster-out of one problem."""
     K, y, box = in_double(problem[0]), problem[1].double(), problem[2].double()
     if method == "smo":
-        return leave_clusters_out_by_smo(K, y, box, svm(K, y, 1.0, box), labels, epsilon)
+        return leave_clusters_out_by_smo(K, y, box, trained("svm_lco", K, y, box), labels, epsilon)
     return _leave_clusters_out_exactly(K, y, box, labels, trace)
 
 
@@ -86,16 +87,16 @@ def _leave_clusters_out_exactly(
     gone = y.new_zeros(len(names), len(problem.y))
     gone.index_put_((member, v), problem.row_box, accumulate=True)  # (G, m)
     boxes = left_of(problem.box, gone)
-    alpha, columns = torch.zeros_like(boxes), torch.zeros_like(names)
+    alpha, iterations, columns = torch.zeros_like(boxes), torch.zeros_like(names), torch.zeros_like(names)
     both = _both_classes(problem.y, boxes)
     near = (gone[both] > 0).to(K) @ problem.K
-    alpha[both], columns[both] = solve_without(problem, full, boxes[both], near)
+    alpha[both], iterations[both], columns[both] = solve_without(problem, full, boxes[both], near)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
     machines = Deferred(problem) if trace else None
     if machines is not None:
         machines.add(lambda machines: _enter(machines, problem, alpha, boxes, member, both))
-    return RowOutcome(outputs, certified, by, torch.zeros_like(member), columns[member], machines)
+    return RowOutcome(outputs, certified, by, iterations[member], columns[member], machines)
 
 
 def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:

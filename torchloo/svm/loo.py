@@ -7,8 +7,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from torchloo.guards import Guard
 from torchloo.svm.exact import Exact
-from torchloo.svm.fit import checked, solve_problems, svm
+from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_path import leave_one_out_by_path
 from torchloo.svm.loo_smo import leave_one_out_by_smo
@@ -72,14 +73,13 @@ def svm_loo(
     """
     if method not in ("auto", "path", "smo"):
         raise ValueError(f'svm_loo: method must be "auto", "path" or "smo", got {method!r}')
-    if not epsilon > 0:
-        raise ValueError(f"svm_loo: epsilon must be positive, got {epsilon}")
+    guard = Guard("svm_loo")
+    guard.positive(epsilon=epsilon)
+    guard.check()
     K, y, C, weight = checked("svm_loo", K, y, C, weight)
     check_workers("svm_loo", workers, K, C, weight)
-    if rows is not None and (rows.dtype != torch.bool or rows.shape != y.shape[-1:]):
-        raise ValueError(
-            f"svm_loo: rows must be boolean ({y.shape[-1]},), got {rows.dtype} {tuple(rows.shape)}"
-        )
+    if rows is not None:
+        _check_rows(rows, y.shape[-1])
     box = C[..., None] * weight
     problems = taken_apart(K, y, box)
     few = max(1, _TOGETHER // y.shape[-1] ** 2)
@@ -94,6 +94,14 @@ def svm_loo(
     return assembled(problems, in_turn, y, weight, values=values)
 
 
+def _check_rows(rows: Tensor, n: int) -> None:
+    """An error unless they are a mask of n rows."""
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"svm_loo: rows must be a boolean tensor ({n},), got {type(rows).__name__}")
+    if rows.dtype != torch.bool or rows.shape != (n,):
+        raise ValueError(f"svm_loo: rows must be boolean ({n},), got {rows.dtype} {tuple(rows.shape)}")
+
+
 def _outcomes(
     problems: Sequence[OneProblem],
     method: str,
@@ -106,7 +114,7 @@ def _outcomes(
     if method == "smo":
         doubles = [(in_double(K), y.double(), box.double()) for K, y, box in problems]
         return [
-            leave_one_out_by_smo(K, y, box, svm(K, y, 1.0, box), values, epsilon, only=rows)
+            leave_one_out_by_smo(K, y, box, trained("svm_loo", K, y, box), values, epsilon, only=rows)
             for K, y, box in doubles
         ]
     machines: dict[int, tuple[Problem, Exact]] = {}

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import held_out as code
-from torchloo.svm.active import proved_sign, value_error
-from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.active import judged, value_error
+from torchloo.svm.certify import Held
 from torchloo.svm.checks import strictly_inside, sufficiency_checks
 from torchloo.svm.exact import Exact, duality_gap
 from torchloo.svm.gradient import Deferred
 from torchloo.svm.merge import Problem
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.unlearn import Task, Unlearned, unlearn_many
-from torchloo.svm.without import left_of, solve_without
+from torchloo.svm.without import Without, left_of, solve_without
 
 __all__ = ["leave_one_out_by_path"]
 
@@ -35,9 +35,9 @@ class _Rows:
         if not bool((self.certified | self.open).all()):
             self.certified |= _full_sign(problem, full)[v] * self.outputs > 0
         self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
-        self.iterations = torch.zeros(n, dtype=torch.long, device=v.device)
+        self.iterations, self.columns = torch.zeros(2, n, dtype=torch.long, device=v.device)
 
-    def settle(self, rows: Tensor, outputs: Tensor, certified: Tensor, by: int) -> None:
+    def settle(self, rows: Tensor, outputs: Tensor, certified: Tensor, by: int | Tensor) -> None:
         """Close rows with an outcome."""
         self.outputs[rows] = outputs
         self.certified[rows] = certified
@@ -98,31 +98,34 @@ class _Work:
         problem, rows, first, number = self.problem, self.rows, self.first, self.number
         target = problem.variable[first]
         output, proved, by = end.output.clone(), end.proved.clone(), torch.full_like(first, code.PATH)
+        events, columns = end.events.clone(), torch.zeros_like(first)
         left = (~proved).nonzero()[:, 0]
         if len(left):
             by[left] = code.REFIT
-            output[left], proved[left], refitted = _refit(
+            output[left], proved[left], without = _refit(
                 problem, self.full, target[left], rows.kept[first[left]]
             )
+            events[left] += without.iterations
+            columns[left] = without.columns
             if self.machines is not None:
-                end.alpha[left] = refitted
+                end.alpha[left] = without.alpha
         index = rows.open.nonzero()[:, 0]
         if self.machines is not None:
             kept, alpha = rows.kept[first], end.alpha
             self.machines.add(
                 lambda machines: machines.enter_without(problem, index, number, target, alpha, kept)
             )
-        rows.iterations[index] = end.events[number]
-        rows.settle(index, output[number], proved[number], code.PATH)
-        rows.resolved_by[index] = by[number]
+        rows.iterations[index], rows.columns[index] = events[number], columns[number]
+        rows.settle(index, output[number], proved[number], by[number])
 
     def outcome(self, values: bool) -> RowOutcome:
         """Outputs, or labels if not `values`."""
         rows, outputs = self.rows, self.rows.outputs
         if not values:
             outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
-        columns = torch.zeros_like(rows.iterations)
-        return RowOutcome(outputs, rows.certified, rows.resolved_by, rows.iterations, columns, self.machines)
+        return RowOutcome(
+            outputs, rows.certified, rows.resolved_by, rows.iterations, rows.columns, self.machines
+        )
 
 
 def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
@@ -148,17 +151,13 @@ def _settle_by_checks(problem: Problem, full: Exact, rows: _Rows) -> None:
     f = problem.y * (1 + full.margin)
     by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box)[problem.variable]
     index = (rows.open & (by > code.UNUSED)).nonzero()[:, 0]
-    rows.settle(index, rows.outputs[index], torch.ones_like(index, dtype=torch.bool), code.NORM)
-    rows.resolved_by[index] = by[index]
+    rows.settle(index, rows.outputs[index], torch.ones_like(index, dtype=torch.bool), by[index])
 
 
 def _settle_without_free(problem: Problem, full: Exact, rows: _Rows, index: Tensor) -> None:
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     held = _held(problem, full.alpha.expand(len(index), -1), problem.variable[index], rows.kept[index])
-    bias = held_out_bias(problem.y, held)
-    sign = gap_ball_sign(problem.K, problem.y, held, bias).sign
-    f = held.of_target(held.u) + bias
-    rows.settle(index, f, sign * f > 0, code.UNUSED)
+    rows.settle(index, *judged(problem.K, problem.y, held), code.UNUSED)
 
 
 def _full_sign(problem: Problem, full: Exact) -> Tensor:
@@ -175,12 +174,8 @@ def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held
     return Held(alpha, (alpha * problem.y) @ problem.K, problem.box, target, kept)
 
 
-def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve without the rows what the path left open: f(x_r), whether its sign is proved, alpha (B, m)."""
+def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Without]:
+    """Solve without the rows what the path left open: f(x_r), whether its sign is proved, the machines."""
     boxes = problem.box.expand(len(target), -1).scatter(1, target[:, None], kept[:, None])
-    alpha, _ = solve_without(problem, full, boxes, problem.K[target])
-    held = _held(problem, alpha, target, kept)
-    bias = held_out_bias(problem.y, held)
-    sign = proved_sign(problem.K, problem.y, held, bias)
-    f = held.of_target(held.u) + bias
-    return f, sign * f > 0, alpha
+    without = solve_without(problem, full, boxes, problem.K[target])
+    return *judged(problem.K, problem.y, _held(problem, without.alpha, target, kept)), without

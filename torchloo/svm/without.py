@@ -1,5 +1,7 @@
 """The exact machine without some rows, by an SMO that starts from the full machine."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from torchloo.svm.exact import ATTEMPTS, Exact, solve_exactly, solve_from
 from torchloo.svm.merge import Problem
 from torchloo.svm.smo import SMOState, seed_without, smo
 
-__all__ = ["left_of", "solve_without"]
+__all__ = ["Without", "left_of", "solve_without"]
 
 _EXACT = 1e-9  # violation of an SMO that counts as none
 _CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
@@ -22,20 +24,35 @@ def left_of(box: Tensor, gone: Tensor) -> Tensor:
     return torch.where(left < _NOTHING * box, 0.0, left)
 
 
-def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients (B, m) for smaller boxes (B, m), exactly, and the kernel columns that it took (B,).
+class Without(NamedTuple):
+    """B machines without some rows."""
+
+    alpha: Tensor
+    """Coefficients, (B, m)."""
+
+    iterations: Tensor
+    """Pairs that the SMO has changed, (B,)."""
+
+    columns: Tensor
+    """Kernel columns that it has read, (B,)."""
+
+
+def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) -> Without:
+    """Machines for smaller boxes (B, m), exactly.
 
     Every problem has both classes left. All are seeded from the full machine (`near` (B, m) tells
     which variables take what goes first), solved nearly by one batched SMO, and then exactly.
     """
     if not len(boxes):
-        return boxes, torch.zeros(0, dtype=torch.long, device=boxes.device)
+        nothing = torch.zeros(0, dtype=torch.long, device=boxes.device)
+        return Without(boxes, nothing, nothing)
     y = problem.y.expand_as(boxes)
     start = seed_without(full.alpha.clamp_min(0).expand_as(boxes), y, boxes, near)
     end = smo(problem.K[None], y.contiguous(), boxes, start, _CLOSE, most_rounds=_ROUNDS, patience=_PATIENCE)
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     attempts = ATTEMPTS if full.optimal else 1
-    return torch.stack([_exactly(problem, end, b, attempts) for b in range(len(boxes))]), end.columns
+    alpha = torch.stack([_exactly(problem, end, b, attempts) for b in range(len(boxes))])
+    return Without(alpha, end.steps, end.columns)
 
 
 def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
