@@ -54,7 +54,10 @@ class SVMHeldOut(NamedTuple):
     """Wrong held-out predictions, (..., n) bool; f = 0 predicts +1."""
 
     certified: Tensor
-    """The prediction is proved right: by a check, the bound, the gap ball or active set, (..., n) bool."""
+    """The prediction is proved right, by a check, the bound, the gap ball or the active set, (..., n) bool.
+
+    For a K that is a kernel matrix, as far as rounding can tell.
+    """
 
     resolved_by: Tensor
     """Index into RESOLVED_BY, (..., n)."""
