@@ -23,7 +23,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchloo.svm.state import Base, Ends, Paths, Shared, times
+from torchloo.svm.roles import Shared
+from torchloo.svm.state import Base, Ends, Paths, times
 from torchloo.svm.swap import begin_swap, end_swap
 
 __all__ = ["follow"]
@@ -117,9 +118,9 @@ def _start(
     B, nothing = len(name), shared.pad
     no = torch.zeros(B, dtype=torch.bool, device=r.device)
     first, first_row = table * shared.width, table * shared.height
-    _, A_rr, _, least, _ = shared.look_up(first + r, no, no)
-    was_free = shared.sign[first + r] < 0
-    singular = was_free & (A_rr.abs() < least)
+    turn = shared.turn(first + r, no, no)
+    A_rr, was_free = turn.start, shared.sign[first + r] < 0
+    singular = was_free & (A_rr.abs() < turn.least)
     joins = was_free & ~singular
     zeros, none = room.new_zeros(B, _GROWTH - 1), torch.full((B, _GROWTH - 1), nothing, device=r.device)
     inverse = A_rr.reciprocal().masked_fill_(~joins, 0)
@@ -203,22 +204,22 @@ def _change_role(shared: Shared, s: Paths, j: Tensor, pace: Tensor, at_high: Ten
     s.make_room(1)
     column = j[:, None]
     member = column == s.P  # (B, k)
-    inside = member.any(1)
-    new, start, gain, least, shift = shared.look_up(s.first + j, inside, at_high)
-    rhs = torch.where(inside[:, None], member, shared.rows[s.moved, column])
+    in_P = member.any(1)
+    turn = shared.turn(s.first + j, in_P, at_high)
+    rhs = torch.where(in_P[:, None], member, shared.rows[s.moved, column])
     u = times(s.H, rhs)
-    pivot = torch.addcmul(start, gain, (rhs * u).sum(1), value=-1)
-    singular = pivot.abs() < least
+    pivot = torch.addcmul(turn.start, turn.gain, (rhs * u).sum(1), value=-1)
+    singular = pivot.abs() < turn.least
     if bool(singular.any()):
         begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high)
         return _change_role(shared, s, j.masked_fill(singular, shared.nobody), pace, at_high)
-    u[:, s.used] = shift
-    scaled = u * (gain / pivot)[:, None]
+    u[:, s.used] = turn.own
+    scaled = u * (turn.gain / pivot)[:, None]
     s.H.addcmul_(scaled[:, :, None], u[:, None, :])
     s.rate.addcmul_(scaled, pace)
     s.moved.masked_fill_(member, shared.pad)
     s.P.masked_fill_(member, shared.pad)
-    s.P[:, s.used] = entry = torch.where(inside, shared.pad, j).clamp_max_(shared.pad)
+    s.P[:, s.used] = entry = torch.where(in_P, shared.pad, j).clamp_max_(shared.pad)
     s.moved[:, s.used] = shared.rows_of(s.first_row, entry)
     s.used += 1
-    s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), new[:, :, None])
+    s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), turn.distance[:, :, None])

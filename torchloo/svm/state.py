@@ -20,11 +20,8 @@ from torch.nn.functional import pad
 
 from torchloo.svm.tableau import Tableau
 
-__all__ = ["TOUCH", "Base", "Ends", "Paths", "Shared", "times"]
+__all__ = ["TOUCH", "Base", "Ends", "Paths", "times"]
 
-_SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
-_SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
-_BEYOND = 0.01  # how far past zero an early stop goes, so that its end point proves the error
 _GROWTH = 8  # change sets grow by so many places
 _FEW = 20  # places: from here on `torch.bmm` leaves its own loops, which are slow the other way round
 TOUCH = 1e-200  # stands for a distance of 0
@@ -231,61 +228,3 @@ def times(H: Tensor, x: Tensor) -> Tensor:
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
-
-
-class Shared:
-    """What all problems of a batch read."""
-
-    def __init__(self, base: Base, stop_at_error: bool, distances: bool) -> None:
-        self.stop_at_error, self.distances = stop_at_error, distances
-        # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
-        self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
-        self.width = base.box.shape[-1]
-        self.height = base.tableau.A.shape[1]
-        self.pad, self.nobody = self.width - 2, self.width - 1
-        self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), l + 2)
-        self.sign = base.tableau.sign.reshape(-1)
-        self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)
-        self.turns = _turns(base)
-        self.count = len(self.sign)
-
-    def rows_of(self, first_row: Tensor, P: Tensor) -> Tensor:
-        """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
-        if self.count == self.width:
-            return P
-        return (first_row + P).masked_fill_(P.eq(self.pad), self.pad)
-
-    def look_up(self, column: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
-        """What a change of role does to columns of all tableaux, see _turns: new (B, 2), and four (B,)."""
-        key = column.add(inside, alpha=self.count).add_(at_high, alpha=2 * self.count)
-        turn = self.turns.index_select(0, key)
-        return turn[:, :2], *turn[:, 2:].unbind(1)
-
-
-def _turns(base: Base) -> Tensor:
-    """Everything about column j changing its role, by (at its upper bound, in P, j): (4 T (l + 2), 6).
-
-    Columns: its two distances afterwards; start and gain, with which its pivot is
-    start - gain * a^T H a (joining P: A_jj and 1, leaving: 0 and -1); the least regular pivot; and
-    what H a has to be changed by at the place of j (-1 when joining). The dummies do nothing.
-    """
-    T, _, width = base.box.shape
-    A = base.tableau.A
-    turns = A.new_zeros(2, 2, T, width, 6)  # at high, in P
-    two = torch.arange(2, device=A.device).bool()
-    at_high, inside = two[:, None, None, None], two[:, None, None]
-    was_free = base.tableau.sign < 0  # (T, l + 2)
-    free = was_free ^ inside  # (2, T, l + 2)
-    span = (base.box[:, 1] - base.box[:, 0]).masked_fill(free, torch.inf)
-    # -alpha at its upper bound is alpha at its lower one, and the other way round.
-    ends_low = ~(at_high ^ (was_free & free))
-    grows = ends_low ^ (was_free & ~free)  # the coordinate moves up from where it is now
-    turns[..., 0] = torch.where(grows, -TOUCH, -span)
-    turns[..., 1] = torch.where(grows, span, TOUCH)
-    turns[:, 0, ..., 2] = A[:, :width].diagonal(dim1=1, dim2=2)
-    turns[:, 0, ..., 3], turns[:, 1, ..., 3] = 1, -1
-    exit_least = _SINGULAR_EXIT / base.size.amax(1, keepdim=True)
-    turns[..., 4] = torch.where(free, exit_least, _SINGULAR_ENTRY * base.size)
-    turns[:, 0, ..., 5] = -1
-    turns[..., -2:, :] = A.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])
-    return turns.reshape(-1, 6)
