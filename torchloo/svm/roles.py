@@ -61,7 +61,7 @@ class Shared:
         # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
         self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
         self.height, self.width = base.tableau.A.shape[1:]  # m + 2, l + 2
-        self.pad, self.nobody = self.width - 2, self.width - 1  # the dummies of Note [tableau]
+        self.dummy, self.nobody = self.width - 2, self.width - 1  # Note [tableau]
         self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), l + 2)
         self.sign = base.tableau.sign.reshape(-1)  # (T (l + 2),)
         self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)
@@ -72,7 +72,7 @@ class Shared:
         """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
         if self.columns == self.width:
             return P
-        return (first_row + P).masked_fill_(P.eq(self.pad), self.pad)
+        return (first_row + P).masked_fill_(P.eq(self.dummy), self.dummy)
 
     def turn(self, column: Tensor, in_P: Tensor, at_high: Tensor) -> Turn:
         """The change of role of columns (B,) whose coordinates have met their high or their low ends."""
@@ -96,5 +96,5 @@ def _turns(base: Base) -> Tensor:
     start = torch.where(in_P, 0.0, A.diagonal(dim1=1, dim2=2))
     least = torch.where(free, _SINGULAR_EXIT / size.amax(1, keepdim=True), _SINGULAR_ENTRY * size)
     turns = torch.stack(torch.broadcast_tensors(low, high, start, gain, least, own), -1)
-    turns[..., -2:, :] = A.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])  # dummies: nothing
+    turns[..., -2:, :] = A.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])  # do nothing
     return turns.reshape(-1, 6)

@@ -1,14 +1,21 @@
 """State of many paths at once.
 
 Note [state vector]
-A problem holds one coordinate for each variable: z_i = g_i = y_i f_i - 1 if i is bounded, z_i = alpha_i
-if it is free now but was bounded in the full solution, z_i = -alpha_i if it was free there. With this
-sign the change of an index that has kept its role is (A c)_i, that of one that has changed it c_i
-(Note [change sets]): D of Note [tableau] is never needed. What is stored is not z but its distances
-(low_i - z_i, high_i - z_i) = (<= 0, >= 0) from its bounds: the box of i if free, [0, inf) at the lower
-bound, (-inf, 0] at the upper. Every event of the path is the same thing, a distance that shrinks to
-nothing, and the next one has the largest rate_i / distance_i: one operation over (B, m).
-A distance that is 0 is stored as 1e-200, so that 0 / 0 never occurs.
+A problem holds one coordinate z_i for each variable, with a range [low_i, high_i]:
+
+    now                     in the full solution   z_i                  range
+    at its lower bound      any                    g_i = y_i f_i - 1    [0, inf)
+    at its upper bound      any                    g_i                  (-inf, 0]
+    free                    bounded                alpha_i              its box
+    free                    free                   -alpha_i             minus its box
+    r, which is held        any                    g_r                  [floor, inf)
+
+With this sign the change of an index that has kept its role is (A c)_i, that of one that has changed it
+c_i (Note [change sets]): D of Note [tableau] is never needed. What is stored is not z but its distances
+(low_i - z_i, high_i - z_i) = (<= 0, >= 0) from the ends. Every event of the path is the same thing, a
+distance that shrinks to nothing (Note [changes of role]), and the next one has the largest
+rate_i / distance_i: one operation over (B, l). A distance that is 0 is stored as 1e-200, so that 0 / 0
+never occurs. The floor is -inf, or where y_r f_r < 0 if that is to end the path.
 """
 
 from dataclasses import dataclass, fields
@@ -34,7 +41,7 @@ class Base(NamedTuple):
     """Note [tableau], T of them."""
 
     distance: Tensor
-    """Distances from the bounds, Note [state vector], of the columns, (T, 2, l + 2)."""
+    """Distances from the ends, Note [state vector], of the columns, (T, 2, l + 2)."""
 
     box: Tensor
     """Lower and upper bound of every variable once it is free, (T, 2, l + 2)."""
@@ -67,9 +74,9 @@ class Base(NamedTuple):
         free, upper, alpha, margin, k = (x.index_select(0, columns) for x in (free, upper, alpha, margin, k))
         box = box.index_select(1, columns)
         inf = torch.full_like(alpha, torch.inf)
-        inside = torch.stack([alpha - box[1], alpha - box[0]])  # (2, m), of -alpha
-        outside = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
-        low, high = torch.where(free, inside, outside)
+        of_free = torch.stack([alpha - box[1], alpha - box[0]])  # (2, l), z = -alpha
+        of_bounded = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
+        low, high = torch.where(free, of_free, of_bounded)
         low, high = low.clamp_max(-TOUCH), high.clamp_min(TOUCH)
         distance = torch.stack([pad(low, (0, 2), value=-torch.inf), pad(high, (0, 2), value=torch.inf)])
         return cls(
@@ -88,13 +95,13 @@ class Paths:
     first_row: Tensor
     """First row of it, (B,)."""
     row: Tensor
-    """Row of r, whose coefficient is lowered, among those of all tableaux, (B,)."""
+    """Row of r, whose alpha is lowered, among those of all tableaux, (B,)."""
     target: Tensor
-    """Column of r, l + 1 if it has none, (B,)."""
+    """Column of r, l + 1 if it has none, in its own tableau, as are all below, (B,)."""
     room: Tensor
     """How far r still has to go when the problem has ended or r waits, (B,)."""
     distance: Tensor
-    """Distances from the bounds, (B, 2, l + 2)."""
+    """Distances from the ends, Note [state vector], (B, 2, l + 2)."""
     moved: Tensor
     """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; else l, (B, k)."""
     P: Tensor
@@ -128,11 +135,11 @@ class Paths:
         return Paths(**parts, used=self.used, rounds=self.rounds, swapping=self.swapping)
 
     def make_room(self, places: int) -> None:
-        """So many places in every change set that are not yet given out; pack first, then grow."""
+        """So many places in every change set that are not yet given out: pack, then grow, if need be."""
         if self.used + places <= self.P.shape[1]:
             return
-        nothing = self.distance.shape[2] - 2
-        kept = self.P.ne(nothing) | (self.rate != 0)
+        dummy = self.distance.shape[2] - 2
+        kept = self.P.ne(dummy) | (self.rate != 0)
         kept[:, 0] = True
         self.used = int(kept.sum(1).max())
         order = kept.argsort(dim=1, descending=True, stable=True)[:, : self.used]  # (B, used)
@@ -143,8 +150,8 @@ class Paths:
 
     def grow(self, places: int) -> None:
         """More places in every change set."""
-        nothing = self.distance.shape[2] - 2
-        self.moved, self.P = (pad(x, (0, places), value=nothing) for x in (self.moved, self.P))
+        dummy = self.distance.shape[2] - 2
+        self.moved, self.P = (pad(x, (0, places), value=dummy) for x in (self.moved, self.P))
         self.rate, self.H = pad(self.rate, (0, places)), pad(self.H, (0, places, 0, places))
 
     @staticmethod
@@ -167,10 +174,12 @@ class Paths:
         low, high = distance.unbind(1)
         upper = (low == -torch.inf) & (high < torch.inf)
         kept = distance if distances else distance[:, :, :0].clone()
-        fields: dict[str, Any] = {
-            name: getattr(self, name).index_select(0, rows) for name in Ends._fields[:-2]
-        }
-        return Ends(**fields, upper=upper, distance=kept)
+        *same, _, _ = Ends._fields
+        parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in same}
+        return Ends(**parts, upper=upper, distance=kept)
+
+
+_TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
 
 
 class Ends(NamedTuple):
@@ -194,8 +203,8 @@ class Ends(NamedTuple):
         """Batches one after the other, change sets padded to the largest."""
         if len(parts) == 1:
             return parts[0]
-        k, nothing = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
-        padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=nothing)) for part in parts]
+        k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
+        padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=dummy)) for part in parts]
         columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
         inverses, first = columns.pop("H"), 0
         H = parts[0].H.new_zeros(sum(map(len, inverses)), k, k)
@@ -225,6 +234,3 @@ def times(H: Tensor, x: Tensor) -> Tensor:
     if H.shape[-1] < _FEW:
         return torch.bmm(H, x[:, :, None])[:, :, 0]
     return torch.bmm(x[:, None], H)[:, 0]
-
-
-_TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]

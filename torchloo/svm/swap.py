@@ -103,11 +103,11 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
         P = s.P[rows]
         member = index[:, None] == P
         place = torch.where(index == s.target[rows], 0, s.used)  # place 0 is the target's
-        joins = torch.where(member.any(1), shared.pad, index)
-        s.P[rows] = P.masked_fill(member, shared.pad).scatter(1, place[:, None], joins[:, None])
+        joins = torch.where(member.any(1), shared.dummy, index)
+        s.P[rows] = P.masked_fill(member, shared.dummy).scatter(1, place[:, None], joins[:, None])
         s.used += 1
     P, first = s.P[rows], s.first_row[rows][:, None, None]
-    identity = torch.diag_embed(P.eq(shared.pad).to(s.H))  # at padded places
+    identity = torch.diag_embed(P.eq(shared.dummy).to(s.H))  # at padded places
     H, info = torch.linalg.inv_ex(shared.rows[first + P[:, :, None], P[:, None, :]] + identity)
     singular = info != 0
     s.H[rows] = (H - identity).masked_fill(singular[:, None, None], 0)
@@ -116,19 +116,19 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
 
 
 def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
-    """The rates of Note [change sets] for the drivers of `rows`, from H."""
+    """The rates c of Note [change sets] for the drivers q of `rows`, from H.
+
+    A q that is not in P takes a place of its own: r place 0, others a new one.
+    """
     s.make_room(1)
     q, sense, P = s.driver[rows][:, None], s.sense[rows][:, None], s.P[rows]
-    first = s.first_row[rows][:, None]
-    own_row = torch.where(q == s.target[rows][:, None], s.row[rows][:, None], first + q)
-    moved = torch.cat([s.row[rows][:, None], shared.rows_of(first, P)[:, 1:]], 1)
-    member = q == P
-    inside = member.any(1, keepdim=True)
-    rhs = torch.where(inside, member * shared.sign[s.first[rows][:, None] + q], -shared.rows[own_row, P])
-    rate = times(s.H[rows], rhs * sense)
-    # A driver that is not in P has a place of its own.
-    place = torch.where(q == s.target[rows][:, None], 0, s.used)
-    own = torch.where(inside, rate.gather(1, place), sense)
-    s.rate[rows] = rate.scatter(1, place, own)
-    s.moved[rows] = moved.scatter(1, place, torch.where(inside, moved.gather(1, place), own_row))
+    first, row_r, q_is_r = s.first_row[rows][:, None], s.row[rows][:, None], q == s.target[rows][:, None]
+    row_q, place = torch.where(q_is_r, row_r, first + q), torch.where(q_is_r, 0, s.used)
+    member = q == P  # (R, k)
+    in_P = member.any(1, keepdim=True)
+    D_q = shared.sign[s.first[rows][:, None] + q]
+    c = times(s.H[rows], torch.where(in_P, member * D_q, -shared.rows[row_q, P]) * sense)
+    s.rate[rows] = c.scatter(1, place, torch.where(in_P, c.gather(1, place), sense))
+    moved = torch.cat([row_r, shared.rows_of(first, P)[:, 1:]], 1)
+    s.moved[rows] = moved.scatter(1, place, torch.where(in_P, moved.gather(1, place), row_q))
     s.used += 1
