@@ -36,9 +36,7 @@ _FLAT = 1e-11  # rates below this are rounding
 _GROWTH = 8  # places of a change set at first
 _BLOCK = 1024  # problems followed together; of several machines, or of one that is large
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
-_SHORT = (
-    1 - 1e-12
-)  # of each step, so that rounding carries no z past an end; a tie with the reach is no event
+_SHORT = 1 - 1e-12  # of each step: rounding carries no z past an end; a tie with the reach is no event
 _NEVER = 1e-300  # 1 / step where nothing blocks
 
 
@@ -58,7 +56,7 @@ def follow(
         base: T full solutions.
         table, row, target, room: full solution, row, column and distance of each problem, (B,).
         stop_at_error: end as soon as y_r f_r < 0: it never rises again. Every target needs a column.
-        most_events: give a problem up after so many; default 200 and one for each column.
+        most_events: give problems up after so many rounds; default 200 and one for each column.
         distances: whether the distances of the ends are asked for.
 
     Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each of the 1024 problems in
@@ -90,16 +88,20 @@ def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_t
         s.rounds += 1
         live = int(s.reach.count_nonzero())
         if live > enough and (len(s.name) - live) * shared.width >= _WORTH_PACKING:
-            ended.append(s.ends((s.reach == 0).nonzero()[:, 0], shared.distances))
-            s = s.take(s.reach.nonzero()[:, 0])
+            s = _without_ended(shared, s, ended)
     if live and s.rounds < most_events:
-        ended.append(s.ends((s.reach == 0).nonzero()[:, 0], shared.distances))
-        return s.take(s.reach.nonzero()[:, 0])
+        return _without_ended(shared, s, ended)
     # The others, if any, are given up; in a swap the room of r waits in its place already.
     s.failed |= s.reach > 0
     s.room += s.reach * ~s.swap
     ended.append(s.ends(torch.arange(len(s.name), device=s.name.device), shared.distances))
     return None
+
+
+def _without_ended(shared: Shared, s: Paths, ended: list[Ends]) -> Paths:
+    """Those still on their way; the others go to `ended`."""
+    ended.append(s.ends((s.reach == 0).nonzero()[:, 0], shared.distances))
+    return s.take(s.reach.nonzero()[:, 0])
 
 
 def _joined(parts: list[Paths]) -> list[Paths]:
@@ -186,14 +188,14 @@ def _round(shared: Shared, s: Paths) -> None:
 
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
-    """How fast every coordinate moves, Note [change sets], (B, l + 2); rounding is set to 0."""
+    """v of Note [change sets], (B, l + 2); rounding is set to 0."""
     B, k = s.moved.shape
-    bags = torch.arange(0, B * k, k, device=s.moved.device)
-    weights, plain, total = s.rate.view(-1), False, 0  # mode 0 is the sum
-    v = torch.embedding_bag(
-        shared.rows, s.moved.view(-1), bags, plain, total, plain, weights, plain, shared.dummy
-    )[0]
-    return torch.hardshrink(v.scatter_(1, s.P, s.rate), _FLAT)
+    bags, c = torch.arange(0, B * k, k, device=s.moved.device), s.rate.view(-1)
+    by_frequency, total, sparse, last_bag = False, 0, False, False  # mode 0 is the sum
+    A_c, *_ = torch.embedding_bag(
+        shared.rows, s.moved.view(-1), bags, by_frequency, total, sparse, c, last_bag, shared.dummy
+    )
+    return torch.hardshrink(A_c.scatter_(1, s.P, s.rate), _FLAT)
 
 
 def _stop_at_floor(s: Paths, event: Tensor, j: Tensor) -> None:

@@ -15,7 +15,7 @@ c_i (Note [change sets]): D of Note [tableau] is never needed. What is stored is
 (low_i - z_i, high_i - z_i) = (<= 0, >= 0) from the ends. Every event of the path is the same thing, a
 distance that shrinks to nothing (Note [changes of role]), and the next one has the largest
 rate_i / distance_i: one operation over (B, l). A distance that is 0 is stored as 1e-200, so that 0 / 0
-never occurs. The floor is -inf, or where y_r f_r < 0 if that is to end the path.
+never occurs. The floor is -inf, or just below g_r = -1, that is y_r f_r = 0, if that is to end the path.
 """
 
 from dataclasses import dataclass, fields
@@ -97,7 +97,7 @@ class Paths:
     row: Tensor
     """Row of r, whose alpha is lowered, among those of all tableaux, (B,)."""
     target: Tensor
-    """Column of r, l + 1 if it has none, in its own tableau, as are all below, (B,)."""
+    """Column of r in its own tableau, as are P and the driver; l + 1 if it has none, (B,)."""
     room: Tensor
     """How far r still has to go when the problem has ended or r waits, (B,)."""
     distance: Tensor
@@ -119,7 +119,7 @@ class Paths:
     swap: Tensor
     """Note [singular pivots] is at work, (B,) bool."""
     failed: Tensor
-    """It ended because nothing blocked, or too late, (B,) bool."""
+    """It was given up: nothing blocked, A_PP was singular, or it took too long, (B,) bool."""
     events: Tensor
     """Number of events, (B,)."""
     used: int = 1
