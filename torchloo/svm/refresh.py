@@ -46,13 +46,13 @@ class _Machine(NamedTuple):
     """What all paths of a machine share: its tableau, and the a variables that any of them has moved."""
 
     A: Tensor
-    """(m + 2, l + 2)."""
+    """A of Note [tableau], (m + 2, l + 2)."""
 
     A_S: Tensor
     """Its first s columns, those of the variables that were free, (m + 2, s)."""
 
     D: Tensor
-    """(l + 2,)."""
+    """D of its columns, (l + 2,)."""
 
     equality: Tensor
     """As in Tableau, (l + 2,)."""
@@ -201,15 +201,15 @@ class Finish:
         """`gone` (B,) is how far alpha of each target went down."""
         upper_before = pad(full.upper[tableau.order[0, : tableau.sign.shape[1] - 2]], (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
-        # From bound to bound; r is nobody's business here.
+        # From bound to bound, but for r, which is known by what has gone.
         jumped = (ends.upper ^ upper_before).logical_and_(~changed).scatter_(1, ends.target[:, None], False)
         machine = _Machine.build(problem, full, tableau, (changed | jumped).any(0))
         self.layout = layout = machine.layout
         changed, jumped, upper = (x.index_select(1, machine.columns) for x in (changed, jumped, ends.upper))
         own = layout.place[target][:, None]
         sets = _Sets(ends.P, machine.place(ends.P), changed, machine.D[ends.P], ends.H, target, own, gone)
-        self._sets = sets
-        self.alpha = _coefficients(machine, sets, ends.row[:, None] % len(machine.A), upper, jumped)
+        row = ends.row[:, None] % len(machine.A)  # in its own tableau
+        self._sets, self.alpha = sets, _coefficients(machine, sets, row, upper, jumped)
         self.u = layout.pull(self.alpha, target, gone)
         self._refine(machine, ends.failed)
         self.stray = self._put_inside()
@@ -221,7 +221,7 @@ class Finish:
         return inside.scatter_(1, self._sets.own, False)
 
     def _refine(self, machine: _Machine, failed: Tensor) -> None:
-        """Correct alpha by what K itself says, twice at most, where it is needed and has not failed (B,)."""
+        """Correct alpha by what K says, Note [refresh], twice at most; not where a path has failed (B,)."""
         layout = self.layout
         free = self._sets.free(machine.s).to(self.u)
         count = free.sum(1).clamp_min(1)

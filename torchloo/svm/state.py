@@ -47,7 +47,7 @@ class Base(NamedTuple):
     """Lower and upper bound of every variable once it is free, (T, 2, l + 2)."""
 
     size: Tensor
-    """Diagonal of K, at least its mean, (T, l + 2)."""
+    """Diagonal of K, at least its mean, which is 1, (T, l + 2)."""
 
     @staticmethod
     def stack(bases: list["Base"], A: Tensor) -> "Base":
@@ -172,7 +172,7 @@ class Paths:
         """What is of interest of the problems at `rows` once they have ended."""
         distance = self.distance.index_select(0, rows)
         low, high = distance.unbind(1)
-        upper = (low == -torch.inf) & (high < torch.inf)
+        upper = (low == -torch.inf) & (high < torch.inf)  # the range (-inf, 0]
         kept = distance if distances else distance[:, :, :0].clone()
         *same, _, _ = Ends._fields
         parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in same}

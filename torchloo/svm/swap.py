@@ -37,7 +37,7 @@ def begin_swap(shared: Shared, s: Paths, rows: Tensor, j: Tensor, at_high: Tenso
     s.driver[rows] = j
     s.sense[rows] = torch.where(at_lower_bound, 1.0, -1.0).to(s.sense)
     s.reach[rows] = torch.where(free, torch.inf, box[:, 1] - box[:, 0])
-    s.distance[rows, 0, j] = -torch.inf
+    s.distance[rows, 0, j] = -torch.inf  # what is driven has no range
     s.distance[rows, 1, j] = torch.inf
     _drive(shared, s, rows)
 
@@ -76,9 +76,9 @@ def _roles(shared: Shared, s: Paths, rows: Tensor, j: Tensor) -> tuple[Tensor, T
 
 
 def _after_drive(shared: Shared, s: Paths, rows: Tensor, blocked: Tensor, gone: Tensor) -> Tensor:
-    """Distances of j after it was driven so far (R,), by the last column of Note [singular pivots], (R, 2).
+    """Distances (R, 2) of j, driven so far (R,), in its role after that: Note [singular pivots].
 
-    The target has none but its floor.
+    r has its own range, Note [state vector].
     """
     j, up = s.driver[rows], s.sense[rows] > 0
     was_free, free = _roles(shared, s, rows, j)
