@@ -1,14 +1,21 @@
 """State of many paths at once.
 
 Note [state vector]
-A problem holds one coordinate for each variable: z_i = g_i = y_i f_i - 1 if i is bounded, z_i = alpha_i
-if it is free now but was bounded in the full solution, z_i = -alpha_i if it was free there. With this
-sign the change of an index that has kept its role is (A c)_i, that of one that has changed it c_i
-(Note [change sets]): D of Note [tableau] is never needed. What is stored is not z but its distances
-(low_i - z_i, high_i - z_i) = (<= 0, >= 0) from its bounds: the box of i if free, [0, inf) at the lower
-bound, (-inf, 0] at the upper. Every event of the path is the same thing, a distance that shrinks to
-nothing, and the next one has the largest rate_i / distance_i: one operation over (B, m).
-A distance that is 0 is stored as 1e-200, so that 0 / 0 never occurs.
+A problem holds one coordinate z_i for each variable, with a range [low_i, high_i]:
+
+    now                     in the full solution   z_i                  range
+    at its lower bound      any                    g_i = y_i f_i - 1    [0, inf)
+    at its upper bound      any                    g_i                  (-inf, 0]
+    free                    bounded                alpha_i              its box
+    free                    free                   -alpha_i             minus its box
+    r, which is held        any                    g_r                  [floor, inf)
+
+With this sign the change of an index that has kept its role is (A c)_i, that of one that has changed it
+c_i (Note [change sets]): D of Note [tableau] is never needed. What is stored is not z but its distances
+(low_i - z_i, high_i - z_i) = (<= 0, >= 0) from the ends. Every event of the path is the same thing, a
+distance that shrinks to nothing (Note [changes of role]), and the next one has the largest
+rate_i / distance_i: one operation over (B, l). A distance that is 0 is stored as 1e-200, so that 0 / 0
+never occurs. The floor is -inf, or just below g_r = -1, that is y_r f_r = 0, if that is to end the path.
 """
 
 from dataclasses import dataclass, fields
@@ -20,11 +27,8 @@ from torch.nn.functional import pad
 
 from torchloo.svm.tableau import Tableau
 
-__all__ = ["TOUCH", "Base", "Ends", "Paths", "Shared", "times"]
+__all__ = ["TOUCH", "Base", "Ends", "Paths", "times"]
 
-_SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
-_SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
-_BEYOND = 0.01  # how far past zero an early stop goes, so that its end point proves the error
 _GROWTH = 8  # change sets grow by so many places
 _FEW = 20  # places: from here on `torch.bmm` leaves its own loops, which are slow the other way round
 TOUCH = 1e-200  # stands for a distance of 0
@@ -37,13 +41,13 @@ class Base(NamedTuple):
     """Note [tableau], T of them."""
 
     distance: Tensor
-    """Distances from the bounds, Note [state vector], of the columns, (T, 2, l + 2)."""
+    """Distances from the ends, Note [state vector], of the columns, (T, 2, l + 2)."""
 
     box: Tensor
     """Lower and upper bound of every variable once it is free, (T, 2, l + 2)."""
 
     size: Tensor
-    """Diagonal of K, at least its mean, (T, l + 2)."""
+    """Diagonal of K, at least its mean, which is 1, (T, l + 2)."""
 
     @staticmethod
     def stack(bases: list["Base"], A: Tensor) -> "Base":
@@ -70,9 +74,9 @@ class Base(NamedTuple):
         free, upper, alpha, margin, k = (x.index_select(0, columns) for x in (free, upper, alpha, margin, k))
         box = box.index_select(1, columns)
         inf = torch.full_like(alpha, torch.inf)
-        inside = torch.stack([alpha - box[1], alpha - box[0]])  # (2, m), of -alpha
-        outside = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
-        low, high = torch.where(free, inside, outside)
+        of_free = torch.stack([alpha - box[1], alpha - box[0]])  # (2, l), z = -alpha
+        of_bounded = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
+        low, high = torch.where(free, of_free, of_bounded)
         low, high = low.clamp_max(-TOUCH), high.clamp_min(TOUCH)
         distance = torch.stack([pad(low, (0, 2), value=-torch.inf), pad(high, (0, 2), value=torch.inf)])
         return cls(
@@ -91,13 +95,13 @@ class Paths:
     first_row: Tensor
     """First row of it, (B,)."""
     row: Tensor
-    """Row of r, whose coefficient is lowered, among those of all tableaux, (B,)."""
+    """Row of r, whose alpha is lowered, among those of all tableaux, (B,)."""
     target: Tensor
-    """Column of r, l + 1 if it has none, (B,)."""
+    """Column of r in its own tableau, as are P and the driver; l + 1 if it has none, (B,)."""
     room: Tensor
     """How far r still has to go when the problem has ended or r waits, (B,)."""
     distance: Tensor
-    """Distances from the bounds, (B, 2, l + 2)."""
+    """Distances from the ends, Note [state vector], (B, 2, l + 2)."""
     moved: Tensor
     """Rows of the stacked tableaux whose inputs move: P, and the driver if not in P; else l, (B, k)."""
     P: Tensor
@@ -115,7 +119,7 @@ class Paths:
     swap: Tensor
     """Note [singular pivots] is at work, (B,) bool."""
     failed: Tensor
-    """It ended because nothing blocked, or too late, (B,) bool."""
+    """It was given up: nothing blocked, A_PP was singular, or it took too long, (B,) bool."""
     events: Tensor
     """Number of events, (B,)."""
     used: int = 1
@@ -131,11 +135,11 @@ class Paths:
         return Paths(**parts, used=self.used, rounds=self.rounds, swapping=self.swapping)
 
     def make_room(self, places: int) -> None:
-        """So many places in every change set that are not yet given out; pack first, then grow."""
+        """So many places in every change set that are not yet given out: pack, then grow, if need be."""
         if self.used + places <= self.P.shape[1]:
             return
-        nothing = self.distance.shape[2] - 2
-        kept = self.P.ne(nothing) | (self.rate != 0)
+        dummy = self.distance.shape[2] - 2
+        kept = self.P.ne(dummy) | (self.rate != 0)
         kept[:, 0] = True
         self.used = int(kept.sum(1).max())
         order = kept.argsort(dim=1, descending=True, stable=True)[:, : self.used]  # (B, used)
@@ -146,8 +150,8 @@ class Paths:
 
     def grow(self, places: int) -> None:
         """More places in every change set."""
-        nothing = self.distance.shape[2] - 2
-        self.moved, self.P = (pad(x, (0, places), value=nothing) for x in (self.moved, self.P))
+        dummy = self.distance.shape[2] - 2
+        self.moved, self.P = (pad(x, (0, places), value=dummy) for x in (self.moved, self.P))
         self.rate, self.H = pad(self.rate, (0, places)), pad(self.H, (0, places, 0, places))
 
     @staticmethod
@@ -168,12 +172,14 @@ class Paths:
         """What is of interest of the problems at `rows` once they have ended."""
         distance = self.distance.index_select(0, rows)
         low, high = distance.unbind(1)
-        upper = (low == -torch.inf) & (high < torch.inf)
+        upper = (low == -torch.inf) & (high < torch.inf)  # the range (-inf, 0]
         kept = distance if distances else distance[:, :, :0].clone()
-        fields: dict[str, Any] = {
-            name: getattr(self, name).index_select(0, rows) for name in Ends._fields[:-2]
-        }
-        return Ends(**fields, upper=upper, distance=kept)
+        *same, _, _ = Ends._fields
+        parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in same}
+        return Ends(**parts, upper=upper, distance=kept)
+
+
+_TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
 
 
 class Ends(NamedTuple):
@@ -197,8 +203,8 @@ class Ends(NamedTuple):
         """Batches one after the other, change sets padded to the largest."""
         if len(parts) == 1:
             return parts[0]
-        k, nothing = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
-        padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=nothing)) for part in parts]
+        k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
+        padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=dummy)) for part in parts]
         columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
         inverses, first = columns.pop("H"), 0
         H = parts[0].H.new_zeros(sum(map(len, inverses)), k, k)
@@ -228,64 +234,3 @@ def times(H: Tensor, x: Tensor) -> Tensor:
     if H.shape[-1] < _FEW:
         return torch.bmm(H, x[:, :, None])[:, :, 0]
     return torch.bmm(x[:, None], H)[:, 0]
-
-
-_TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
-
-
-class Shared:
-    """What all problems of a batch read."""
-
-    def __init__(self, base: Base, stop_at_error: bool, distances: bool) -> None:
-        self.stop_at_error, self.distances = stop_at_error, distances
-        # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
-        self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
-        self.width = base.box.shape[-1]
-        self.height = base.tableau.A.shape[1]
-        self.pad, self.nobody = self.width - 2, self.width - 1
-        self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), l + 2)
-        self.sign = base.tableau.sign.reshape(-1)
-        self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)
-        self.turns = _turns(base)
-        self.count = len(self.sign)
-
-    def rows_of(self, first_row: Tensor, P: Tensor) -> Tensor:
-        """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
-        if self.count == self.width:
-            return P
-        return (first_row + P).masked_fill_(P.eq(self.pad), self.pad)
-
-    def look_up(self, column: Tensor, inside: Tensor, at_high: Tensor) -> tuple[Tensor, ...]:
-        """What a change of role does to columns of all tableaux, see _turns: new (B, 2), and four (B,)."""
-        key = column.add(inside, alpha=self.count).add_(at_high, alpha=2 * self.count)
-        turn = self.turns.index_select(0, key)
-        return turn[:, :2], *turn[:, 2:].unbind(1)
-
-
-def _turns(base: Base) -> Tensor:
-    """Everything about column j changing its role, by (at its upper bound, in P, j): (4 T (l + 2), 6).
-
-    Columns: its two distances afterwards; start and gain, with which its pivot is
-    start - gain * a^T H a (joining P: A_jj and 1, leaving: 0 and -1); the least regular pivot; and
-    what H a has to be changed by at the place of j (-1 when joining). The dummies do nothing.
-    """
-    T, _, width = base.box.shape
-    A = base.tableau.A
-    turns = A.new_zeros(2, 2, T, width, 6)  # at high, in P
-    two = torch.arange(2, device=A.device).bool()
-    at_high, inside = two[:, None, None, None], two[:, None, None]
-    was_free = base.tableau.sign < 0  # (T, l + 2)
-    free = was_free ^ inside  # (2, T, l + 2)
-    span = (base.box[:, 1] - base.box[:, 0]).masked_fill(free, torch.inf)
-    # -alpha at its upper bound is alpha at its lower one, and the other way round.
-    ends_low = ~(at_high ^ (was_free & free))
-    grows = ends_low ^ (was_free & ~free)  # the coordinate moves up from where it is now
-    turns[..., 0] = torch.where(grows, -TOUCH, -span)
-    turns[..., 1] = torch.where(grows, span, TOUCH)
-    turns[:, 0, ..., 2] = A[:, :width].diagonal(dim1=1, dim2=2)
-    turns[:, 0, ..., 3], turns[:, 1, ..., 3] = 1, -1
-    exit_least = _SINGULAR_EXIT / base.size.amax(1, keepdim=True)
-    turns[..., 4] = torch.where(free, exit_least, _SINGULAR_ENTRY * base.size)
-    turns[:, 0, ..., 5] = -1
-    turns[..., -2:, :] = A.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])
-    return turns.reshape(-1, 6)

@@ -1,17 +1,24 @@
 """Changes of role that would make the free set singular.
 
 Note [singular pivots]
-An index j that must change its role but would make the free set singular (its point depends on the
-free ones, or it is the last free one) is driven itself while the coefficient of r waits: its alpha
-if it is to become free, its g, which moves b, if it is to cease. The first variable i that blocks
-changes its role together with j; if j reaches its other bound before that, it goes there. This
-covers rank deficiency and the empty free set alike.
+An index j that must change its role but would make the free set singular (|pi| of Note [change sets] is
+too small: its point depends on the free ones, or it is the last free one) is driven itself while the
+coefficient of r waits:
+
+    j is      what is driven            until              then j is
+    bounded   alpha_j, off its bound    i blocks           free, i changes its role, too
+    bounded   alpha_j, off its bound    at its far bound   bounded there, g_j = 0
+    free      g_j, which moves b        i blocks           bounded where it is, i changes its role, too
+
+Either is driven up from the lower bound of alpha_j and down from the upper one. This covers rank
+deficiency and the empty free set alike.
 """
 
 import torch
 from torch import Tensor
 
-from torchloo.svm.state import TOUCH, Paths, Shared, times
+from torchloo.svm.roles import Shared
+from torchloo.svm.state import TOUCH, Paths, times
 
 __all__ = ["begin_swap", "end_swap"]
 
@@ -19,19 +26,18 @@ _ENDLESS = 1e290  # a step that nothing blocks
 
 
 def begin_swap(shared: Shared, s: Paths, rows: Tensor, j: Tensor, at_high: Tensor) -> None:
-    """Drive j itself from the next round on: up from a lower bound, down from an upper one."""
+    """Drive j (B,), which has met its high or its low end, in the problems at `rows` from now on."""
     j = j[rows]
     was_free, free = _roles(shared, s, rows, j)
-    # The coordinate of a variable that was and is free is -alpha.
-    at_low = at_high[rows] ^ ~(was_free & free)
+    at_lower_bound = at_high[rows] == (was_free & free)  # Note [changes of role]
     box = shared.box[s.first[rows] + j]  # (R, 2)
     s.room[rows] = s.reach[rows]
     s.swap[rows] = True
     s.swapping = True
     s.driver[rows] = j
-    s.sense[rows] = torch.where(at_low, 1.0, -1.0).to(s.sense)
+    s.sense[rows] = torch.where(at_lower_bound, 1.0, -1.0).to(s.sense)
     s.reach[rows] = torch.where(free, torch.inf, box[:, 1] - box[:, 0])
-    s.distance[rows, 0, j] = -torch.inf
+    s.distance[rows, 0, j] = -torch.inf  # what is driven has no range
     s.distance[rows, 1, j] = torch.inf
     _drive(shared, s, rows)
 
@@ -39,7 +45,10 @@ def begin_swap(shared: Shared, s: Paths, rows: Tensor, j: Tensor, at_high: Tenso
 def end_swap(
     shared: Shared, s: Paths, rows: Tensor, i: Tensor, at_high: Tensor, event: Tensor, step: Tensor
 ) -> None:
-    """j has reached its other bound, or i blocks and both change their roles."""
+    """End the swaps at `rows` after a step (B,) of j.
+
+    It is an event (B,) if i (B,) has met its high or its low end; else j has reached its far bound.
+    """
     s.swapping = False
     endless = step[rows] >= _ENDLESS
     if bool(endless.any()):
@@ -54,9 +63,8 @@ def end_swap(
     s.reach[rows], s.room[rows] = s.room[rows], 0.0
     both, i, j = rows[blocked], i[rows[blocked]], j[blocked]
     if len(both):
-        inside = (s.P[both] == i[:, None]).any(1)
-        new = shared.look_up(s.first[both] + i, inside, at_high[both])[0]
-        s.distance[both, :, i] = new
+        in_P = (s.P[both] == i[:, None]).any(1)
+        s.distance[both, :, i] = shared.turn(s.first[both] + i, in_P, at_high[both]).distance
         _toggle_both(shared, s, both, i, j)
     _drive(shared, s, rows)
 
@@ -68,19 +76,20 @@ def _roles(shared: Shared, s: Paths, rows: Tensor, j: Tensor) -> tuple[Tensor, T
 
 
 def _after_drive(shared: Shared, s: Paths, rows: Tensor, blocked: Tensor, gone: Tensor) -> Tensor:
-    """Distances of the driven j, which went so far and changes its role if blocked, (R, 2)."""
+    """Distances (R, 2) of j, driven so far (R,), in its role after that: Note [singular pivots].
+
+    r has its own range, Note [state vector].
+    """
     j, up = s.driver[rows], s.sense[rows] > 0
     was_free, free = _roles(shared, s, rows, j)
     low, high = shared.box[s.first[rows] + j].unbind(1)
     alpha = torch.where(up, low + gone, high - gone)
     entered = torch.stack([low - alpha, high - alpha], 1)
-    entered = torch.where(was_free[:, None], -entered.flip(1), entered)
-    # A j that is bounded has g = 0 where it went from bound to bound, `gone` where it moved b.
-    away = torch.where(blocked, gone, 0.0).clamp_min(TOUCH)
+    entered = torch.where(was_free[:, None], -entered.flip(1), entered)  # of z = -alpha
+    away = torch.where(blocked, gone, 0.0).clamp_min(TOUCH)  # |g|
     inf = torch.full_like(away, torch.inf)
-    bounded = torch.where(
-        (up ^ ~blocked)[:, None], torch.stack([-away, inf], 1), torch.stack([-inf, away], 1)
-    )
+    upper = up ^ blocked  # up to the far bound, or g down from 0 at the upper one
+    bounded = torch.where(upper[:, None], torch.stack([-inf, away], 1), torch.stack([-away, inf], 1))
     distance = torch.where((blocked & ~free)[:, None], entered, bounded)
     target = torch.stack([shared.floor - s.sense[rows] * gone, inf], 1)
     distance = torch.where((j == s.target[rows])[:, None], target, distance)
@@ -94,11 +103,11 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
         P = s.P[rows]
         member = index[:, None] == P
         place = torch.where(index == s.target[rows], 0, s.used)  # place 0 is the target's
-        joins = torch.where(member.any(1), shared.pad, index)
-        s.P[rows] = P.masked_fill(member, shared.pad).scatter(1, place[:, None], joins[:, None])
+        joins = torch.where(member.any(1), shared.dummy, index)
+        s.P[rows] = P.masked_fill(member, shared.dummy).scatter(1, place[:, None], joins[:, None])
         s.used += 1
     P, first = s.P[rows], s.first_row[rows][:, None, None]
-    identity = torch.diag_embed(P.eq(shared.pad).to(s.H))  # at padded places
+    identity = torch.diag_embed(P.eq(shared.dummy).to(s.H))  # at padded places
     H, info = torch.linalg.inv_ex(shared.rows[first + P[:, :, None], P[:, None, :]] + identity)
     singular = info != 0
     s.H[rows] = (H - identity).masked_fill(singular[:, None, None], 0)
@@ -107,19 +116,19 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
 
 
 def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
-    """The rates of Note [change sets] for the drivers of `rows`, from H."""
+    """The rates c of Note [change sets] for the drivers q of `rows`, from H.
+
+    A q that is not in P takes a place of its own: r place 0, others a new one.
+    """
     s.make_room(1)
     q, sense, P = s.driver[rows][:, None], s.sense[rows][:, None], s.P[rows]
-    first = s.first_row[rows][:, None]
-    own_row = torch.where(q == s.target[rows][:, None], s.row[rows][:, None], first + q)
-    moved = torch.cat([s.row[rows][:, None], shared.rows_of(first, P)[:, 1:]], 1)
-    member = q == P
-    inside = member.any(1, keepdim=True)
-    rhs = torch.where(inside, member * shared.sign[s.first[rows][:, None] + q], -shared.rows[own_row, P])
-    rate = times(s.H[rows], rhs * sense)
-    # A driver that is not in P has a place of its own.
-    place = torch.where(q == s.target[rows][:, None], 0, s.used)
-    own = torch.where(inside, rate.gather(1, place), sense)
-    s.rate[rows] = rate.scatter(1, place, own)
-    s.moved[rows] = moved.scatter(1, place, torch.where(inside, moved.gather(1, place), own_row))
+    first, row_r, q_is_r = s.first_row[rows][:, None], s.row[rows][:, None], q == s.target[rows][:, None]
+    row_q, place = torch.where(q_is_r, row_r, first + q), torch.where(q_is_r, 0, s.used)
+    member = q == P  # (R, k)
+    in_P = member.any(1, keepdim=True)
+    D_q = shared.sign[s.first[rows][:, None] + q]
+    c = times(s.H[rows], torch.where(in_P, member * D_q, -shared.rows[row_q, P]) * sense)
+    s.rate[rows] = c.scatter(1, place, torch.where(in_P, c.gather(1, place), sense))
+    moved = torch.cat([row_r, shared.rows_of(first, P)[:, 1:]], 1)
+    s.moved[rows] = moved.scatter(1, place, torch.where(in_P, moved.gather(1, place), row_q))
     s.used += 1

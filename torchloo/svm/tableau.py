@@ -5,20 +5,21 @@ With Q = y y^T * K the optimality conditions of the SVM are linear between two e
 
     [0 y^T; y Q] [b; alpha] = [0; 1 + g],   g_i = y_i f_i - 1.
 
-Exchange, for the free set S, the roles of (b, alpha_S) and (0, g_S): with B = {b} u S, N the rest,
+Exchange, for the free set S, the roles of (b, alpha_S) and (0, g_S): with N the bounded variables,
 R = [0 y_S^T; y_S Q_SS]^-1, Z = R [y_N^T; Q_SN] and T = Q_NN - [y_N^T; Q_SN]^T Z,
 
     change of (b, alpha_S) =  R  change of (0, g_S)  -  Z  change of alpha_N
     change of g_N          = Z^T change of (0, g_S)  +  T  change of alpha_N
 
-so that, with the symmetric A = [-R Z; Z^T T] and D = -1 on B, +1 on N, *output = D * (A input)*:
+so that, with the symmetric A = [-R Z; Z^T T] and D = -1 on {b} u S, +1 on N, *output = D * (A input)*:
 the inputs are what the active set holds still (g of the free, alpha of the others), the outputs
-what follows. The row of b is never read and is left out.
+what follows. Row and column of b are left out of A; what the outputs do when the 0 above is moved, the
+column R_Sb and Z_b^T, is kept apart as `equality`.
 
 Only variables with a margin near 0 ever change their role, so only they, the free set among them,
-need a column: the tableau holds those columns of A, in an order that begins with the free set. Two
-more, with zeros, are dummies: column l pads the change sets, l + 1 is what problems without an event
-change. The rows are in the same order, and those of the variables without a column come last.
+need a column: the tableau holds those l columns of A, in an order that begins with the free set. Two
+more have zeros: column l, the dummy, pads the change sets, and l + 1, nobody, is what problems without
+an event change. The rows are in the same order, and those of the variables without a column come last.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Tableau(NamedTuple):
     """(T, m + 2, l + 2)."""
 
     sign: Tensor
-    """D of the columns, (T, l + 2)."""
+    """D of the columns, +1 of the last two, (T, l + 2)."""
 
     equality: Tensor
     """What the outputs do when y^T alpha is moved off 0, (T, l + 2)."""
@@ -64,6 +65,23 @@ def bordered_inverse(K_free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return c - 1 / total, row / total, inverse - row[:, None] * (row / total)
 
 
+def _exchange(K: Tensor, s: int, border: Tensor) -> Tensor:
+    """Make of the first l rows of K (l, m), the free set first, those of A but for the labels, in place.
+
+    `border` (m - s,) are the ones beside K_SN. Returns the row of b, [R_bS Z_b], (m,).
+    """
+    corner, edge, inner = bordered_inverse(K[:s, :s])  # R = [corner edge^T; edge inner]
+    K_SN, near = K[:s, s:], len(K) - s
+    Z = torch.addmm(edge[:, None] * border, inner, K_SN)
+    Z_b = corner * border + edge @ K_SN
+    T = K[s:, s:].addr_(border[:near], Z_b, alpha=-1)
+    T.addmm_(K_SN[:, :near].T, Z, alpha=-1)
+    K[s:, :s] = Z[:, :near].T
+    K[:s, s:] = Z
+    K[:s, :s] = -inner
+    return torch.cat([edge, Z_b])
+
+
 def pivot_transform(
     K: Tensor,
     y: Tensor,
@@ -89,25 +107,15 @@ def pivot_transform(
     m, s = K.shape[-1], int(free.sum())
     order = free.argsort(descending=True, stable=True) if order is None else order
     columns = m if columns is None else columns
-    ordered = K.index_select(0, order[:columns]).index_select(1, order)  # (l, m), symmetric to what is built
-    edge_N = K.new_ones(m - s) if border is None else border[order[s:]]
-    corner, edge, inner = bordered_inverse(ordered[:s, :s])
-    K_SN = ordered[:s, s:]
-    Z = torch.addmm(edge[:, None] * edge_N, inner, K_SN)
-    Z_b = corner * edge_N + edge @ K_SN  # the row of b
-    near = columns - s  # of N
-    T = ordered[s:, s:].addr_(edge_N[:near], Z_b, alpha=-1)
-    T.addmm_(K_SN[:, :near].T, Z, alpha=-1)
-    ordered[s:, :s] = Z[:, :near].T
-    ordered[:s, s:] = Z
-    ordered[:s, :s] = -inner
-    y_ordered = y[order]
-    ordered.mul_(y_ordered).mul_(y_ordered[:columns, None])
+    rows = K.index_select(0, order[:columns]).index_select(1, order)  # (l, m)
+    of_b = _exchange(rows, s, K.new_ones(m - s) if border is None else border[order[s:]])
+    y = y[order]
+    rows.mul_(y).mul_(y[:columns, None])
     A = K.new_zeros(m + 2, columns + 2) if out is None else out
-    A[:columns, :columns] = ordered[:, :columns].T
-    A[columns + 2 :, :columns] = ordered[:, columns:].T
+    A[:columns, :columns] = rows[:, :columns].T
+    A[columns + 2 :, :columns] = rows[:, columns:].T
     sign = K.new_ones(columns + 2)
     sign[:s] = -1
     equality = K.new_zeros(columns + 2)
-    equality[:columns] = (y_ordered * torch.cat([edge, Z_b]))[:columns]
+    equality[:columns] = (y * of_b)[:columns]
     return Tableau(A[None], sign[None], equality[None], order[None])
