@@ -5,21 +5,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.interior import first_solutions
+from torchloo.svm.interior import first_solutions, interior_point
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
-from torchloo.svm.smo import smo
 from torchloo.svm.state import Base
-from torchloo.svm.tableau import bordered_inverse, pivot_transform
+from torchloo.svm.systems import Bordered, Dense
+from torchloo.svm.tableau import pivot_transform
 
-__all__ = ["ATTEMPTS", "Exact", "duality_gap", "solve_exactly", "solve_from"]
+__all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
 
 _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
-_DEPENDENT = 1e-8  # pivot below which a point depends on the others, K having mean diagonal 1
+_DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
+_ROUNDED = 1e-13  # the same where every digit counts
+_TIGHT = 1e-13  # relative gap of an interior point where every digit counts
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
-_ROUNDS = 1000  # of an SMO
+_STEPS = 100  # of a tight interior point
 
 
 class Exact(NamedTuple):
@@ -66,23 +68,40 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
     upper = boxes - start.alpha < start.upper
     free = (start.alpha > start.lower) & ~upper
     parts = zip(problems, start.alpha, start.bias[:, 0], free, upper, strict=True)
-    return [_or_by_smo(problem, solve_from(problem, *others)) for problem, *others in parts]
+    return [_or_tighter(problem, solve_from(problem, *others)) for problem, *others in parts]
 
 
-def _or_by_smo(problem: Problem, solution: Exact) -> Exact:
-    """A solution that is not even close is replaced by that of an SMO if this one is closer."""
+def relative_gap(problem: Problem, solution: Exact) -> float:
+    """The duality gap relative to the sum of alpha, what passes a bound being cut off."""
+    alpha = solution.alpha.clamp_min(0).minimum(problem.box)
+    margin = solution.margin + problem.y * (problem.K @ ((alpha - solution.alpha) * problem.y))
+    imbalance = (alpha @ problem.y * solution.bias).abs()
+    return float((duality_gap(alpha, margin, problem.box) + imbalance) / alpha.sum())
+
+
+def _or_tighter(problem: Problem, solution: Exact) -> Exact:
+    """A solution that is not even close is replaced by the best of a tighter interior point."""
     if solution.close:
         return solution
-    K, y, box = problem.K[None], problem.y[None], problem.box[None]
-    end = smo(K, y, box, torch.zeros_like(box), _SLIP, most_rounds=_ROUNDS)
-    (alpha,), (bias,) = end.alpha, end.bias
-    free, upper = (alpha > 0) & (alpha < problem.box), alpha >= problem.box
-    found = solve_from(problem, alpha, bias, free, upper, attempts=1)
-    return found if found.slip < solution.slip else solution
+    K, y, box = problem.K, problem.y, problem.box
+    alpha, lower, upper, (bias,) = interior_point(Dense(K), y, box, _TIGHT, _STEPS)
+    at_upper = box - alpha < upper
+    sets = (alpha > lower) & ~at_upper, at_upper
+    found = solve_from(problem, alpha, bias, *sets, attempts=1, tolerance=_ROUNDED)
+    if found.close:
+        return found
+    inside = found._replace(alpha=alpha, bias=bias, margin=y * (K @ (alpha * y) + bias) - 1)
+    return min(solution, found, inside, key=lambda x: relative_gap(problem, x))
 
 
 def solve_from(
-    problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor, attempts: int = ATTEMPTS
+    problem: Problem,
+    alpha: Tensor,
+    bias: Tensor,
+    free: Tensor,
+    upper: Tensor,
+    attempts: int = ATTEMPTS,
+    tolerance: float = _DEPENDENT,
 ) -> Exact:
     """The exact solution from an approximate one and its sets; where signs fail, by a homotopy.
 
@@ -94,7 +113,7 @@ def solve_from(
     for left in reversed(range(attempts)):
         if not bool(free.any()):
             free, upper, bias = _free_one(K, y, alpha, upper)
-        free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
+        free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha, tolerance)
         solution = _active_set_solution(K, y, box, free, upper)
         if not solution.optimal:
             solution = _without_strays(problem, solution)
@@ -129,23 +148,24 @@ def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tenso
 
 
 def _drop_dependent(
-    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor
+    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bound free variables, one at a time, until K_SS + const is regular.
+    """Bound free variables, one at a time, until the equations of the free set are regular.
 
     A dependent variable j moves along the null space, which changes no margin, until it or an
     independent one reaches a bound; that one is bounded, and j takes its place if it is still free.
     """
     S = free.nonzero()[:, 0]
-    L, info = torch.linalg.cholesky_ex(K[S][:, S] + 1.0)
-    if not bool(info) and bool(L.diagonal().square().min() > _DEPENDENT):
+    system = Bordered(K[S][:, S])
+    if system.regular(tolerance):
         return free, upper, alpha
-    chosen, dropped = (S[part] for part in _independent(K[S][:, S] + 1.0))
+    kept = system.independent(tolerance)
+    chosen, dropped = S[kept], S[~kept]
     if not len(dropped):  # with pivots in their best order none is too small
         return free, upper, alpha
-    _, edge, inner = bordered_inverse(K[chosen][:, chosen])
     # Change of alpha of the chosen per alpha of each dropped one, (|chosen|, |dropped|).
-    rates = -y[chosen, None] * y[dropped] * (inner @ K[chosen][:, dropped] + edge[:, None])
+    _, rates = Bordered(K[chosen][:, chosen]).solve(-torch.ones_like(y[dropped]), -K[dropped][:, chosen])
+    rates = rates.T.contiguous() * y[chosen, None] * y[dropped]
     alpha_in, box_in, names = alpha[chosen], box[chosen], chosen.tolist()
     bounded: list[tuple[int, bool]] = []  # variable, whether at its upper bound
     for k, (j, room) in enumerate(zip(dropped.tolist(), (box - alpha)[dropped].tolist(), strict=True)):
@@ -171,32 +191,15 @@ def _drop_dependent(
     return free, upper, alpha.index_copy(0, gone, at_upper * box[gone]).index_copy(0, kept, alpha_in)
 
 
-def _independent(M: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of rows that pivoted Cholesky keeps, and of those it finds dependent."""
-    M = M.clone()
-    order = torch.arange(len(M), device=M.device)
-    kept = torch.zeros(len(M), dtype=torch.bool, device=M.device)
-    for _ in range(len(M)):
-        pivot, j = M.diagonal().masked_fill(kept, -1).max(0)
-        if pivot <= _DEPENDENT:
-            break
-        kept[j] = True
-        M.addr_(M[:, j].clone(), M[j].clone() / -pivot)
-    return order[kept], order[~kept]
-
-
 def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
     S = free.nonzero()[:, 0]
     a = torch.where(upper, box * y, 0.0)
-    corner, edge, inner = bordered_inverse(K[S][:, S])
-    top, rhs = -a.sum(), y[S] - K[S] @ a
-    a[S] = inner @ rhs + edge * top
-    bias = corner * top + edge @ rhs
-    for _ in range(_REFINEMENTS):  # the inverse of a nearly singular K_SS loses digits
-        top, rhs = -a.sum(), y[S] - K[S] @ a - bias
-        a[S] += inner @ rhs + edge * top
-        bias = bias + corner * top + edge @ rhs
+    system, bias = Bordered(K[S][:, S]), y.new_zeros(())
+    for _ in range(1 + _REFINEMENTS):  # a nearly singular K_SS loses digits
+        (change,), (step,) = system.solve(-a.sum()[None], (y[S] - K[S] @ a - bias)[None])
+        a[S] += step
+        bias = bias + change
     alpha = a * y
     margin = y * (K @ a + bias) - 1
     slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))

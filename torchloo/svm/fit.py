@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
-from torchloo.svm.exact import Exact, duality_gap, solve_exactly
+from torchloo.svm.exact import Exact, duality_gap, relative_gap, solve_exactly
 from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem, merge_duplicates
 from torchloo.svm.rows import taken_apart
@@ -108,7 +108,7 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
         if full.optimal:
             continue
         _require_semidefinite(function, K)
-        gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
+        gap = relative_gap(problem, full)
         if not abs(gap) <= _SOLVED:  # nor NaN
             raise ValueError(
                 f"{function}: no solution found, the relative duality gap is {gap:.3g}; "
