@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.interior import first_solutions, interior_point
+from torchloo.svm.interior import first_solutions, to_the_last_digit
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
 from torchloo.svm.state import Base
-from torchloo.svm.systems import Bordered, Dense
+from torchloo.svm.systems import Bordered
 from torchloo.svm.tableau import pivot_transform
 
 __all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
@@ -18,10 +18,9 @@ _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
 _ROUNDED = 1e-13  # the same where every digit counts
-_TIGHT = 1e-13  # relative gap of an interior point where every digit counts
+_SMALL = 1e-7  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
-_STEPS = 100  # of a tight interior point
 
 
 class Exact(NamedTuple):
@@ -72,23 +71,25 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
 
 
 def relative_gap(problem: Problem, solution: Exact) -> float:
-    """The duality gap relative to the sum of alpha, what passes a bound being cut off."""
-    alpha = solution.alpha.clamp_min(0).minimum(problem.box)
-    margin = solution.margin + problem.y * (problem.K @ ((alpha - solution.alpha) * problem.y))
-    imbalance = (alpha @ problem.y * solution.bias).abs()
-    return float((duality_gap(alpha, margin, problem.box) + imbalance) / alpha.sum())
+    """The duality gap relative to the sum of alpha; what passes a bound by more than rounding is cut off."""
+    alpha, box, y = solution.alpha, problem.box, problem.y
+    inside = alpha.clamp_min(0).minimum(box)
+    inside = torch.where((alpha - inside).abs() > _SLIP * box.clamp(min=1.0), inside, alpha)
+    margin = solution.margin + y * (problem.K @ ((inside - alpha) * y))
+    imbalance = (inside @ y * solution.bias).abs()
+    return float((duality_gap(inside, margin, box) + imbalance) / inside.sum())
 
 
 def _or_tighter(problem: Problem, solution: Exact) -> Exact:
-    """A solution that is not even close is replaced by the best of a tighter interior point."""
-    if solution.close:
+    """A solution that could be better is replaced by the best that an interior point leads to."""
+    if solution.optimal or (solution.close and relative_gap(problem, solution) <= _SMALL):
         return solution
     K, y, box = problem.K, problem.y, problem.box
-    alpha, lower, upper, (bias,) = interior_point(Dense(K), y, box, _TIGHT, _STEPS)
+    alpha, lower, upper, (bias,) = to_the_last_digit(K, y, box)
     at_upper = box - alpha < upper
-    sets = (alpha > lower) & ~at_upper, at_upper
-    found = solve_from(problem, alpha, bias, *sets, attempts=1, tolerance=_ROUNDED)
-    if found.close:
+    free = (alpha > lower) & ~at_upper
+    found = solve_from(problem, alpha, bias, free, at_upper, attempts=1, tolerance=_ROUNDED)
+    if found.optimal:
         return found
     inside = found._replace(alpha=alpha, bias=bias, margin=y * (K @ (alpha * y) + bias) - 1)
     return min(solution, found, inside, key=lambda x: relative_gap(problem, x))
