@@ -9,7 +9,7 @@ from torchloo.svm.interior import first_solutions, to_the_last_digit
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
 from torchloo.svm.state import Base
-from torchloo.svm.systems import Bordered
+from torchloo.svm.systems import Bordered, accurate_product
 from torchloo.svm.tableau import pivot_transform
 
 __all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
@@ -18,7 +18,7 @@ _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
 _ROUNDED = 1e-13  # the same where every digit counts
-_SMALL = 1e-7  # relative gap of a solution that need not be better
+_SMALL = 0.0  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
 
@@ -88,11 +88,8 @@ def _or_tighter(problem: Problem, solution: Exact) -> Exact:
     alpha, lower, upper, (bias,) = to_the_last_digit(K, y, box)
     at_upper = box - alpha < upper
     free = (alpha > lower) & ~at_upper
-    found = solve_from(problem, alpha, bias, free, at_upper, attempts=1, tolerance=_ROUNDED)
-    if found.optimal:
-        return found
-    inside = found._replace(alpha=alpha, bias=bias, margin=y * (K @ (alpha * y) + bias) - 1)
-    return min(solution, found, inside, key=lambda x: relative_gap(problem, x))
+    found = solve_from(problem, alpha, bias, free, at_upper, attempts=1, tight=True)
+    return min(solution, found, key=lambda x: relative_gap(problem, x))
 
 
 def solve_from(
@@ -102,22 +99,23 @@ def solve_from(
     free: Tensor,
     upper: Tensor,
     attempts: int = ATTEMPTS,
-    tolerance: float = _DEPENDENT,
+    tight: bool = False,
 ) -> Exact:
     """The exact solution from an approximate one and its sets; where signs fail, by a homotopy.
 
     Where a homotopy brings it no nearer, the best one is what rounding allows: it may be the given one.
     """
     K, y, box = problem.K, problem.y, problem.box
+    tolerance = _ROUNDED if tight else _DEPENDENT
     alpha = torch.where(free, alpha, torch.where(upper, box, 0.0))
     best: Exact | None = None
     for left in reversed(range(attempts)):
         if not bool(free.any()):
             free, upper, bias = _free_one(K, y, alpha, upper)
         free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha, tolerance)
-        solution = _active_set_solution(K, y, box, free, upper)
+        solution = _active_set_solution(K, y, box, free, upper, tight)
         if not solution.optimal:
-            solution = _without_strays(problem, solution)
+            solution = _without_strays(problem, solution, tight)
         if not solution.close:
             solution = min(solution, _as_given(problem, alpha, bias, free, upper), key=lambda x: x.slip)
         if best is None or solution.slip < best.slip / 2:
@@ -192,29 +190,33 @@ def _drop_dependent(
     return free, upper, alpha.index_copy(0, gone, at_upper * box[gone]).index_copy(0, kept, alpha_in)
 
 
-def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor) -> Exact:
+def _active_set_solution(
+    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, tight: bool
+) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
     S = free.nonzero()[:, 0]
     a = torch.where(upper, box * y, 0.0)
     system, bias = Bordered(K[S][:, S]), y.new_zeros(())
+    product = accurate_product if tight else torch.mv
     for _ in range(1 + _REFINEMENTS):  # a nearly singular K_SS loses digits
-        (change,), (step,) = system.solve(-a.sum()[None], (y[S] - K[S] @ a - bias)[None])
+        rhs = y[S] - bias - product(K[S], a)
+        (change,), (step,) = system.solve(-a.sum()[None], rhs[None])
         a[S] += step
         bias = bias + change
     alpha = a * y
-    margin = y * (K @ a + bias) - 1
+    margin = y * (product(K, a) + bias) - 1
     slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))
     slip /= torch.where(free, box.clamp(min=1.0), 1.0)
     return Exact(alpha, bias, margin, free, upper, float(slip.max()))
 
 
-def _without_strays(problem: Problem, solution: Exact) -> Exact:
+def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
     """With free variables beyond their bounds put there, if nothing else is wrong then, as is mostly so."""
     low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
     free = solution.free & ~(low | high)
     if not bool(free.any()) or not bool((low | high).any()):
         return solution
-    other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high)
+    other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high, tight)
     return other if other.slip <= 0 else solution
 
 

@@ -10,7 +10,9 @@ nothing of a common size may be added to K, and a pivot is compared to the diago
 import torch
 from torch import Tensor
 
-__all__ = ["Bordered", "Dense", "LowRank"]
+from torchloo.svm.active import _leading
+
+__all__ = ["Bordered", "Dense", "LowRank", "accurate_product"]
 
 _RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
@@ -92,7 +94,8 @@ class Bordered:
         self.K_j = K[self.j]
         centred = K - self.K_j - self.K_j[:, None] + self.K_j[self.j]
         self.G = centred[self.others][:, self.others]
-        self.size = K.diagonal()[self.others] + self.K_j[self.j]
+        size = K.diagonal()[self.others] + self.K_j[self.j]
+        self.size = size.clamp_min(torch.finfo(K.dtype).tiny)  # copies of the origin have none
         self.L, info = torch.linalg.cholesky_ex(self.G)
         self.definite = not bool(info)
 
@@ -119,3 +122,9 @@ class Bordered:
         a[:, others] = torch.cholesky_solve(rest[:, others].T, self.L).T
         a[:, j] = top - a.sum(1)
         return rhs[:, j] - a @ self.K_j, a
+
+
+def accurate_product(K: Tensor, a: Tensor) -> Tensor:
+    """K a, in two parts as in `value_error`: the sum of the leading bits is exact."""
+    K_lead, a_lead = _leading(K), _leading(a)
+    return K_lead @ a_lead + ((K - K_lead) @ a_lead + K @ (a - a_lead))
