@@ -116,8 +116,9 @@ def solve_from(
         solution = _active_set_solution(K, y, box, free, upper, tight)
         if not solution.optimal:
             solution = _without_strays(problem, solution, tight)
-        if not solution.close:
-            solution = min(solution, _as_given(problem, alpha, bias, free, upper), key=lambda x: x.slip)
+        if not solution.optimal:
+            given = _as_given(problem, alpha, bias, free, upper)
+            solution = min(solution, given, key=lambda x: relative_gap(problem, x))
         if best is None or solution.slip < best.slip / 2:
             best = solution
         elif best.close:
