@@ -18,7 +18,8 @@ _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
 _ROUNDED = 1e-13  # the same where every digit counts
-_SMALL = 0.0  # relative gap of a solution that need not be better
+_MENDED = 1e-8  # miss of a margin: a larger one is worth another attempt, whatever rounding may do
+_SMALL = 1e-9  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
 
@@ -148,7 +149,7 @@ def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tenso
 
 
 def _drop_dependent(
-    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor, tolerance: float
+    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor, tolerance: float = _DEPENDENT
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bound free variables, one at a time, until the equations of the free set are regular.
 
@@ -192,7 +193,7 @@ def _drop_dependent(
 
 
 def _active_set_solution(
-    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, tight: bool
+    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, tight: bool = False
 ) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
     S = free.nonzero()[:, 0]
@@ -206,9 +207,15 @@ def _active_set_solution(
         bias = bias + change
     alpha = a * y
     margin = y * (product(K, a) + bias) - 1
-    slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))
-    slip /= torch.where(free, box.clamp(min=1.0), 1.0)
-    return Exact(alpha, bias, margin, free, upper, float(slip.max()))
+    beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
+    missed = torch.where(upper, margin, -margin) - _rounding(K, alpha)
+    return Exact(alpha, bias, margin, free, upper, float(torch.where(free, beyond, missed).max()))
+
+
+def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
+    """What rounding of alpha alone may do to each margin, (m,), but not more than could be mended."""
+    length = K.diagonal().sqrt()
+    return (torch.finfo(K.dtype).eps * (length @ alpha.abs()) * length).clamp_max_(_MENDED)
 
 
 def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
