@@ -18,7 +18,6 @@ _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
 _ROUNDED = 1e-13  # the same where every digit counts
-_MENDED = 1e-8  # miss of a margin: a larger one is worth another attempt, whatever rounding may do
 _SMALL = 1e-9  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
@@ -213,9 +212,9 @@ def _active_set_solution(
 
 
 def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
-    """What rounding of alpha alone may do to each margin, (m,), but not more than could be mended."""
+    """What rounding of alpha alone may do to each margin, (m,), up to what is close."""
     length = K.diagonal().sqrt()
-    return (torch.finfo(K.dtype).eps * (length @ alpha.abs()) * length).clamp_max_(_MENDED)
+    return (torch.finfo(K.dtype).eps * (length @ alpha.abs()) * length).clamp_max_(_CLOSE)
 
 
 def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
