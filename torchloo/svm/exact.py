@@ -148,7 +148,13 @@ def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tenso
 
 
 def _drop_dependent(
-    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor, tolerance: float = _DEPENDENT
+    K: Tensor,
+    y: Tensor,
+    box: Tensor,
+    free: Tensor,
+    upper: Tensor,
+    alpha: Tensor,
+    tolerance: float = _DEPENDENT,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bound free variables, one at a time, until the equations of the free set are regular.
 
@@ -212,9 +218,10 @@ def _active_set_solution(
 
 
 def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
-    """What rounding of alpha alone may do to each margin, (m,), up to what is close."""
+    """What rounding of sums of m terms does to each margin, (m,), up to what is close."""
     length = K.diagonal().sqrt()
-    return (torch.finfo(K.dtype).eps * (length @ alpha.abs()) * length).clamp_max_(_CLOSE)
+    unit = torch.finfo(K.dtype).eps * len(alpha) ** 0.5
+    return (unit * (length @ alpha.abs()) * length).clamp_max_(_CLOSE)
 
 
 def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
