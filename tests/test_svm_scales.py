@@ -96,7 +96,8 @@ def test_a_short_point_is_independent_of_a_long_one_and_a_combination_is_not():
     system = Bordered((X @ X.T).double())
     assert not system.regular(1e-8)
     kept = system.independent(1e-8)
-    assert int(kept.sum()) == 4 and bool(kept[0])
+    assert int(kept.sum()) == 4
+    assert bool(kept[0])
     assert Bordered((X @ X.T).double()[:3, :3]).regular(1e-8)
 
 

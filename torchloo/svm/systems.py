@@ -105,13 +105,14 @@ class Bordered:
 
     def independent(self, tolerance: float) -> Tensor:
         """Mask of points, j among them, that pivoted Cholesky keeps, (s,)."""
-        G, kept = self.G.clone(), torch.zeros_like(self.size, dtype=torch.bool)
+        length = self.size.sqrt()
+        G, kept = self.G / length / length[:, None], torch.zeros_like(length, dtype=torch.bool)
         for _ in range(len(G)):
-            pivot, i = (G.diagonal() / self.size).masked_fill(kept, -1).max(0)
+            pivot, i = G.diagonal().masked_fill(kept, -1).max(0)
             if not pivot > tolerance:
                 break
             kept[i] = True
-            G.addr_(G[:, i].clone(), G[i] / -G[i, i])
+            G.addr_(G[:, i].clone(), G[i] / -pivot)
         return torch.ones_like(self.others).masked_scatter(self.others, kept)
 
     def solve(self, top: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
