@@ -72,10 +72,12 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
 
 def relative_gap(problem: Problem, solution: Exact) -> float:
     """The duality gap relative to the sum of alpha; what passes a bound by more than rounding is cut off."""
-    alpha, box, y = solution.alpha, problem.box, problem.y
+    alpha, margin, box, y = solution.alpha, solution.margin, problem.box, problem.y
+    if solution.optimal:
+        return float(duality_gap(alpha, margin, box) / alpha.sum())
     inside = alpha.clamp_min(0).minimum(box)
     inside = torch.where((alpha - inside).abs() > _SLIP * box.clamp(min=1.0), inside, alpha)
-    margin = solution.margin + y * (problem.K @ ((inside - alpha) * y))
+    margin = margin + y * (problem.K @ ((inside - alpha) * y))
     imbalance = (inside @ y * solution.bias).abs()
     return float((duality_gap(inside, margin, box) + imbalance) / inside.sum())
 
@@ -112,8 +114,11 @@ def solve_from(
     for left in reversed(range(attempts)):
         if not bool(free.any()):
             free, upper, bias = _free_one(K, y, alpha, upper)
-        free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha, tolerance)
-        solution = _active_set_solution(K, y, box, free, upper, tight)
+        system = _free_system(K, free)
+        if not system.regular(tolerance):
+            free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha, tolerance)
+            system = _free_system(K, free)
+        solution = _active_set_solution(K, y, box, free, upper, tight, system)
         if not solution.optimal:
             solution = _without_strays(problem, solution, tight)
         if not solution.optimal:
@@ -162,10 +167,7 @@ def _drop_dependent(
     independent one reaches a bound; that one is bounded, and j takes its place if it is still free.
     """
     S = free.nonzero()[:, 0]
-    system = Bordered(K[S][:, S])
-    if system.regular(tolerance):
-        return free, upper, alpha
-    kept = system.independent(tolerance)
+    kept = _free_system(K, free).independent(tolerance)
     chosen, dropped = S[kept], S[~kept]
     if not len(dropped):  # with pivots in their best order none is too small
         return free, upper, alpha
@@ -197,13 +199,26 @@ def _drop_dependent(
     return free, upper, alpha.index_copy(0, gone, at_upper * box[gone]).index_copy(0, kept, alpha_in)
 
 
+def _free_system(K: Tensor, free: Tensor) -> Bordered:
+    """The equations of the free set."""
+    S = free.nonzero()[:, 0]
+    return Bordered(K[S][:, S])
+
+
 def _active_set_solution(
-    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, tight: bool = False
+    K: Tensor,
+    y: Tensor,
+    box: Tensor,
+    free: Tensor,
+    upper: Tensor,
+    tight: bool = False,
+    system: Bordered | None = None,
 ) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
     S = free.nonzero()[:, 0]
     a = torch.where(upper, box * y, 0.0)
-    system, bias = Bordered(K[S][:, S]), y.new_zeros(())
+    system = _free_system(K, free) if system is None else system
+    bias = y.new_zeros(())
     product = accurate_product if tight else torch.mv
     for _ in range(1 + _REFINEMENTS):  # a nearly singular K_SS loses digits
         rhs = y[S] - bias - product(K[S], a)

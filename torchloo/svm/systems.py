@@ -31,7 +31,7 @@ class Dense:
         """Whether it could be done, ()."""
         for ridge in _RIDGES:
             M = self.K.clone()
-            M.diagonal().add_(theta).add_(self.K.diagonal(), alpha=ridge)
+            M.diagonal().add_(theta if not ridge else theta + ridge * self.K.diagonal())
             self.L, info = torch.linalg.cholesky_ex(M)
             if not bool(info):
                 break
@@ -89,13 +89,13 @@ class Bordered:
     """
 
     def __init__(self, K: Tensor) -> None:
-        self.j = int(K.diagonal().argmin())
-        self.others = torch.arange(len(K), device=K.device) != self.j
-        self.K_j = K[self.j]
-        centred = K - self.K_j - self.K_j[:, None] + self.K_j[self.j]
-        self.G = centred[self.others][:, self.others]
-        size = K.diagonal()[self.others] + self.K_j[self.j]
-        self.size = size.clamp_min(torch.finfo(K.dtype).tiny)  # copies of the origin have none
+        k = K.diagonal()
+        self.j = j = int(k.argmin())
+        self.K_j = K[j]
+        self.size = (k + k[j]).clamp_min(torch.finfo(K.dtype).tiny)  # copies of the origin have none
+        self.G = K - self.K_j - self.K_j[:, None] + k[j]
+        self.G[:, j] = 0  # nor has j any part in it; its row is 0 already
+        self.G[j, j] = self.size[j]
         self.L, info = torch.linalg.cholesky_ex(self.G)
         self.definite = not bool(info)
 
@@ -113,14 +113,13 @@ class Bordered:
                 break
             kept[i] = True
             G.addr_(G[:, i].clone(), G[i] / -pivot)
-        return torch.ones_like(self.others).masked_scatter(self.others, kept)
+        return kept
 
     def solve(self, top: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
         """b (c,) and a (c, s) for top (c,) and rhs (c, s)."""
-        j, others = self.j, self.others
-        rest = rhs - rhs[:, j, None] - (self.K_j - self.K_j[j]) * top[:, None]
-        a = torch.zeros_like(rhs)
-        a[:, others] = torch.cholesky_solve(rest[:, others].T, self.L).T
+        j = self.j
+        rest = rhs - rhs[:, j, None] - (self.K_j - self.K_j[j]) * top[:, None]  # 0 at j
+        a = torch.cholesky_solve(rest.T, self.L).T
         a[:, j] = top - a.sum(1)
         return rhs[:, j] - a @ self.K_j, a
 
