@@ -5,21 +5,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.interior import first_solutions
+from torchloo.svm.interior import first_solutions, to_the_last_digit
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
-from torchloo.svm.smo import smo
 from torchloo.svm.state import Base
-from torchloo.svm.tableau import bordered_inverse, pivot_transform
+from torchloo.svm.systems import Bordered, accurate_product
+from torchloo.svm.tableau import pivot_transform
 
-__all__ = ["ATTEMPTS", "Exact", "duality_gap", "solve_exactly", "solve_from"]
+__all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
 
 _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
-_DEPENDENT = 1e-8  # pivot below which a point depends on the others, K having mean diagonal 1
+_DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
+_ROUNDED = 1e-13  # the same where every digit counts
+_SMALL = 1e-9  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
-_ROUNDS = 1000  # of an SMO
 
 
 class Exact(NamedTuple):
@@ -66,40 +67,63 @@ def solve_exactly(problems: list[Problem]) -> list[Exact]:
     upper = boxes - start.alpha < start.upper
     free = (start.alpha > start.lower) & ~upper
     parts = zip(problems, start.alpha, start.bias[:, 0], free, upper, strict=True)
-    return [_or_by_smo(problem, solve_from(problem, *others)) for problem, *others in parts]
+    return [_or_tighter(problem, solve_from(problem, *others)) for problem, *others in parts]
 
 
-def _or_by_smo(problem: Problem, solution: Exact) -> Exact:
-    """A solution that is not even close is replaced by that of an SMO if this one is closer."""
-    if solution.close:
+def relative_gap(problem: Problem, solution: Exact) -> float:
+    """The duality gap relative to the sum of alpha; what passes a bound by more than rounding is cut off."""
+    alpha, margin, box, y = solution.alpha, solution.margin, problem.box, problem.y
+    if solution.optimal:
+        return float(duality_gap(alpha, margin, box) / alpha.sum())
+    inside = alpha.clamp_min(0).minimum(box)
+    inside = torch.where((alpha - inside).abs() > _SLIP * box.clamp(min=1.0), inside, alpha)
+    margin = margin + y * (problem.K @ ((inside - alpha) * y))
+    imbalance = (inside @ y * solution.bias).abs()
+    return float((duality_gap(inside, margin, box) + imbalance) / inside.sum())
+
+
+def _or_tighter(problem: Problem, solution: Exact) -> Exact:
+    """A solution that could be better is replaced by the best that an interior point leads to."""
+    if solution.optimal or (solution.close and relative_gap(problem, solution) <= _SMALL):
         return solution
-    K, y, box = problem.K[None], problem.y[None], problem.box[None]
-    end = smo(K, y, box, torch.zeros_like(box), _SLIP, most_rounds=_ROUNDS)
-    (alpha,), (bias,) = end.alpha, end.bias
-    free, upper = (alpha > 0) & (alpha < problem.box), alpha >= problem.box
-    found = solve_from(problem, alpha, bias, free, upper, attempts=1)
-    return found if found.slip < solution.slip else solution
+    K, y, box = problem.K, problem.y, problem.box
+    alpha, lower, upper, (bias,) = to_the_last_digit(K, y, box)
+    at_upper = box - alpha < upper
+    free = (alpha > lower) & ~at_upper
+    found = solve_from(problem, alpha, bias, free, at_upper, attempts=1, tight=True)
+    return min(solution, found, key=lambda x: relative_gap(problem, x))
 
 
 def solve_from(
-    problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor, attempts: int = ATTEMPTS
+    problem: Problem,
+    alpha: Tensor,
+    bias: Tensor,
+    free: Tensor,
+    upper: Tensor,
+    attempts: int = ATTEMPTS,
+    tight: bool = False,
 ) -> Exact:
     """The exact solution from an approximate one and its sets; where signs fail, by a homotopy.
 
     Where a homotopy brings it no nearer, the best one is what rounding allows: it may be the given one.
     """
     K, y, box = problem.K, problem.y, problem.box
+    tolerance = _ROUNDED if tight else _DEPENDENT
     alpha = torch.where(free, alpha, torch.where(upper, box, 0.0))
     best: Exact | None = None
     for left in reversed(range(attempts)):
         if not bool(free.any()):
             free, upper, bias = _free_one(K, y, alpha, upper)
-        free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha)
-        solution = _active_set_solution(K, y, box, free, upper)
+        system = _free_system(K, free)
+        if not system.regular(tolerance):
+            free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha, tolerance)
+            system = _free_system(K, free)
+        solution = _active_set_solution(K, y, box, free, upper, tight, system)
         if not solution.optimal:
-            solution = _without_strays(problem, solution)
-        if not solution.close:
-            solution = min(solution, _as_given(problem, alpha, bias, free, upper), key=lambda x: x.slip)
+            solution = _without_strays(problem, solution, tight)
+        if not solution.optimal:
+            given = _as_given(problem, alpha, bias, free, upper)
+            solution = min(solution, given, key=lambda x: relative_gap(problem, x))
         if best is None or solution.slip < best.slip / 2:
             best = solution
         elif best.close:
@@ -129,23 +153,27 @@ def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tenso
 
 
 def _drop_dependent(
-    K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor, alpha: Tensor
+    K: Tensor,
+    y: Tensor,
+    box: Tensor,
+    free: Tensor,
+    upper: Tensor,
+    alpha: Tensor,
+    tolerance: float = _DEPENDENT,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bound free variables, one at a time, until K_SS + const is regular.
+    """Bound free variables, one at a time, until the equations of the free set are regular.
 
     A dependent variable j moves along the null space, which changes no margin, until it or an
     independent one reaches a bound; that one is bounded, and j takes its place if it is still free.
     """
     S = free.nonzero()[:, 0]
-    L, info = torch.linalg.cholesky_ex(K[S][:, S] + 1.0)
-    if not bool(info) and bool(L.diagonal().square().min() > _DEPENDENT):
-        return free, upper, alpha
-    chosen, dropped = (S[part] for part in _independent(K[S][:, S] + 1.0))
+    kept = _free_system(K, free).independent(tolerance)
+    chosen, dropped = S[kept], S[~kept]
     if not len(dropped):  # with pivots in their best order none is too small
         return free, upper, alpha
-    _, edge, inner = bordered_inverse(K[chosen][:, chosen])
     # Change of alpha of the chosen per alpha of each dropped one, (|chosen|, |dropped|).
-    rates = -y[chosen, None] * y[dropped] * (inner @ K[chosen][:, dropped] + edge[:, None])
+    _, rates = Bordered(K[chosen][:, chosen]).solve(-torch.ones_like(y[dropped]), -K[dropped][:, chosen])
+    rates = rates.T.contiguous() * y[chosen, None] * y[dropped]
     alpha_in, box_in, names = alpha[chosen], box[chosen], chosen.tolist()
     bounded: list[tuple[int, bool]] = []  # variable, whether at its upper bound
     for k, (j, room) in enumerate(zip(dropped.tolist(), (box - alpha)[dropped].tolist(), strict=True)):
@@ -171,46 +199,53 @@ def _drop_dependent(
     return free, upper, alpha.index_copy(0, gone, at_upper * box[gone]).index_copy(0, kept, alpha_in)
 
 
-def _independent(M: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices of rows that pivoted Cholesky keeps, and of those it finds dependent."""
-    M = M.clone()
-    order = torch.arange(len(M), device=M.device)
-    kept = torch.zeros(len(M), dtype=torch.bool, device=M.device)
-    for _ in range(len(M)):
-        pivot, j = M.diagonal().masked_fill(kept, -1).max(0)
-        if pivot <= _DEPENDENT:
-            break
-        kept[j] = True
-        M.addr_(M[:, j].clone(), M[j].clone() / -pivot)
-    return order[kept], order[~kept]
+def _free_system(K: Tensor, free: Tensor) -> Bordered:
+    """The equations of the free set."""
+    S = free.nonzero()[:, 0]
+    return Bordered(K[S][:, S])
 
 
-def _active_set_solution(K: Tensor, y: Tensor, box: Tensor, free: Tensor, upper: Tensor) -> Exact:
+def _active_set_solution(
+    K: Tensor,
+    y: Tensor,
+    box: Tensor,
+    free: Tensor,
+    upper: Tensor,
+    tight: bool = False,
+    system: Bordered | None = None,
+) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
     S = free.nonzero()[:, 0]
     a = torch.where(upper, box * y, 0.0)
-    corner, edge, inner = bordered_inverse(K[S][:, S])
-    top, rhs = -a.sum(), y[S] - K[S] @ a
-    a[S] = inner @ rhs + edge * top
-    bias = corner * top + edge @ rhs
-    for _ in range(_REFINEMENTS):  # the inverse of a nearly singular K_SS loses digits
-        top, rhs = -a.sum(), y[S] - K[S] @ a - bias
-        a[S] += inner @ rhs + edge * top
-        bias = bias + corner * top + edge @ rhs
+    system = _free_system(K, free) if system is None else system
+    bias = y.new_zeros(())
+    product = accurate_product if tight else torch.mv
+    for _ in range(1 + _REFINEMENTS):  # a nearly singular K_SS loses digits
+        rhs = y[S] - bias - product(K[S], a)
+        (change,), (step,) = system.solve(-a.sum()[None], rhs[None])
+        a[S] += step
+        bias = bias + change
     alpha = a * y
-    margin = y * (K @ a + bias) - 1
-    slip = torch.where(free, torch.maximum(-alpha, alpha - box), torch.where(upper, margin, -margin))
-    slip /= torch.where(free, box.clamp(min=1.0), 1.0)
-    return Exact(alpha, bias, margin, free, upper, float(slip.max()))
+    margin = y * (product(K, a) + bias) - 1
+    beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
+    missed = torch.where(upper, margin, -margin) - _rounding(K, alpha)
+    return Exact(alpha, bias, margin, free, upper, float(torch.where(free, beyond, missed).max()))
 
 
-def _without_strays(problem: Problem, solution: Exact) -> Exact:
+def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
+    """What rounding of sums of m terms does to each margin, (m,), up to what is close."""
+    length = K.diagonal().sqrt()
+    unit = torch.finfo(K.dtype).eps * len(alpha) ** 0.5
+    return (unit * (length @ alpha.abs()) * length).clamp_max_(_CLOSE)
+
+
+def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
     """With free variables beyond their bounds put there, if nothing else is wrong then, as is mostly so."""
     low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
     free = solution.free & ~(low | high)
     if not bool(free.any()) or not bool((low | high).any()):
         return solution
-    other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high)
+    other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high, tight)
     return other if other.slip <= 0 else solution
 
 

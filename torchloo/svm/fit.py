@@ -8,14 +8,15 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
-from torchloo.svm.exact import Exact, duality_gap, solve_exactly
+from torchloo.svm.exact import Exact, duality_gap, relative_gap, solve_exactly
 from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem, merge_duplicates
 from torchloo.svm.rows import taken_apart
 
 __all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 
-_SOLVED = 1e-6  # relative gap of a solution whose active set is open to rounding
+_SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
+_USEFUL = 1e-3  # of one that certificates can still work with
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
 
 
@@ -107,17 +108,26 @@ def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[t
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         problems = _made_definite(function, problems, -2 * _require_semidefinite(function, K))
         solutions = _solve_again(function, problems)
-    for problem, full in zip(problems, solutions, strict=True):
-        if full.optimal:
-            continue
+    if not all(full.optimal for full in solutions):
         _require_semidefinite(function, K)
-        gap = float(duality_gap(full.alpha, full.margin, problem.box) / full.alpha.sum())
-        if not abs(gap) <= _SOLVED:  # nor NaN
-            raise ValueError(
-                f"{function}: no solution found, the relative duality gap is {gap:.3g}; "
-                "use a smaller C or add to the diagonal of K"
-            )
+    gap = max(relative_gap(problem, full) for problem, full in zip(problems, solutions, strict=True))
+    _require_solved(function, gap)
     return list(zip(problems, solutions, strict=True))
+
+
+def _require_solved(function: str, gap: float) -> None:
+    """A warning where the relative duality gap is not small; an error where it is large."""
+    if gap <= _SOLVED:
+        return
+    found = f"the relative duality gap is {gap:.3g}"
+    remedy = "scale the inputs, use a smaller C or add to the diagonal of K"
+    if not gap <= _USEFUL:  # nor NaN
+        raise ValueError(f"{function}: no solution found, {found}; {remedy}")
+    warnings.warn(
+        f"{function}: rounding leaves decision values that may be off, {found}; {remedy}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _made_definite(function: str, problems: list[Problem], ridge: float) -> list[Problem]:

@@ -1,9 +1,20 @@
-"""Linear systems of the interior point: K + diag(theta), dense or of low rank."""
+"""Linear systems: K + diag(theta) of the interior point, dense or of low rank; those of a free set.
+
+Note [long and short points]
+Where inputs are not scaled some points are longer than others by orders of magnitude, and what a short
+one adds to K is lost beside a mean diagonal or a constant. But Cholesky is as accurate as if every row
+had been divided by the length of its point: rounding of k_ij is relative to the lengths of i and j. So
+nothing of a common size may be added to K, and a pivot is compared to the diagonal entry of its own row.
+"""
 
 import torch
 from torch import Tensor
 
-__all__ = ["Dense", "LowRank"]
+from torchloo.svm.active import _leading
+
+__all__ = ["Bordered", "Dense", "LowRank", "accurate_product"]
+
+_RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
 
 class Dense:
@@ -18,9 +29,12 @@ class Dense:
 
     def factor(self, theta: Tensor) -> Tensor:
         """Whether it could be done, ()."""
-        M = self.K.clone()
-        M.diagonal().add_(theta)
-        self.L, info = torch.linalg.cholesky_ex(M)
+        for ridge in _RIDGES:
+            M = self.K.clone()
+            M.diagonal().add_(theta if not ridge else theta + ridge * self.K.diagonal())
+            self.L, info = torch.linalg.cholesky_ex(M)
+            if not bool(info):
+                break
         return info == 0
 
     def solve(self, rhs: Tensor) -> Tensor:
@@ -64,3 +78,53 @@ class LowRank:
     def take(self, keep: Tensor) -> "LowRank":
         """That of the variables in `keep`."""
         return LowRank(self.F[keep])
+
+
+class Bordered:
+    """Solves [0 1^T; 1 K] [b; a] = [top; rhs] for the points of a free set.
+
+    K is centred at the shortest point j, g_ik = k_ik - k_ij - k_jk + k_jj, which leaves a as it is and is
+    positive definite for the others if the system is regular: nothing of a short point is lost, Note
+    [long and short points].
+    """
+
+    def __init__(self, K: Tensor) -> None:
+        k = K.diagonal()
+        self.j = j = int(k.argmin())
+        self.K_j = K[j]
+        self.size = (k + k[j]).clamp_min(torch.finfo(K.dtype).tiny)  # copies of the origin have none
+        self.G = K - self.K_j - self.K_j[:, None] + k[j]
+        self.G[:, j] = 0  # nor has j any part in it; its row is 0 already
+        self.G[j, j] = self.size[j]
+        self.L, info = torch.linalg.cholesky_ex(self.G)
+        self.definite = not bool(info)
+
+    def regular(self, tolerance: float) -> bool:
+        """Whether every pivot is more than `tolerance` of its diagonal entry."""
+        return self.definite and bool((self.L.diagonal().square() > tolerance * self.size).all())
+
+    def independent(self, tolerance: float) -> Tensor:
+        """Mask of points, j among them, that pivoted Cholesky keeps, (s,)."""
+        length = self.size.sqrt()
+        G, kept = self.G / length / length[:, None], torch.zeros_like(length, dtype=torch.bool)
+        for _ in range(len(G)):
+            pivot, i = G.diagonal().masked_fill(kept, -1).max(0)
+            if not pivot > tolerance:
+                break
+            kept[i] = True
+            G.addr_(G[:, i].clone(), G[i] / -pivot)
+        return kept
+
+    def solve(self, top: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
+        """b (c,) and a (c, s) for top (c,) and rhs (c, s)."""
+        j = self.j
+        rest = rhs - rhs[:, j, None] - (self.K_j - self.K_j[j]) * top[:, None]  # 0 at j
+        a = torch.cholesky_solve(rest.T, self.L).T
+        a[:, j] = top - a.sum(1)
+        return rhs[:, j] - a @ self.K_j, a
+
+
+def accurate_product(K: Tensor, a: Tensor) -> Tensor:
+    """K a, in two parts as in `value_error`: the sum of the leading bits is exact."""
+    K_lead, a_lead = _leading(K), _leading(a)
+    return K_lead @ a_lead + ((K - K_lead) @ a_lead + K @ (a - a_lead))

@@ -1,0 +1,131 @@
+"""Machines on inputs of very different sizes, and on free sets at the edge of dependence."""
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from torchloo.svm import exact, svm, svm_loo
+from torchloo.svm.fit import solve_problems
+from torchloo.svm.interior import to_the_last_digit
+from torchloo.svm.systems import Bordered, Dense, accurate_product
+
+
+def unscaled(seed, size, n=40):
+    """One feature of the given size, 0 in most rows, beside four of 0 and 1; their kernel and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(n, generator=generator) < 0.2
+    large = size * torch.randint(3, 9, (n,), generator=generator) * rows
+    Z = torch.randint(0, 2, (n, 4), generator=generator).double()
+    noise = 0.4 * torch.randn(n, generator=generator).double()
+    y = torch.where(Z[:, 0] + 0.7 * Z[:, 1] + noise > 0.8, 1.0, -1.0).double()
+    X = torch.cat([large.double()[:, None], Z], 1)
+    return X @ X.T, y
+
+
+def exact_gap(K, y, box, fit):
+    """The relative duality gap of what `svm` returns, in fractions: no rounding at all."""
+    a, b = ([Fraction(float(x)) for x in part] for part in (fit.coef, fit.bias[None]))
+    K, y, box = [[Fraction(x) for x in row] for row in K.tolist()], y.tolist(), Fraction(box)
+    gap = abs(sum(a) * b[0])
+    for row, label, own in zip(K, y, a, strict=True):
+        margin = int(label) * (sum(k * x for k, x in zip(row, a, strict=True)) + b[0]) - 1
+        alpha = min(max(int(label) * own, Fraction(0)), box)
+        gap += alpha * max(margin, 0) + (box - alpha) * max(-margin, 0)
+    return float(gap / sum(abs(x) for x in a))
+
+
+@pytest.mark.parametrize("size", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize("seed", [0, 1, 2, 4])
+def test_unscaled_inputs_are_solved(seed, size):
+    K, y = unscaled(seed, size)
+    assert exact_gap(K, y, 1.0, svm(K, y, 1.0)) <= 1e-6
+
+
+def test_signs_certified_on_unscaled_inputs_are_those_of_a_refit():
+    K, y = unscaled(2, 1e3)
+    held = svm_loo(K, y, 1.0)
+    assert bool(held.certified.any())
+    for r in held.certified.nonzero()[:, 0].tolist():
+        kept = torch.arange(len(y)) != r
+        f = float(svm(K[kept][:, kept], y[kept], 1.0).predict(K[r : r + 1, kept])[0])
+        assert float(held.outputs[r]) * f > 0
+
+
+def test_a_smooth_kernel_whose_small_directions_count_is_solved():
+    """A class weight of 61: what directions of size 1e-9 add up to is no longer small."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(42, 2, generator=generator).double()
+    y = torch.where(torch.arange(42) % 2 == 0, 1.0, -1.0).double()
+    K = torch.exp(-torch.cdist(X, X).square() / 1400)
+    weight = torch.where(y > 0, 61.0, 1.0).double()
+    ((problem, full),) = solve_problems("test", K, y, (14.0 * weight)[None])
+    assert exact.relative_gap(problem, full) <= 1e-8
+
+
+def test_what_rounding_leaves_open_is_a_warning_that_names_the_gap():
+    K, y = unscaled(8, 1e5)
+    with pytest.warns(RuntimeWarning, match="svm: rounding .* relative duality gap is .*; scale the inputs"):
+        fit = svm(K, y, 100.0)
+    assert exact_gap(K, y, 100.0, fit) <= 1e-2
+
+
+def test_relative_gap_counts_what_passes_a_bound():
+    K, y = unscaled(0, 1.0)
+    ((problem, full),) = solve_problems("test", K, y, torch.ones_like(y)[None])
+    assert exact.relative_gap(problem, full) <= 1e-12
+    beyond = full._replace(alpha=full.alpha + 0.5 * problem.box * full.upper * (problem.y > 0), slip=0.5)
+    assert exact.relative_gap(problem, beyond) > 1e-3
+
+
+def test_bordered_solves_for_points_whose_lengths_span_eight_orders():
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(6, 8, generator=generator).double() * 10.0 ** torch.arange(-4.0, 2.0)[:, None]
+    K = X @ X.T
+    a = torch.randn(2, 6, generator=generator).double() / K.diagonal().sqrt()
+    b = torch.tensor([0.3, -2.0]).double()
+    found_b, found_a = Bordered(K).solve(a.sum(1), a @ K + b[:, None])
+    assert_close(found_b, b, rtol=1e-9, atol=1e-9)
+    assert_close(found_a, a, rtol=1e-8, atol=0)
+
+
+def test_a_short_point_is_independent_of_a_long_one_and_a_combination_is_not():
+    X = torch.tensor([[1e4, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
+    system = Bordered((X @ X.T).double())
+    assert not system.regular(1e-8)
+    kept = system.independent(1e-8)
+    assert int(kept.sum()) == 4
+    assert bool(kept[0])
+    assert Bordered((X @ X.T).double()[:3, :3]).regular(1e-8)
+
+
+def test_copies_of_the_origin_depend_on_each_other():
+    X = torch.tensor([[0.0], [0.0], [1e3], [1.0]]).double()
+    assert int(Bordered(X @ X.T).independent(1e-8).sum()) == 2
+
+
+def test_an_accurate_product_keeps_what_cancels():
+    a = torch.tensor([1e16, 1.0, -1e16]).double()
+    K = torch.tensor([[1.0, 1.0, 1.0], [3.0, 1 / 3, 3.0]]).double()
+    assert_close(accurate_product(K, a), K[:, 1], rtol=1e-12, atol=0)
+
+
+def test_an_indefinite_matrix_within_rounding_is_factored():
+    K = torch.ones(3, 3, dtype=torch.float64)
+    K.diagonal().sub_(torch.tensor([0.0, 1e-15, 1e-15]))
+    assert bool(Dense(K).factor(torch.zeros(3, dtype=torch.float64)))
+    assert not bool(Dense(-K).factor(torch.zeros(3, dtype=torch.float64)))
+
+
+def test_the_last_digit_is_nearer_than_the_first_steps():
+    K, y = unscaled(3, 10.0)
+    K, box = K / K.diagonal().mean(), 100 * K.diagonal().mean() * torch.ones_like(y)
+    gaps = []
+    for steps in (5, 12, 100):
+        alpha, _, _, bias = to_the_last_digit(K, y, box, steps=steps)
+        margin = y * (K @ (alpha * y) + bias) - 1
+        gaps.append(float(exact.duality_gap(alpha, margin, box) / alpha.sum()))
+    assert all(later <= earlier for earlier, later in pairwise(gaps))
+    assert gaps[-1] <= 1e-9
