@@ -78,12 +78,12 @@ def leave_one_out_by_smo(
         boxes = box.expand(len(part), -1).scatter(1, part[:, None], 0.0)
         start = _start(alpha, y, boxes, K[part]) if options.seed else torch.zeros_like(boxes)
         end = _solve(K, y, boxes, start, epsilon, options, part if with_bound else None)
-        with_bound = with_bound and bool((end.stopped_by > 0).double().mean() >= _USEFUL)
         outputs[part], certified[part], by[part] = _outcome(K, y, end, part)
         by[part[(end.violation > epsilon) & (end.stopped_by == 0)]] = code.CUT
         # The column of the row itself is read to take it out, or else for the bound.
-        begun = _moved(start, alpha) if options.seed else int(options.bound)
+        begun = _moved(start, alpha) if options.seed else int(with_bound)
         steps[part], columns[part] = end.steps, end.columns + begun
+        with_bound = with_bound and bool((end.stopped_by > 0).double().mean() >= _USEFUL)
     if not values:
         outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
     return RowOutcome(outputs, certified, by, steps, columns, None)
