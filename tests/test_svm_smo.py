@@ -156,14 +156,17 @@ def poured(amount: float, room: Tensor, near: Tensor) -> Tensor:
     return taken
 
 
-def seed_by_hand(K: Tensor, y: Tensor, C: float, alpha: Tensor, r: int) -> Tensor:
-    """alpha without row r: what it held goes to its class, then comes off the other one."""
+def moved_by_seeding(K: Tensor, y: Tensor, C: float, alpha: Tensor, r: int) -> int:
+    """Coefficients that change when what row r held goes to its class, then comes off the other one."""
     start, own = alpha.clone(), y == y[r]
     start[r] = 0
     given = poured(float(alpha[r]), torch.where(own, C - start, 0.0).index_fill(0, torch.tensor(r), 0), K[r])
     start += given
     start -= poured(float(alpha[r] - given.sum()), torch.where(own, 0.0, start), K[r])
-    return start
+    box = torch.full_like(y, C).index_fill(0, torch.tensor(r), 0)
+    seed = seed_without(alpha[None], y[None], box[None], K[r : r + 1])[0]
+    assert_close(seed, start, rtol=0, atol=1e-12)
+    return int((seed != alpha).sum())  # to the last digit, which seeding may leave somewhere too
 
 
 def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
@@ -188,7 +191,7 @@ def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
 def test_iterations_and_columns_are_those_of_a_loop_that_counts(seed, working, monkeypatch):
     X, y = toy(5, n=20, d=3)
     K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
-    alpha = fit.coef * y
+    alpha = (fit.coef * y).clamp_min(0)
     rounds, changes = counted(monkeypatch)
     held = leave_one_out_by_smo(K, y, box, fit, True, 1e-3, SMOOptions(seed=seed, working=working))
     rows = (alpha > 0).nonzero()[:, 0].tolist()
@@ -197,7 +200,7 @@ def test_iterations_and_columns_are_those_of_a_loop_that_counts(seed, working, m
         if r not in rows:
             assert held.iterations[r] == held.columns[r] == 0
             continue
-        begun = int(((seed_by_hand(K, y, 2.0, alpha, r) - alpha).abs() > 1e-12).sum()) if seed else 0
+        begun = moved_by_seeding(K, y, 2.0, alpha, r) if seed else 0
         assert begun >= 2 * seed  # the row and one that takes what it held
         name = rows.index(r)
         assert int(held.columns[r]) == changes[name] + begun
@@ -222,11 +225,11 @@ def test_the_bound_without_a_seed_reads_the_column_of_its_row(bound, monkeypatch
 
 def test_columns_of_clusters_count_what_seeding_moves(monkeypatch):
     X, y = toy(24, n=30)
-    K, alpha = rbf(X), svm(rbf(X), y, 3.0).coef * y
+    K, alpha = rbf(X), (svm(rbf(X), y, 3.0).coef * y).clamp_min(0)
     _, changes = counted(monkeypatch)
     held = svm_lco(K, y, 3.0, range(30), method="smo")
     for r in range(30):
-        begun = int(((seed_by_hand(K, y, 3.0, alpha, r) - alpha).abs() > 1e-12).sum())
+        begun = moved_by_seeding(K, y, 3.0, alpha, r)
         assert int(held.kernel_columns[r]) == changes[r] + begun
         assert bool(held.iterations[r] > 0) == bool(changes[r] > 0)
     assert sum(changes.values()) > 30
