@@ -1,9 +1,10 @@
-"""The machines that the contract is about, each with its delete-and-refit, and problems to try them on."""
+"""The machines of the contract (CASES: of least squares), each with its delete-and-refit, and problems."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import reference
+import reference_svm
 import torch
 from torch import Tensor
 
@@ -21,6 +22,18 @@ class Case:
     make: Callable[..., torch.nn.Module]
     refit: Callable[[Tensor, Tensor, Tensor, Tensor, object], Tensor]
     labels: bool = False
+    penalty: str = "reg"
+    """The parameter that `make` sets: reg, or C to its inverse."""
+
+    @property
+    def least_squares(self) -> bool:
+        """Has a linear smoother: leverages, variances, paths in reg, a solution with derivatives."""
+        return self.penalty == "reg"
+
+    @property
+    def coded(self) -> bool:
+        """What a row is coded as depends on all labels, and K has one feature for each row."""
+        return self.name == "kfd"
 
     def targets(self, Y: Tensor) -> Tensor:
         """Targets that suit the machine."""
@@ -67,6 +80,11 @@ def _sparse(X, Y, reg, weight, clusters):
     return reference.sparse_lssvm(gram(Z, Z, "rbf"), gram(X, Z, "rbf"), Y, reg, weight, clusters)
 
 
+def _svc(X, Y, reg, weight, clusters):
+    K, box = gram(X, X, "rbf"), weight / reg
+    return torch.from_numpy(reference_svm.held_out(K.numpy(), Y.numpy(), box.numpy(), clusters))
+
+
 def _all_rows(X, Y, reg, weight, clusters):
     K = gram(X, X, "rbf")
     return reference.sparse_lssvm(K, K, Y, reg, weight, clusters)
@@ -83,6 +101,11 @@ CASES = [
     Case("sparse", lambda reg=1.0: tl.SparseLSSVM(KERNEL["rbf"](), reg, basis=BASIS), _sparse),
 ]
 IDS = [case.name for case in CASES]
+
+MACHINES = [
+    *CASES,
+    Case("svc", lambda reg=1.0: tl.SVC(KERNEL["rbf"](), 1 / reg), _svc, labels=True, penalty="C"),
+]
 
 
 def problem(

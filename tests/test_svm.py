@@ -285,20 +285,6 @@ def test_a_batch_equals_its_loop():
         assert_close(batch.outputs[t], svm_loo(K[t], y, C[t]).outputs)
 
 
-def test_the_margin_of_the_target_never_rises_on_its_way_out():
-    from torchloo.svm.fit import solve_problems
-    from torchloo.svm.unlearn import unlearn
-
-    X, y = toy(14)
-    ((problem, full),) = solve_problems("test", rbf(X), y, torch.full((1, len(y)), 5.0, dtype=y.dtype))
-    target = (full.alpha > 1e-6).nonzero()[:, 0]
-    last = problem.y[target] * (problem.y * (1 + full.margin))[target]
-    for share in (0.25, 0.5, 0.75, 1.0):
-        margin = problem.y[target] * unlearn(problem, full, target, share * full.alpha[target]).output
-        assert bool((margin <= last + 1e-9).all())
-        last = margin
-
-
 def test_the_only_row_of_a_class_leaves_the_other_label():
     X, y = toy(15)
     y = -torch.ones_like(y)

@@ -1,14 +1,18 @@
 """The SMO, its inner solver, the bound and the checks, against plain refits by enumeration."""
 
+import sys
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_svm import loo_by_enumeration, svm_by_enumeration
 from svm_problems import problems, rbf, toy
+from torch import Tensor
 from torch.testing import assert_close
 
-from torchloo.svm import svm, svm_loo
+from torchloo.svm import svm, svm_lco, svm_loo
 from torchloo.svm.checks import sufficiency_checks
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.inner import box_qp
@@ -141,3 +145,142 @@ def test_a_problem_that_gets_no_nearer_is_given_up():
     end = smo(K, y[None], box, torch.zeros_like(box), epsilon=0.0, patience=3)
     assert int(end.waited) <= 3
     assert float(end.violation) < 1e-3
+
+
+def poured(amount: float, room: Tensor, near: Tensor) -> Tensor:
+    """What each row takes of the amount, the nearest first."""
+    taken = torch.zeros_like(room)
+    for i in near.argsort(descending=True).tolist():
+        taken[i] = min(amount, float(room[i]))
+        amount -= float(taken[i])
+    return taken
+
+
+def moved_by_seeding(K: Tensor, y: Tensor, C: float, alpha: Tensor, r: int) -> int:
+    """Coefficients that change when what row r held goes to its class, then comes off the other one."""
+    start, own = alpha.clone(), y == y[r]
+    start[r] = 0
+    given = poured(float(alpha[r]), torch.where(own, C - start, 0.0).index_fill(0, torch.tensor(r), 0), K[r])
+    start += given
+    start -= poured(float(alpha[r] - given.sum()), torch.where(own, 0.0, start), K[r])
+    box = torch.full_like(y, C).index_fill(0, torch.tensor(r), 0)
+    seed = seed_without(alpha[None], y[None], box[None], K[r : r + 1])[0]
+    assert_close(seed, start, rtol=0, atol=1e-12)
+    return int((seed != alpha).sum())  # to the last digit, which seeding may leave somewhere too
+
+
+def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
+    """Rounds that change something and the coefficients that they change, by the number of the problem."""
+    module = sys.modules["torchloo.svm.smo"]
+    improve, rounds, changes = module._improve, Counter(), Counter()
+
+    def watched(flat, state, *others):
+        before = state.alpha.clone()
+        moved = improve(flat, state, *others)
+        for name, changed in zip(state.name.tolist(), (state.alpha != before).sum(1).tolist(), strict=True):
+            rounds[name] += changed > 0
+            changes[name] += changed
+        return moved
+
+    monkeypatch.setattr(module, "_improve", watched)
+    return rounds, changes
+
+
+@pytest.mark.parametrize("seed", [True, False])
+@pytest.mark.parametrize("working", [2, 8])
+def test_iterations_and_columns_are_those_of_a_loop_that_counts(seed, working, monkeypatch):
+    X, y = toy(5, n=20, d=3)
+    K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
+    alpha = (fit.coef * y).clamp_min(0)
+    rounds, changes = counted(monkeypatch)
+    held = leave_one_out_by_smo(K, y, box, fit, True, 1e-3, SMOOptions(seed=seed, working=working))
+    rows = (alpha > 0).nonzero()[:, 0].tolist()
+    assert len(rows) >= 10
+    for r in range(20):
+        if r not in rows:
+            assert held.iterations[r] == held.columns[r] == 0
+            continue
+        begun = moved_by_seeding(K, y, 2.0, alpha, r) if seed else 0
+        assert begun >= 2 * seed  # the row and one that takes what it held
+        name = rows.index(r)
+        assert int(held.columns[r]) == changes[name] + begun
+        if working == 2:
+            assert int(held.iterations[r]) == rounds[name] == changes[name] / 2
+        else:
+            assert int(held.iterations[r]) >= rounds[name]
+    assert sum(rounds.values()) > len(rows)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_bound_without_a_seed_reads_the_column_of_its_row(bound, monkeypatch):
+    X, y = toy(5, n=20, d=3)
+    K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
+    monkeypatch.setattr("torchloo.svm.loo_smo._TRIALS", 20)
+    _, changes = counted(monkeypatch)
+    held = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions(seed=False, bound=bound))
+    opened = torch.isin(held.resolved_by, torch.tensor([KKT, BOUND, BALL])).nonzero()[:, 0].tolist()
+    assert len(opened) >= 5
+    assert held.columns[opened].tolist() == [changes[name] + bound for name in range(len(opened))]
+
+
+def test_columns_of_clusters_count_what_seeding_moves(monkeypatch):
+    X, y = toy(24, n=30)
+    K, alpha = rbf(X), (svm(rbf(X), y, 3.0).coef * y).clamp_min(0)
+    _, changes = counted(monkeypatch)
+    held = svm_lco(K, y, 3.0, range(30), method="smo")
+    for r in range(30):
+        begun = moved_by_seeding(K, y, 3.0, alpha, r)
+        assert int(held.kernel_columns[r]) == changes[r] + begun
+        assert bool(held.iterations[r] > 0) == bool(changes[r] > 0)
+    assert sum(changes.values()) > 30
+
+
+def test_columns_of_a_round_are_the_coefficients_that_it_changes():
+    X, y = toy(25, n=50)
+    box = torch.full((1, 50), 3.0, dtype=torch.float64)
+    end = smo(rbf(X)[None], y[None], box, torch.zeros_like(box), 1e-6, working=16, most_rounds=2)
+    assert int(end.columns) == int((end.alpha != 0).sum()) > 2
+
+
+@pytest.mark.parametrize("working", [16, 64])
+def test_problems_on_several_kernel_matrices_are_solved_as_each_alone(working, monkeypatch):
+    """Different kernels, boxes, labels and starts in one batch."""
+    X, y = toy(23, n=24, d=3)
+    K = torch.stack([rbf(X, 0.7), rbf(X, 2.0), X @ X.T])
+    table = torch.tensor([2, 0, 1, 1, 0, 2])
+    labels = torch.stack([y, y, y, -y, y.flip(0), y])
+    box = torch.tensor([1.0, 3.0, 0.3, 10.0, 1.0, 0.1], dtype=torch.float64)[:, None].repeat(1, 24)
+    box[[1, 3], [5, 7]] = 0  # rows left out
+    start = torch.zeros_like(box)
+    start[0] = smo(K[2:], labels[:1], box[:1], start[:1], 0.5).alpha[0]
+    _, changes = counted(monkeypatch)
+    together = smo(K, labels, box, start, 1e-8, table, working=working, most_rounds=1000)
+    assert torch.equal(together.table, table)
+    assert bool((together.violation <= 1e-8).all())
+    assert together.columns.tolist() == [changes[b] for b in range(6)]
+    for b, t in enumerate(table.tolist()):
+        one = slice(b, b + 1)
+        alone = smo(K[t : t + 1], labels[one], box[one], start[one], 1e-8, working=working)
+        assert_close(together.F[one], alone.F, rtol=1e-6, atol=1e-6)
+        assert_close(together.F[b], K[t] @ (together.alpha[b] * labels[b]) - labels[b])
+        assert_close(together.bias[one], alone.bias, rtol=1e-6, atol=1e-6)
+        assert int(together.steps[b]) > 0
+
+
+@pytest.mark.parametrize(("n", "rounds"), [(11, 100), (80, 125)])
+@pytest.mark.parametrize("function", [svm_loo, svm_lco])
+def test_rows_without_progress_are_given_up_after_a_hundred_sweeps(function, n, rounds, monkeypatch):
+    """Coefficients that go to and fro within rounding, as they may in boxes of 1e8."""
+    asked = []
+
+    def to_and_fro(flat, state, W, epsilon):
+        asked.append(len(W))
+        assert len(asked) <= rounds
+        return torch.ones(len(W), dtype=torch.bool)
+
+    monkeypatch.setattr(sys.modules["torchloo.svm.smo"], "_improve", to_and_fro)
+    X, y = toy(21, n=n)
+    held = function(rbf(X), y, 5.0, *([range(n)] if function is svm_lco else []), method="smo")
+    assert len(asked) == rounds
+    assert int((held.resolved_by == CUT).sum()) == asked[0] > 3
+    assert "not solved: out of rounds" in str(held)

@@ -37,6 +37,10 @@ class SMOOptions(NamedTuple):
     rule_every: int = 1
     """Rounds from one test of the bound to the next."""
 
+    patience: int = 100
+    """Sweeps, rounds whose working sets have n variables together, that may fail to halve the violation of
+    a problem; then it is left unsolved too."""
+
 
 def leave_one_out_by_smo(
     K: Tensor,
@@ -60,6 +64,9 @@ def leave_one_out_by_smo(
         by[by > code.UNUSED] = -1
         if not bool(strictly_inside(alpha, box).any()):  # b has an interval, which an unused row may bound
             by.fill_(-1)
+    alone = _only_of_its_class(y)
+    by[alone] = code.ONE_CLASS
+    outputs = torch.where(alone, -y, outputs)
     certified = by >= 0
     steps, columns = torch.zeros_like(by), torch.zeros_like(by)
     rows = (by < 0 if only is None else (by < 0) & only).nonzero()[:, 0]
@@ -71,15 +78,26 @@ def leave_one_out_by_smo(
         boxes = box.expand(len(part), -1).scatter(1, part[:, None], 0.0)
         start = _start(alpha, y, boxes, K[part]) if options.seed else torch.zeros_like(boxes)
         end = _solve(K, y, boxes, start, epsilon, options, part if with_bound else None)
-        with_bound = with_bound and bool((end.stopped_by > 0).double().mean() >= _USEFUL)
         outputs[part], certified[part], by[part] = _outcome(K, y, end, part)
         by[part[(end.violation > epsilon) & (end.stopped_by == 0)]] = code.CUT
         # The column of the row itself is read to take it out, or else for the bound.
-        begun = (start != alpha).sum(1) if options.seed else int(options.bound)
+        begun = _moved(start, alpha) if options.seed else int(with_bound)
         steps[part], columns[part] = end.steps, end.columns + begun
+        with_bound = with_bound and bool((end.stopped_by > 0).double().mean() >= _USEFUL)
     if not values:
         outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
     return RowOutcome(outputs, certified, by, steps, columns, None)
+
+
+def _only_of_its_class(y: Tensor) -> Tensor:
+    """Rows without which one class is left, (n,): what is left says the other label."""
+    positive = y > 0
+    return torch.where(positive, positive.sum() == 1, (~positive).sum() == 1)
+
+
+def _moved(start: Tensor, alpha: Tensor) -> Tensor:
+    """Kernel columns that bring u from the full machine's to that of each start (B, n), (B,)."""
+    return (start != alpha).sum(1)
 
 
 def _start(alpha: Tensor, y: Tensor, boxes: Tensor, near: Tensor) -> Tensor:
@@ -99,9 +117,10 @@ def _solve(
     """The SMO on problems (B, n) of one kernel matrix, with the bound if rows left out are given."""
     labels = y.expand_as(start).contiguous()
     rule = None if target is None else DualBound(K, start, y, target)
+    rounds = -(-options.patience * len(y) // min(options.working, len(y)))
     return smo(
         K[None], labels, boxes, start, epsilon, None, rule,
-        options.working, options.most_rounds, options.rule_every,
+        options.working, options.most_rounds, options.rule_every, rounds,
     )  # fmt: skip
 
 
@@ -142,6 +161,5 @@ def leave_clusters_out_by_smo(
     one_class = ~(positive & negative)
     outputs = torch.where(one_class, torch.where(positive, 1.0, -1.0).to(outputs), outputs)
     by = by.masked_fill(one_class, code.ONE_CLASS)
-    return RowOutcome(
-        outputs, (sign * outputs > 0) | one_class, by, end.steps[member], end.columns[member], None
-    )
+    columns = end.columns + _moved(start, alpha)
+    return RowOutcome(outputs, (sign * outputs > 0) | one_class, by, end.steps[member], columns[member], None)

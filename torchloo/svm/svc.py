@@ -1,6 +1,7 @@
 """SVC: the support vector machine as a module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,21 @@ from torchloo.svm.loo import svm_loo
 
 __all__ = ["SVC"]
 
+_FUNCTIONS = ("svm", "svm_loo", "svm_lco")
+
+
+@contextmanager
+def _said_by_svc() -> Iterator[None]:
+    """Errors of the functions in the words of who has called the module: there is no K, but a kernel of X."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as failure:
+        function, _, reason = str(failure).partition(": ")
+        if function not in _FUNCTIONS:
+            raise
+        said = reason.replace("K must", "kernel(X) must", 1).replace("of K", "of kernel(X)")
+        raise type(failure)(f"svc: {said}") from failure
+
 
 class SVC(KernelMachine):
     """Support vector classifier with an exact, certified leave-one-out; see `svm` and `svm_loo`.
@@ -25,8 +41,9 @@ class SVC(KernelMachine):
     class k, one class against the rest, and the class with the largest output is the predicted one. There
     is one machine for each column, all over one kernel matrix and solved as one batch, which takes the
     time and the memory of as many problems. A weight multiplies C row by row, which is how classes get a
-    C of their own. Decision values of leave-one-out are differentiable in X, C, weight and the parameters
-    of the kernel; the coefficients themselves are not.
+    C of their own: weight=torch.where(y > 0, 3.0, 1.0).to(X) makes errors on +1 three times as dear.
+    Decision values of leave-one-out are differentiable in X, C, weight and the parameters of the kernel;
+    the coefficients themselves are not.
 
     Args:
         kernel: a kernel of torchloo.kernels.
@@ -47,7 +64,8 @@ class SVC(KernelMachine):
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> SVMFit:
         """The trained machine; not differentiable."""
         problems, flat = self._problems(X, y, weight)
-        return svm(**problems).with_outputs(flat)
+        with _said_by_svc():
+            return svm(**problems).with_outputs(flat)
 
     @torch.no_grad()
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
@@ -107,7 +125,8 @@ class SVC(KernelMachine):
     ) -> SVMHeldOut:
         """The answer of `svm_loo` or `svm_lco`, in the shape of y."""
         problems, flat = self._problems(X, y, weight)
-        return function(**problems, **options).with_outputs(flat)
+        with _said_by_svc():
+            return function(**problems, **options).with_outputs(flat)
 
     def _problems(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple[dict[str, Any], bool]:
         """The columns of y as the last batch axis of problems that share K, and whether y came as a vector.

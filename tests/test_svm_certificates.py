@@ -1,0 +1,209 @@
+"""What settles a row without solving to the end: the checks of Table 1, E2 and the dual bound."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from svm_problems import problems, rbf, toy
+from torch import Tensor
+from torch.testing import assert_close
+
+from torchloo.svm import RESOLVED_BY, bound, loo_smo, svm, svm_loo
+from torchloo.svm.fit import solve_problems
+from torchloo.svm.held_out import BALL, BOUND, KKT
+from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.rows import RowOutcome
+from torchloo.svm.unlearn import unlearn
+
+CHECKS = ("check 1: not a support vector", "check 2: the full machine errs", "check 3: Joachims")
+E2 = "E2: norm of the change"
+
+
+def refit(K: Tensor, y: Tensor, C: float, r: int) -> float:
+    """Decision value at row r of the machine trained on the others."""
+    keep = torch.arange(len(y)) != r
+    return svm(K[keep][:, keep], y[keep], C).predict(K[r : r + 1, keep]).item()
+
+
+def first_that_applies(K: Tensor, y: Tensor, alpha: Tensor, f: Tensor, r: int) -> str | None:
+    """Table 1 and E2 for one row, as the formulas stand; the machine has a free support vector."""
+    n = len(y)
+    if alpha[r] == 0:
+        return CHECKS[0]
+    e = (y[r] * f[r]).item()
+    if e < 0:
+        return CHECKS[1]
+    values = []
+    for i in range(n):
+        if i != r:
+            c = (y[r] * (y[i] - f[i] + f[r])).item()
+            A = (alpha[r] * (K[i, i] + K[r, r] - 2 * K[i, r])).clamp_min(0).sqrt().item()
+            v = max(e**0.5, A / 2)
+            values.append(c + v**2 - A * v - e)
+    same_class = sum(1 for i in range(n) if i != r and y[i] == y[r])
+    if sorted(values)[same_class - 1] <= 0:
+        return None
+    R2 = max((K[i, i] - K[i, j]).item() for i in range(n) for j in range(n))
+    return CHECKS[2] if 2 * alpha[r].item() * R2 + max(0.0, 1 - e) < 1 else E2
+
+
+@pytest.mark.parametrize("method", ["auto", "smo"])
+@pytest.mark.parametrize(("seed", "C"), [(0, 0.5), (1, 0.5)])
+def test_every_check_settles_the_rows_that_its_formula_says_and_the_refit_confirms(method, seed, C):
+    X, y = toy(seed, n=40)
+    K = rbf(X)
+    fit = svm(K, y, C)
+    expected = [first_that_applies(K, y, fit.coef * y, fit.outputs, r) for r in range(40)]
+    assert all(expected.count(name) >= 5 for name in (*CHECKS, E2))
+    held = svm_loo(K, y, C, method=method, values=False)
+    for r, name in enumerate(expected):
+        received = RESOLVED_BY[held.resolved_by[r]]
+        if name is None:
+            assert received not in (*CHECKS, E2)
+            continue
+        assert received == name
+        assert held.certified[r]
+        assert held.iterations[r] == held.kernel_columns[r] == 0
+        assert held.errors[r] == (name == CHECKS[1]) == (y[r] * refit(K, y, C, r) < 0)
+
+
+def test_checks_that_need_labels_only_give_no_values():
+    X, y = toy(0, n=40)
+    for method in ("auto", "smo"):
+        held = svm_loo(rbf(X), y, 0.5, method=method)
+        names = {RESOLVED_BY[by] for by in held.resolved_by.unique()}
+        assert CHECKS[0] in names
+        assert names.isdisjoint({*CHECKS[1:], E2})
+
+
+@pytest.mark.parametrize("method", ["auto", "path", "smo"])
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("label", [1.0, -1.0])
+def test_the_only_row_of_a_class_is_settled_by_what_is_left(method, values, label):
+    X, y = toy(15)
+    y = torch.full_like(y, -label)
+    y[4] = label
+    held = svm_loo(rbf(X), y, 1.0, method=method, values=values)
+    assert RESOLVED_BY[held.resolved_by[4]] == "one class left"
+    assert held.outputs[4] == -label
+    assert held.errors[4]
+    assert held.certified[4]
+    assert held.iterations[4] == held.kernel_columns[4] == 0
+    assert int((held.resolved_by == held.resolved_by[4]).sum()) == 1
+
+
+class Counting:
+    """A stop rule that proves +1 of the first `proved` of ten rows at once, and remembers who was asked."""
+
+    asked: list[list[int]]
+    proved: int
+
+    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor) -> None:
+        self.target = target
+        type(self).asked.append(target.tolist())
+
+    def take(self, rows: Tensor) -> None:
+        self.target = self.target[rows]
+
+    def advance(self, state) -> Tensor:
+        done = torch.isin(self.target, torch.tensor(type(self).asked[0][: type(self).proved]))
+        state.stopped_by, state.sign = done.long() * bound.BOUND, done.to(state.y)
+        return done
+
+
+@pytest.mark.parametrize("proved", [0, 4, 5, 10])
+def test_the_bound_goes_on_if_it_settles_half_of_the_first_ten_open_rows(proved, monkeypatch):
+    X, y = toy(8, n=60)
+    K, box = rbf(X), torch.full((60,), 5.0, dtype=torch.float64)
+    fit = svm(K, y, 5.0)
+    opened = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions(bound=False))
+    rows = (opened.resolved_by == KKT).nonzero()[:, 0].tolist()
+    assert len(rows) > 20
+    rule = type("Rule", (Counting,), {"asked": [], "proved": proved})
+    monkeypatch.setattr(loo_smo, "DualBound", rule)
+    end = leave_one_out_by_smo(K, y, box, fit, False, 1e-3)
+    assert rule.asked == ([rows[:10], rows[10:]] if proved >= 5 else [rows[:10]])
+    assert (end.resolved_by == BOUND).nonzero()[:, 0].tolist() == rows[:proved]
+
+
+def by_sets_of_eight(K: Tensor, y: Tensor, C: float) -> RowOutcome:
+    box = torch.full_like(y, C)
+    return leave_one_out_by_smo(K, y, box, svm(K, y, C), False, 1e-3, SMOOptions(working=8))
+
+
+def H_of(K: Tensor, y: Tensor, r: int, beta: Tensor) -> float:
+    """sum beta - 1/2 sum beta_i beta_j y_i y_j k'_ij for f(x_r) = 0."""
+    centred = K - K[r][:, None] - K[r][None] + K[r, r]
+    a = beta * y
+    return (beta.sum() - a @ centred @ a / 2).item()
+
+
+def highest_H(K: Tensor, y: Tensor, box: Tensor, r: int, beta: Tensor, movable: list[int]) -> float:
+    """The maximum of H over some coordinates, one after the other until nothing moves."""
+    centred = K - K[r][:, None] - K[r][None] + K[r, r]
+    beta = beta.clone()
+    for _ in range(10_000):
+        before = beta.clone()
+        for i in movable:
+            h = 1 - y[i] * (centred[i] @ (beta * y))
+            beta[i] = (beta[i] + h / centred[i, i]).clamp(0, box[i])
+        if (beta - before).abs().max() < 1e-9 * box.max():
+            return H_of(K, y, r, beta)
+    raise AssertionError("coordinate ascent has not ended")
+
+
+def test_raising_the_bound_maximises_it_over_the_columns_read(monkeypatch):
+    X, y = toy(0, n=12, d=3)
+    K, box = rbf(X), torch.full((12,), 3.0, dtype=torch.float64)
+    others = {r: [i for i in range(12) if i != r] for r in range(12)}
+    best = {r: highest_H(K, y, box, r, torch.zeros_like(y), others[r]) for r in range(12)}
+    rises = []
+
+    class Watched(bound.DualBound):
+        def _raise(self, s, rows):
+            before = self.beta.clone()
+            super()._raise(s, rows)
+            assert bool(((self.beta >= 0) & (self.beta <= s.box)).all())
+            assert_close(self.v, (self.beta * y) @ K)
+            for b in rows.tolist():
+                r, read = int(self.target[b]), s.read[b].nonzero()[:, 0].tolist()
+                low, high = H_of(K, y, r, before[b]), H_of(K, y, r, self.beta[b])
+                assert high == pytest.approx(highest_H(K, y, box, r, before[b], read), abs=1e-6)
+                assert low - 1e-9 <= high <= best[r] + 1e-6
+                rises.append((high - low) / (best[r] - low))
+
+    monkeypatch.setattr(loo_smo, "DualBound", Watched)
+    leave_one_out_by_smo(K, y, box, svm(K, y, 3.0), False, 1e-3, SMOOptions(working=4))
+    assert len(rises) >= 20
+    assert max(rises) > 0.5  # of what was left to gain
+
+
+def test_the_maximised_bound_settles_rows_sooner_than_the_gap_ball(monkeypatch):
+    X, y = toy(3, n=30, d=3)
+    K = rbf(X)
+    raised = by_sets_of_eight(K, y, 3.0)
+    monkeypatch.setattr(bound.DualBound, "_raise", lambda self, state, rows: None)
+    idle = by_sets_of_eight(K, y, 3.0)
+    settled = raised.resolved_by == BOUND
+    assert int(settled.sum()) >= 15
+    assert int((idle.resolved_by == BALL).sum()) >= 15
+    assert int(raised.columns.sum()) < 0.8 * int(idle.columns.sum())
+    for r in settled.nonzero()[:, 0].tolist():
+        assert raised.outputs[r] * refit(K, y, 3.0, r) > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems())
+def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
+    """The optimal value is concave in alpha_r, so y_r f(x_r) falls with it: the path's early stop."""
+    K, y, C = problem
+    ((merged, full),) = solve_problems("test", K, y, torch.full((1, len(y)), C, dtype=y.dtype))
+    held = full.alpha
+    target = (held > 1e-6 * held.max()).nonzero()[:, 0]
+    margin = 1 + full.margin[target]
+    # Coefficients of size C carry rounding of size 1e-16 C times the condition of the free set.
+    rounding = 1e-7 * max(1.0, C / 1e3)
+    for share in (0.2, 0.4, 0.6, 0.8, 1.0):
+        end = unlearn(merged, full, target, share * held[target])
+        later = torch.where(end.proved, merged.y[target] * end.output, margin)
+        assert bool((later <= margin + rounding * (1 + margin.abs())).all())
+        margin = later
