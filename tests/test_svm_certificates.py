@@ -207,3 +207,14 @@ def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
         later = torch.where(end.proved, merged.y[target] * end.output, margin)
         assert bool((later <= margin + rounding * (1 + margin.abs())).all())
         margin = later
+
+
+def test_a_proof_is_believed_where_the_output_is_exactly_zero():
+    """The bias at which the SMO stops for row 2 is 0, and so is f there; its sign is proved to be -1."""
+    x = torch.tensor([2.0, 0.0, 0.0, -2.0, 0.0, 0.0], dtype=torch.float64)
+    y = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    K = x[:, None] * x
+    held = svm_loo(K, y, 1.0, method="smo", values=False)
+    exact = svm_loo(K, y, 1.0)
+    assert bool(held.certified.all())
+    assert held.errors.tolist() == exact.errors.tolist()

@@ -8,9 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from torchloo.svm import exact, svm, svm_loo
+from torchloo.svm.accurate import accurate_product
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.interior import to_the_last_digit
-from torchloo.svm.systems import Bordered, Dense, accurate_product
+from torchloo.svm.systems import Bordered, Dense
 
 
 def unscaled(seed, size, n=40):

@@ -17,11 +17,10 @@ coefficient to its bound, nor the margin of another variable to its wrong side, 
 is the optimal one, and these bounds hold for the optimum.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
+from torchloo.svm.accurate import leading
 from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.tableau import bordered_inverse
 
@@ -63,7 +62,7 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     a, box = held.alpha * y, held.weight()
     unit = torch.finfo(K.dtype).eps / 2
     of_sum = (len(y) + 8) * unit  # of the sum of the sizes, in any order
-    K_lead, a_lead = _leading(K), _leading(a)
+    K_lead, a_lead = leading(K), leading(a)
     K_rest, a_rest, lead = K - K_lead, a - a_lead, a_lead @ K_lead.T
     rest = a_lead @ K_rest.T + a_rest @ K
     miss = y - bias[:, None] - lead - rest
@@ -72,14 +71,6 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     imbalance = (a_lead.sum(1) + a_rest.sum(1)).abs() * (1 + unit) + of_sum * a_rest.abs().sum(1)
     rows = zip(held.alpha, box, miss, rounding, imbalance, strict=True)
     return torch.stack([_of_one(K, y, *row) for row in rows]) + (held.u - lead - rest).abs()
-
-
-def _leading(x: Tensor) -> Tensor:
-    """Rows (..., m) to so many bits of their largest number that products of two rows are summed exactly."""
-    bits = (53 - math.ceil(math.log2(x.shape[-1]))) // 2
-    _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
-    step = torch.ldexp(torch.ones_like(x[..., :1]), exponent - bits)
-    return (x / step).round() * step
 
 
 def _of_one(

@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.accurate import accurate_product
 from torchloo.svm.interior import first_solutions, to_the_last_digit
 from torchloo.svm.merge import Problem
 from torchloo.svm.path import follow
 from torchloo.svm.state import Base
-from torchloo.svm.systems import Bordered, accurate_product
+from torchloo.svm.systems import Bordered
 from torchloo.svm.tableau import pivot_transform
 
 __all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]

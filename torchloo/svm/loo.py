@@ -124,4 +124,9 @@ def _outcomes(
         solved = solve_problems("svm_loo", in_double(K), y.double(), boxes.double())
         machines.update(zip(family, solved, strict=True))
     in_turn = [machines[number] for number in range(len(problems))]
-    return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)
+    try:
+        return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)
+    except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
+        raise ValueError(
+            "svm_loo: K is too ill-conditioned to follow its paths; scale the inputs or use a smaller C"
+        ) from failure

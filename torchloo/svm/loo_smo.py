@@ -131,7 +131,7 @@ def _outcome(K: Tensor, y: Tensor, end: SMOState, rows: Tensor) -> tuple[Tensor,
     ball = gap_ball_sign(K, y, Held(end.alpha, u, end.box, rows), end.bias).sign
     sign = torch.where(end.sign != 0, end.sign, ball)
     # A rule proves the sign of the machine with its own bias, not with the midpoint: believe the proof.
-    f = torch.where(sign * f < 0, sign * torch.finfo(f.dtype).tiny, f)
+    f = torch.where((sign != 0) & (sign * f <= 0), sign * torch.finfo(f.dtype).tiny, f)
     by = torch.where(
         end.stopped_by == BOUND, code.BOUND, torch.where(end.stopped_by > 0, code.BALL, code.KKT)
     )

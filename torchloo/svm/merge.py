@@ -59,7 +59,9 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
     first = order[starts][run]  # (n,) a representative of each run
     same = order == first
     doubt = (~same).nonzero()[:, 0]
-    same[doubt] = (K[order[doubt]] - K[first[doubt]]).abs().amax(-1) <= 1e-13 * size
+    length = K.diagonal().clamp_min(0).sqrt()  # rounding of k_ij is relative to both
+    differs = (K[order[doubt]] - K[first[doubt]]).abs() > 1e-13 * length[first[doubt]][:, None] * length
+    same[doubt] = ~differs.any(-1)
     label = torch.empty(n, dtype=torch.long, device=K.device)
     label[order] = torch.where(same, first, order)
     label = 2 * label + (y > 0)

@@ -10,9 +10,7 @@ nothing of a common size may be added to K, and a pivot is compared to the diago
 import torch
 from torch import Tensor
 
-from torchloo.svm.active import _leading
-
-__all__ = ["Bordered", "Dense", "LowRank", "accurate_product"]
+__all__ = ["Bordered", "Dense", "LowRank"]
 
 _RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
@@ -122,9 +120,3 @@ class Bordered:
         a = torch.cholesky_solve(rest.T, self.L).T
         a[:, j] = top - a.sum(1)
         return rhs[:, j] - a @ self.K_j, a
-
-
-def accurate_product(K: Tensor, a: Tensor) -> Tensor:
-    """K a, in two parts as in `value_error`: the sum of the leading bits is exact."""
-    K_lead, a_lead = _leading(K), _leading(a)
-    return K_lead @ a_lead + ((K - K_lead) @ a_lead + K @ (a - a_lead))

@@ -1,0 +1,166 @@
+"""A point of Mehrotra's predictor-corrector method for the SVM dual, and the step from it."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.svm.systems import Dense, LowRank
+
+__all__ = ["Interior", "Iterate"]
+
+_SETTLED = 30.0  # a multiplier so many times the distance to its bound has won
+
+
+class Interior(NamedTuple):
+    """Interior points near the optimum; which multiplier wins tells the set of each variable."""
+
+    alpha: Tensor
+    """Coefficients strictly between 0 and the box, (..., m)."""
+
+    lower: Tensor
+    """Multipliers of alpha >= 0, (..., m)."""
+
+    upper: Tensor
+    """Multipliers of alpha <= box, (..., m)."""
+
+    bias: Tensor
+    """Offset, (..., 1)."""
+
+
+Number = Any
+"""A number of one machine, a float; those of several, (B, 1)."""
+
+
+class Iterate:
+    """The point of one machine or of several, its residuals, and the Newton step from it.
+
+    Note [Newton step]
+    X = (alpha, box - alpha) and their multipliers W = (lower, upper) are stacked as `values`,
+    (4, m) or (4, B, m). A step that should change the products X W by E - X W solves, with theta = sum
+    of W / X,
+
+        (K + theta) x = (y - u - b) + y * ((E / X)_1 - (E / X)_2),    (K + theta) eta = 1,
+        d_b = (1^T x - equality residual) / 1^T eta,   d_alpha = y * (x - d_b eta),
+        dX = (d_alpha, -d_alpha),   dW = E / X - W - (W / X) dX.
+
+    The predictor has E = 0, the corrector E = centre - dX dW of the predictor.
+    """
+
+    def __init__(self, y: Tensor, box: Tensor, values: Tensor, bias: Number, stuck: Number) -> None:
+        self.y, self.box, self.values, self.bias, self.stuck = y, box, values, bias, stuck
+        self.single, self.ones = box.ndim == 1, torch.ones_like(box)
+        self.sides = torch.stack([y, -y]) if self.single else torch.stack([y, -y])[:, None]
+
+    @classmethod
+    def start(cls, y: Tensor, box: Tensor) -> "Iterate":
+        """A fifth of the way into the box; of ten starts tried this took the fewest steps."""
+        one = torch.ones_like(box)
+        values = torch.stack([0.2 * box, 0.8 * box, one, one])
+        if box.ndim == 1:
+            return cls(y, box, values, 0.0, False)
+        zero = torch.zeros_like(box[:, :1])
+        return cls(y, box, values, zero, zero > 0)
+
+    def interior(self) -> Interior:
+        """The point as others see it."""
+        alpha, _, lower, upper = self.values
+        return Interior(alpha, lower, upper, alpha.new_tensor([self.bias]) if self.single else self.bias)
+
+    def take(self, rows: Tensor) -> "Iterate":
+        """The machines at `rows`."""
+        return Iterate(self.y, self.box[rows], self.values[:, rows], self.bias[rows], self.stuck[rows])
+
+    def without(self, keep: Tensor) -> "Iterate":
+        """The point of one machine without the variables that have settled."""
+        return Iterate(self.y[keep], self.box[keep], self.values[:, keep], self.bias, self.stuck)
+
+    def look(self, system: Dense | LowRank, pull: Tensor | None = None, total: float = 0.0) -> None:
+        """Residuals, with what the settled variables add to K (alpha * y) and to y^T alpha."""
+        a = self.values[0] * self.y
+        u = system.product(a)
+        self.miss = self.y - (u if pull is None else u + pull) - self.bias
+        self.equality_residual = -self._sum(a) - total
+        self.complementarity = self._sum(self.values[:2] * self.values[2:])
+
+    def solved(self, gap: float) -> Number:
+        """Rounding may hold residuals up for ever, but not the complementarity: then that decides."""
+        alpha, _, lower, upper = self.values
+        scale = self._sum(alpha)  # of the objective
+        closed = (self.complementarity <= gap * scale) | self.stuck
+        if closed is False:
+            return False
+        dual_residual = (self.y * self.miss).add_(lower).sub_(upper)
+        small = (dual_residual.abs().amax(-1, keepdim=True) <= gap) & (
+            abs(self.equality_residual) <= gap * scale
+        )
+        return closed & (small | (self.complementarity <= 1e-2 * gap * scale) | self.stuck)
+
+    def relative_gap(self) -> float:
+        """The duality gap of one machine, relative to the sum of alpha."""
+        short = self.y * self.miss  # of the margin
+        terms = self.values[0] * (-short).clamp_min(0) + self.values[1] * short.clamp_min(0)
+        return (self._sum(terms) + abs(self.bias * self.equality_residual)) / self._sum(self.values[0])
+
+    def settled(self) -> Tensor:
+        """Variables whose multiplier outweighs their distance to the bound by far."""
+        return (self.values[2:] > _SETTLED * self.values[:2]).any(0)
+
+    def step(self, system: Dense | LowRank) -> None:
+        """Predict, centre, correct, and go 0.995 of the way to the nearest bound.
+
+        A machine whose factorisation fails is stuck: its sets are as clear as rounding lets them be.
+        """
+        X, W = self.values[:2], self.values[2:]
+        slope = W / X
+        regular = system.factor(slope.sum(0))
+        if not bool(regular.all()):
+            self.stuck = self.single or self.stuck | ~regular[:, None]
+            if self.single:
+                return
+        x, eta = system.solve(torch.stack([self.miss, self.ones], -2)).unbind(-2)
+        response = eta, self._sum(eta)
+        d, _ = self._direction(x, response, slope, -W)
+        t = self._longest_step(d)
+        product = d[:2] * d[2:]
+        # X dW + W dX = -X W, so that the products after a step t need no new vectors.
+        after = 1 - t + t * t * self._sum(product) / self.complementarity
+        centre = self.complementarity / (2 * X.shape[-1]) * ((after + abs(after)) / 2) ** 3
+        push = (centre - product).div_(X)
+        rhs = torch.addcmul(self.miss, self.y, push[0] - push[1])
+        d, d_bias = self._direction(system.solve(rhs[..., None, :])[..., 0, :], response, slope, push - W)
+        t = 0.995 * self._longest_step(d)
+        values, bias = self._plus(self.values, t, d), self.bias + t * d_bias
+        values[1] = self.box - values[0]
+        if not self.single:
+            values, bias = (
+                torch.where(self.stuck, self.values, values),
+                torch.where(self.stuck, self.bias, bias),
+            )
+        self.values, self.bias = values, bias
+
+    def _direction(
+        self, x: Tensor, response: tuple[Tensor, Number], slope: Tensor, push: Tensor
+    ) -> tuple[Tensor, Number]:
+        """Change of `values` and of the bias, Note [Newton step]; the response is eta and its sum."""
+        eta, total = response
+        d_bias = (self._sum(x) - self.equality_residual) / total
+        dX = self.sides * self._plus(x, -d_bias, eta)
+        return torch.cat([dX, torch.addcmul(push, slope, dX, value=-1)]), d_bias
+
+    def _longest_step(self, d: Tensor) -> Number:
+        """The longest t <= 1 that keeps all values + t d nonnegative."""
+        ratio = d / self.values
+        if self.single:
+            return -1 / min(float(ratio.min()), -1.0)
+        return -1 / ratio.amin((0, 2)).clamp_max_(-1.0)[:, None]
+
+    def _sum(self, x: Tensor) -> Number:
+        """The sum over all but the machines."""
+        if self.single:
+            return float(x.sum())
+        return (x if x.ndim == 2 else x.sum(0)).sum(1, keepdim=True)
+
+    def _plus(self, x: Tensor, t: Number, d: Tensor) -> Tensor:
+        """x + t d."""
+        return torch.add(x, d, alpha=t) if self.single else torch.addcmul(x, t, d)
