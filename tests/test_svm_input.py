@@ -9,6 +9,9 @@ from svm_problems import rbf, toy
 from torch import Tensor
 
 import torchloo as tl
+from torchloo.svm import svm_lco, svm_loo
+from torchloo.svm.exact import solve_exactly
+from torchloo.svm.unlearn import unlearn_many
 
 N = 12
 CLUSTERS = [0, 1, 2] * 4
@@ -138,3 +141,57 @@ def test_a_weight_for_each_class_is_a_box_for_each_class():
     coef = machine.solve(X, y, weight=torch.where(y > 0, 3.0, 1.0).to(X)).coef
     assert coef.max().item() == pytest.approx(1.5)
     assert coef.min().item() == pytest.approx(-0.5)
+
+
+EYE = torch.eye(4, dtype=torch.float64)
+LABELS = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"epsilon": "x"}, ValueError, "svm_loo: epsilon must be positive and finite, got x"),
+        ({"epsilon": None}, ValueError, "svm_loo: epsilon must be positive and finite, got None"),
+        ({"values": None}, TypeError, "svm_loo: values must be True or False, got None"),
+        ({"rows": [True] * 4}, TypeError, r"svm_loo: rows must be a boolean tensor \(4,\), got list"),
+        (
+            {"K": -EYE},
+            ValueError,
+            "svm_loo: K must be positive semi-definite, its smallest eigenvalue is -1;",
+        ),
+        ({"C": torch.tensor([1.0, -2.0])}, ValueError, r"C must be positive and finite, got -2 at \(1,\)"),
+        ({"weight": placed(LABELS.abs(), 0.0, 3)}, ValueError, r"weight must be .*, got 0 at \(3,\)"),
+    ],
+)
+def test_bad_arguments_of_svm_loo_are_named_with_what_was_received(change, error, match):
+    with pytest.raises(error, match=match):
+        svm_loo(**({"K": EYE, "y": LABELS, "C": 1.0} | change))
+
+
+@pytest.mark.parametrize("function", [svm_loo, svm_lco])
+def test_errors_of_method_smo_name_the_function_that_was_called(function, monkeypatch):
+    def unsolved(problems):
+        wrong = {"slip": 1.0, "margin": torch.full_like(problems[0].y, -1.0)}
+        return [full._replace(**wrong) for full in solve_exactly(problems)]
+
+    monkeypatch.setattr("torchloo.svm.fit.solve_exactly", unsolved)
+    clusters = [range(4)] if function is svm_lco else []
+    with pytest.raises(ValueError, match=f"^{function.__name__}: no solution found"):
+        function(EYE, LABELS, 10.0, *clusters, method="smo")
+
+
+def test_what_is_solved_anew_counts_its_pairs_and_columns(monkeypatch):
+    X, y = toy(6, n=20)
+    held = svm_lco(rbf(X), y, 3.0, torch.arange(20) % 5)
+    assert bool((held.iterations > 0).all())
+    assert bool((held.kernel_columns > 0).all())
+
+    def nothing_proved(tasks, *others, **options):
+        ends = unlearn_many(tasks, *others, **options)
+        return [end._replace(proved=torch.zeros_like(end.proved)) for end in ends]
+
+    monkeypatch.setattr("torchloo.svm.loo_path.unlearn_many", nothing_proved)
+    held = svm_loo(rbf(X), y, 3.0)
+    assert bool(held.refitted.any())
+    assert bool((held.kernel_columns[held.refitted] > 0).all())
+    assert not bool(held.kernel_columns[~held.refitted].any())

@@ -114,7 +114,7 @@ class Guard:
         for name, value in tensors.items():
             if isinstance(value, Tensor):
                 flag = (value > 0) & (value < torch.inf)
-                self.require(flag, f"{name} must be positive and finite")
+                self.require(flag, partial(_with_entry, f"{name} must be positive and finite", value, flag))
             elif not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 
@@ -135,6 +135,12 @@ class Guard:
         for ok, message in zip(held, messages, strict=True):
             if not ok:
                 raise ValueError(f"{self.function}: {message()}")
+
+
+def _with_entry(message: str, value: Tensor, held: Tensor) -> str:
+    """The message with the first entry that does not hold, and its place."""
+    place = tuple((~held).nonzero()[0].tolist())
+    return f"{message}, got {value.detach()[place].item():.4g}" + (f" at {place}" if place else "")
 
 
 def _with_column(message: str, held: Tensor) -> str:

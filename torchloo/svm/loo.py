@@ -73,6 +73,8 @@ def svm_loo(
     """
     if method not in ("auto", "path", "smo"):
         raise ValueError(f'svm_loo: method must be "auto", "path" or "smo", got {method!r}')
+    if not isinstance(values, bool):
+        raise TypeError(f"svm_loo: values must be True or False, got {values!r}")
     guard = Guard("svm_loo")
     guard.positive(epsilon=epsilon)
     guard.check()

@@ -34,7 +34,7 @@ class Without(NamedTuple):
     """Pairs that the SMO has changed, (B,)."""
 
     columns: Tensor
-    """Kernel columns that it has read, (B,)."""
+    """Kernel columns that it has read, those of its seeds among them, (B,)."""
 
 
 def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) -> Without:
@@ -47,12 +47,13 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
         nothing = torch.zeros(0, dtype=torch.long, device=boxes.device)
         return Without(boxes, nothing, nothing)
     y = problem.y.expand_as(boxes)
-    start = seed_without(full.alpha.clamp_min(0).expand_as(boxes), y, boxes, near)
+    before = full.alpha.clamp_min(0)
+    start = seed_without(before.expand_as(boxes), y, boxes, near)
     end = smo(problem.K[None], y.contiguous(), boxes, start, _CLOSE, most_rounds=_ROUNDS, patience=_PATIENCE)
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     attempts = ATTEMPTS if full.optimal else 1
     alpha = torch.stack([_exactly(problem, end, b, attempts) for b in range(len(boxes))])
-    return Without(alpha, end.steps, end.columns)
+    return Without(alpha, end.steps, end.columns + (start != before).sum(1))
 
 
 def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
