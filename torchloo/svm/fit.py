@@ -17,6 +17,7 @@ __all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 
 _SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
 _USEFUL = 1e-3  # of one that certificates can still work with
+_DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
 
 
@@ -162,24 +163,31 @@ def _check_semidefinite(function: str, K: Tensor, problem: Problem) -> None:
     some rows have to do; what they do not show comes to light where the solver fails.
     """
     some = slice(None, None, -(-len(problem.y) // _SEEN))
-    lifted = problem.K[some, some].clone()
-    lifted.diagonal().add_(_rounding(K) / problem.scale)
-    _, info = torch.linalg.cholesky_ex(lifted)
-    if bool(info):
+    seen, largest = problem.K[some, some], problem.K.diagonal().amax()
+    if not (_definite(seen, _DOUBLE * largest) or _definite(seen, _rounding(K) * largest)):
         _require_semidefinite(function, K)
 
 
+def _definite(K: Tensor, ridge: Tensor) -> bool:
+    """Whether K is positive definite with the ridge on its diagonal."""
+    lifted = K.clone()
+    lifted.diagonal().add_(ridge)
+    return not bool(torch.linalg.cholesky_ex(lifted).info)
+
+
 def _rounding(K: Tensor) -> float:
-    """How far below 0 rounding, to float32 if that is what K has been rounded to, may take eigenvalues."""
+    """How far below 0 rounding may take eigenvalues, relative to the largest diagonal entry.
+
+    To float32, if that is what K has been rounded to.
+    """
     single = bool((K.float() == K).all())
-    unit = len(K) * torch.finfo(torch.float32).eps if single else 1e-9
-    return unit * float(K.diagonal().abs().amax())
+    return len(K) * torch.finfo(torch.float32).eps if single else _DOUBLE
 
 
 def _require_semidefinite(function: str, K: Tensor) -> float:
     """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one rounded to float32."""
     least = float(torch.linalg.eigvalsh(K)[0])
-    if least < -_rounding(K):
+    if least < -_rounding(K) * float(K.diagonal().abs().amax()):
         raise ValueError(f"{function}: {_indefinite(least)}")
     return least
 
