@@ -6,7 +6,7 @@
 linear, C in {1, 100}. SVC (precomputed kernel, tol 1e-6) is refitted without each support vector, or
 without --most of them; the other rows are compared with SVC's full machine. A fit that reaches
 --max-iter has not converged: its value is not compared; its sign is, and where it differs again after a
-hundred times as many iterations.
+thousand times as many iterations.
 LIBSVM keeps K in single precision, whatever it is given. Where its value is more than 1e-3 away ("far",
 with the linear kernel only), both sides do the row again on inputs of so few bits that their K is exact
 in single precision; "exact K" is the largest difference then,
@@ -35,7 +35,7 @@ from torchloo.svm.smo import smo
 
 SMALL, SAMPLE = 200, 30
 FAR = 1e-3  # from scikit-learn's value
-LONGER = 100  # times as many iterations
+LONGER = 1000  # times as many iterations
 
 
 class Reference(NamedTuple):
