@@ -200,6 +200,17 @@ def _indefinite(least: float) -> str:
     )
 
 
+def _check_weight(guard: Guard, K: Tensor, weight: Tensor) -> None:
+    """One for each row of K."""
+    require_floating(guard.function, K=K, weight=weight)
+    n = K.shape[-1]
+    if weight.shape[-1:] != (n,):
+        raise ValueError(
+            f"{guard.function}: weight must have {n} entries to match K, got shape {tuple(weight.shape)}"
+        )
+    guard.positive(weight=weight)
+
+
 def checked(
     function: str, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -220,14 +231,8 @@ def checked(
     guard = Guard(function)
     guard.positive(C=C)
     C = C.to(K) if isinstance(C, Tensor) else torch.as_tensor(C, dtype=K.dtype, device=K.device)
-    if weight is None:
-        weight = torch.ones_like(y)
-    require_floating(function, K=K, weight=weight)
-    if weight.shape[-1:] != (n,):
-        raise ValueError(
-            f"{function}: weight must have {n} entries to match K, got shape {tuple(weight.shape)}"
-        )
-    guard.positive(weight=weight)
+    if weight is not None:
+        _check_weight(guard, K, weight)
     guard.positive(C=C)  # again: a number may be too large or too small for the dtype of K
     guard.finite(K=K)
     guard.two_classes(y=y.unsqueeze(-1))
@@ -240,6 +245,7 @@ def checked(
     guard.require(
         K.diagonal(dim1=-2, dim2=-1) >= 0, lambda: _indefinite(float(torch.linalg.eigvalsh(matrices).min()))
     )
+    given, weight = weight is not None, torch.ones_like(y) if weight is None else weight
     try:
         batch = broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
     except RuntimeError:
@@ -247,6 +253,7 @@ def checked(
             f"{function}: batch dimensions must broadcast, got K {tuple(K.shape)}, y {tuple(y.shape)}, "
             f"weight {tuple(weight.shape)}, C {tuple(C.shape)}"
         ) from None
-    guard.positive(**{"C * weight": C[..., None] * weight})
+    if given:
+        guard.positive(**{"C * weight": C[..., None] * weight})
     guard.check()
     return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)

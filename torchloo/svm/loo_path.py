@@ -131,6 +131,8 @@ class _Work:
 def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
     """One open row for each distinct (variable, C), and which of them each open row equals."""
     index = rows.open.nonzero()[:, 0]
+    if len(problem.y) == len(rows.y):  # no two rows are one variable
+        return index, torch.arange(len(index), device=index.device)
     boxes, box = torch.unique(problem.row_box[index], return_inverse=True)
     _, number = torch.unique(problem.variable[index] * len(boxes) + box, return_inverse=True)
     first = torch.full((int(number.max()) + 1 if len(index) else 0,), len(index), device=index.device)

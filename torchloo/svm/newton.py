@@ -114,10 +114,11 @@ class Iterate:
         X, W = self.values[:2], self.values[2:]
         slope = W / X
         regular = system.factor(slope.sum(0))
-        if not bool(regular.all()):
-            self.stuck = self.single or self.stuck | ~regular[:, None]
-            if self.single:
-                return
+        if isinstance(regular, Tensor):
+            self.stuck = self.stuck | ~regular[:, None]
+        elif not regular:
+            self.stuck = True
+            return
         x, eta = system.solve(torch.stack([self.miss, self.ones], -2)).unbind(-2)
         response = eta, self._sum(eta)
         d, _ = self._direction(x, response, slope, -W)

@@ -189,8 +189,7 @@ def _round(shared: Shared, s: Paths) -> None:
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
     """v of Note [change sets], (B, l + 2); rounding is set to 0."""
-    B, k = s.moved.shape
-    bags, c = torch.arange(0, B * k, k, device=s.moved.device), s.rate.view(-1)
+    bags, c = shared.bags(s.moved), s.rate.view(-1)
     by_frequency, total, sparse, last_bag = False, 0, False, False  # mode 0 is the sum
     A_c, *_ = torch.embedding_bag(
         shared.rows, s.moved.view(-1), bags, by_frequency, total, sparse, c, last_bag, shared.dummy

@@ -67,12 +67,20 @@ class Shared:
         self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)
         self.turns = _turns(base)
         self.columns = len(self.sign)
+        self._bags, self._k = self.sign[:0].long(), 0
 
     def rows_of(self, first_row: Tensor, P: Tensor) -> Tensor:
         """The rows of change sets; one dummy stands for all, which costs `embedding_bag` nothing."""
         if self.columns == self.width:
             return P
         return (first_row + P).masked_fill_(P.eq(self.dummy), self.dummy)
+
+    def bags(self, moved: Tensor) -> Tensor:
+        """Where the change sets `moved` (B, k) begin, one after the other, (B,)."""
+        B, k = moved.shape
+        if len(self._bags) != B or self._k != k:
+            self._bags, self._k = torch.arange(0, B * k, k, device=moved.device), k
+        return self._bags
 
     def turn(self, column: Tensor, in_P: Tensor, at_high: Tensor) -> Turn:
         """The change of role of columns (B,) whose coordinates have met their high or their low ends."""

@@ -25,15 +25,15 @@ class Dense:
         """K a."""
         return self.K @ a
 
-    def factor(self, theta: Tensor) -> Tensor:
-        """Whether it could be done, ()."""
+    def factor(self, theta: Tensor) -> bool:
+        """Whether it could be done."""
         for ridge in _RIDGES:
             M = self.K.clone()
             M.diagonal().add_(theta if not ridge else theta + ridge * self.K.diagonal())
             self.L, info = torch.linalg.cholesky_ex(M)
             if not bool(info):
-                break
-        return info == 0
+                return True
+        return False
 
     def solve(self, rhs: Tensor) -> Tensor:
         """Right-hand sides and solutions are the rows, (c, m)."""
@@ -56,8 +56,8 @@ class LowRank:
         """K a."""
         return (a @ self.F) @ self.F.T
 
-    def factor(self, theta: Tensor) -> Tensor:
-        """Whether it could be done, (...)."""
+    def factor(self, theta: Tensor) -> Tensor | bool:
+        """Whether it could be done, for several machines (B,)."""
         self.theta = theta[..., None, :]
         m, p = self.F.shape
         # The machines side by side, (m, B p): one large product instead of many.
@@ -65,7 +65,7 @@ class LowRank:
         M = (self.F.T @ scaled.view(m, -1)).view(p, -1, p).transpose(0, 1).reshape(*theta.shape[:-1], p, p)
         M.diagonal(dim1=-2, dim2=-1).add_(1)
         self.L, info = torch.linalg.cholesky_ex(M)
-        return info == 0
+        return info == 0 if info.ndim else not bool(info)
 
     def solve(self, rhs: Tensor) -> Tensor:
         """Right-hand sides and solutions are the rows, (..., c, m)."""
