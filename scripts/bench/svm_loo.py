@@ -170,7 +170,7 @@ def main() -> None:
     means = [math.exp(sum(c) / len(c)) for c in columns]
     least = [math.exp(min(c)) for c in columns]
     print("geometric means: total {:.1f}, inside {:.1f}, errors only {:.1f}, plain {:.1f}".format(*means))
-    print("least:           total {:.1f}, inside {:.1f}, errors only {:.1f}, plain {:.1f}".format(*least))
+    print("least:           total {:.2f}, inside {:.2f}, errors only {:.2f}, plain {:.1f}".format(*least))
 
 
 if __name__ == "__main__":
