@@ -12,7 +12,7 @@ with the linear kernel only), both sides do the row again on inputs of so few bi
 in single precision; "exact K" is the largest difference then,
 "(open)" counts rows for which LIBSVM does not converge even then.
 On sets of at most 200 rows `smo` runs to a relative duality gap of 1e-12, from zero, for 30 rows.
-All rows of all problems take about two hours.
+All rows of all problems take hours, most of them in LIBSVM; --cache keeps its values.
 """
 
 import argparse
