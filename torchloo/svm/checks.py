@@ -10,6 +10,7 @@ __all__ = [
     "check_error",
     "check_joachims",
     "check_norm",
+    "only_of_its_class",
     "strictly_inside",
     "sufficiency_checks",
 ]
@@ -30,6 +31,12 @@ def sufficiency_checks(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box
     by[check_error(y, outputs)] = code.ERRS
     by[check_correct_unused(alpha)] = code.UNUSED
     return by
+
+
+def only_of_its_class(y: Tensor) -> Tensor:
+    """Rows without which one class is left, (n,): what is left says the other label."""
+    positive = y > 0
+    return torch.where(positive, positive.sum() == 1, (~positive).sum() == 1)
 
 
 def strictly_inside(alpha: Tensor, box: Tensor) -> Tensor:

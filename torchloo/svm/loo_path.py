@@ -6,7 +6,7 @@ from torch import Tensor
 from torchloo.svm import held_out as code
 from torchloo.svm.active import judged, value_error
 from torchloo.svm.certify import Held
-from torchloo.svm.checks import strictly_inside, sufficiency_checks
+from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.exact import Exact, duality_gap
 from torchloo.svm.gradient import Deferred
 from torchloo.svm.merge import Problem
@@ -142,8 +142,7 @@ def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
 
 def _settle_one_class(rows: _Rows) -> Tensor:
     """The only rows of their class, whose indices are returned: what is left predicts the other label."""
-    sizes = torch.stack([(rows.y < 0).sum(), (rows.y > 0).sum()])
-    alone = (sizes[(rows.y > 0).long()] == 1).nonzero()[:, 0]
+    alone = only_of_its_class(rows.y).nonzero()[:, 0]
     rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
     return alone
 

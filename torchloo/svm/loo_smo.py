@@ -8,7 +8,7 @@ from torch import Tensor
 from torchloo.svm import held_out as code
 from torchloo.svm.bound import BOUND, DualBound
 from torchloo.svm.certify import Held, gap_ball_sign
-from torchloo.svm.checks import strictly_inside, sufficiency_checks
+from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.fit import SVMFit
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo import SMOState, seed_without, smo
@@ -64,7 +64,7 @@ def leave_one_out_by_smo(
         by[by > code.UNUSED] = -1
         if not bool(strictly_inside(alpha, box).any()):  # b has an interval, which an unused row may bound
             by.fill_(-1)
-    alone = _only_of_its_class(y)
+    alone = only_of_its_class(y)
     by[alone] = code.ONE_CLASS
     outputs = torch.where(alone, -y, outputs)
     certified = by >= 0
@@ -87,12 +87,6 @@ def leave_one_out_by_smo(
     if not values:
         outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
     return RowOutcome(outputs, certified, by, steps, columns, None)
-
-
-def _only_of_its_class(y: Tensor) -> Tensor:
-    """Rows without which one class is left, (n,): what is left says the other label."""
-    positive = y > 0
-    return torch.where(positive, positive.sum() == 1, (~positive).sum() == 1)
 
 
 def _moved(start: Tensor, alpha: Tensor) -> Tensor:
