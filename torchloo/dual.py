@@ -2,16 +2,26 @@
 
 Note [dual form]
 With M = K + diag(ridge), ridge_i = reg / weight_i, the machine without a bias has P = M^{-1}. An
-unpenalised bias borders M with a column of ones; eliminating it leaves
+unpenalised bias borders M with a column of ones, and P is the block of the inverse of the bordered
+matrix that belongs to the rows. It is found from differences to one row p, the pivot: coefficients that
+sum to zero are a = E x with E = I - e_p 1^T, so
 
-    P = M^{-1} - e e^T,    e = M^{-1} 1 / sqrt(1^T M^{-1} 1),    b = q^T Y,    q = e / 1^T e.
+    P = E A^{-1} E^T,    A = E^T M E with 1 in place of the zero A_pp.
 
-In both, a = P Y are the coefficients, Y - Yhat = ridge * a, and Note [held-out residual] in
-smoothers.py needs nothing but a and diagonal blocks of P. No 1 - h appears, so nothing cancels as h -> 1.
+A_ij = (K_ij - K_pj) - (K_ip - K_pp) + ridge_p, and ridge_i more on the diagonal, subtracted in this
+order: constants in K vanish without a trace. (M^{-1} less the square of M^{-1} 1 is the same P, but loses
+its digits where K 1 is small, as for centred features.) The pivot is a central row of small ridge. With
+A = L L^T and T = L^{-1} E^T (without a bias: E = I, A = M),
+
+    P = T^T T,    a = P Y,    b = Y_p - (M a)_p,    Y - Yhat = ridge * a,
+
+and Note [held-out residual] in smoothers.py needs nothing but a and diagonal blocks of P. No 1 - h
+appears, so nothing cancels as h -> 1.
 
 Note [dual backward]
-dP = -P dM P, with or without a bias, since P is a block of the inverse of the (bordered) M. So
-cotangents abar of a, bbar of b and D (block-diagonal, symmetric) of the blocks of P give
+dP = -P dM P, with or without a bias, since P is a block of the inverse of the (bordered) M; the column
+of that inverse that gives b = q^T Y is q = e_p - P M e_p. So cotangents abar of a, bbar of b and D
+(block-diagonal, symmetric) of the blocks of P give
 
     U = P abar + q bbar^T,    Ybar = U,    Mbar = -P D P - (U a^T + a U^T) / 2,
     Kbar = Mbar,              ridgebar = diag(Mbar).
@@ -20,18 +30,22 @@ Every term is symmetric: K is read as a symmetric matrix. Under create_graph the
 are evaluated on differentiable operations, so derivatives of every order exist.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.blocks import solve_blocks
+from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
+from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "add_product", "congruence", "dual"]
+
+Other = TypeVar("Other")
 
 # Width of the panels in which triangular and symmetric products skip the half that is not needed.
 _PANEL = 192
@@ -41,41 +55,78 @@ def _panels(n: int, width: int = _PANEL) -> list[tuple[int, int]]:
     return [(start, min(start + width, n)) for start in range(0, n, width)]
 
 
-def _shifted(K: Tensor, ridge: Tensor) -> Tensor:
-    """M = K + diag(ridge), in one copy."""
-    diagonal = K.diagonal(dim1=-2, dim2=-1) + ridge
-    return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
+def _pivot(K: Tensor, ridge: Tensor) -> Tensor:
+    """The row p of Note [dual form], (..., 1): least ridge_p + |phi_p - mean of phi|^2."""
+    K = K.detach()
+    distance = K.diagonal(dim1=-2, dim2=-1) - 2 * K.mean(-1)
+    return (ridge.detach() + distance).argmin(-1, keepdim=True)
 
 
-def _factor(K: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
-    """L with M = L L^T, and where the factorisation failed, (...); on a CPU in the memory of M."""
-    M = _shifted(K, ridge).mT  # column by column, as LAPACK wants it
+def _along(pivot: Tensor, values: Tensor) -> Tensor:
+    """The pivot (..., 1) as an index into values (..., n), (..., n, c) or (..., c, n)."""
+    return pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)
+
+
+def _at(values: Tensor, pivot: Tensor, dim: int) -> Tensor:
+    """The entry p along the last axis, or the last but one, which is kept with size 1."""
+    return values.take_along_dim(_along(pivot, values), dim)
+
+
+def _put(values: Tensor, pivot: Tensor, dim: int, entry: Tensor) -> Tensor:
+    """The values with another entry p along an axis: in place, but for transforms, which cannot."""
+    index = _along(pivot, values).expand(entry.shape)
+    return (values.scatter_ if values_visible(values, pivot) else values.scatter)(dim, index, entry)
+
+
+def _matrix(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
+    """A of Note [dual form], in one copy of K."""
+    if pivot is None:
+        diagonal = K.diagonal(dim1=-2, dim2=-1) + ridge
+        return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
+    column = _pivot_column(K, ridge, pivot)
+    A = (K - _at(K, pivot, -2)).sub_(column)
+    A = _put(A, pivot, -1, torch.zeros_like(column))
+    A.diagonal(dim1=-2, dim2=-1).add_(_put(ridge.clone(), pivot, -1, torch.ones_like(ridge[..., :1])))
+    return A
+
+
+def _pivot_column(K: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
+    """E^T M e_p, (..., n, 1): K_ip - K_pp - ridge_p, and 0 in row p."""
+    column = _at(K, pivot, -1)
+    column = (column - _at(column, pivot, -2)) - _at(ridge, pivot, -1).unsqueeze(-1)
+    return _put(column, pivot, -2, torch.zeros_like(column[..., :1, :]))
+
+
+def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """L with A = L L^T, and where the factorisation failed, (...); on a CPU in the memory of A."""
+    A = _matrix(K, ridge, pivot).mT  # column by column, as LAPACK wants it
     if K.device.type != "cpu" or not values_visible(K, ridge):
-        return torch.linalg.cholesky_ex(M)
-    info = torch.empty(M.shape[:-2], dtype=torch.int32)
-    return torch.linalg.cholesky_ex(M, out=(M, info))
+        return torch.linalg.cholesky_ex(A)
+    info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
+    return torch.linalg.cholesky_ex(A, out=(A, info))
 
 
-def _solve(L: Tensor, V: Tensor) -> Tensor:
-    """M^{-1} V; unlike cholesky_solve, without a copy of L."""
-    half = torch.linalg.solve_triangular(L, V, upper=False)
-    return torch.linalg.solve_triangular(L.mT, half, upper=True)
+def _differences(V: Tensor, pivot: Tensor | None) -> Tensor:
+    """E^T V for V (..., n, c)."""
+    return V if pivot is None else V - _at(V, pivot, -2)
 
 
-def _solution(L: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """a = P Y, (..., n, c), and e of Note [dual form], (..., n, 1), which is zero without a bias."""
-    ones = torch.ones_like(Y[..., :1])
-    if not bias:
-        return _solve(L, Y), torch.zeros_like(ones)
-    solved = _solve(L, torch.cat([Y, ones], -1))
-    eta = solved[..., -1:]
-    e = eta / eta.sum(-2, keepdim=True).sqrt()
-    return solved[..., :-1] - e @ (e.mT @ Y), e
+def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> Tensor:
+    """E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
+    half = torch.linalg.solve_triangular(L, differences, upper=False)
+    x = torch.linalg.solve_triangular(L.mT, half, upper=True)  # unlike cholesky_solve, no copy of L
+    return x if pivot is None else _put(x.clone(), pivot, -2, -x.sum(-2, keepdim=True))
 
 
-def _offset(e: Tensor, bias: bool) -> Tensor:
-    """q of Note [dual form], (..., n, 1)."""
-    return e / e.sum(-2, keepdim=True) if bias else e
+def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
+    """P = E A^{-1} E^T, by differentiable operations."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(A))
+    if pivot is None:
+        return inverse
+    e_p = _put(torch.zeros_like(A[..., :1]), pivot, -2, torch.ones_like(A[..., :1, :1]))
+    sums = inverse.sum(-1, keepdim=True)
+    border = sums - e_p * (sums.sum(-2, keepdim=True) / 2)
+    return inverse - e_p @ border.mT - border @ e_p.mT
 
 
 def _triangular_inverse(L: Tensor) -> Tensor:
@@ -102,13 +153,17 @@ def _mirror(lower: Tensor) -> Tensor:
     return lower
 
 
-def _gram(S: Tensor) -> Tensor:
-    """S^T S for lower triangular S, skipping its zeros: n^3/3 operations."""
-    product = S.new_empty(S.shape)
-    for start, stop in _panels(S.shape[-1]):
-        rows = S[..., start:, start:stop].mT
-        torch.matmul(rows, S[..., start:, :stop], out=product[..., start:stop, :stop])
-    return _mirror(product)
+def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
+    """T^T T for T lower triangular but for column p, skipping its zeros: n^3/3 operations."""
+    product = T.new_empty(T.shape)
+    for start, stop in _panels(T.shape[-1]):
+        rows = T[..., start:, start:stop].mT
+        torch.matmul(rows, T[..., start:, :stop], out=product[..., start:stop, :stop])
+    _mirror(product)
+    if pivot is not None:
+        column = T.mT @ _at(T, pivot, -1)
+        _put(_put(product, pivot, -1, column), pivot, -2, column.mT)
+    return product
 
 
 def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
@@ -133,37 +188,43 @@ class _Coefficients(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, ...]:
+    def forward(
+        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor
+    ) -> tuple[Tensor, Tensor]:
         with full_precision(K):
-            L, info = _factor(K, ridge)
-            a, e = _solution(L, Y, bias)
-            return a, (_offset(e, bias).mT @ Y)[..., 0, :], L, e, info
+            a = _solution(L, _differences(Y, pivot), pivot)
+            if pivot is None:
+                return a, torch.zeros_like(a[..., 0, :])
+            ridge_p = _at(ridge, pivot, -1).unsqueeze(-1)  # (..., 1, 1)
+            b = _at(Y, pivot, -2) - _at(K, pivot, -2) @ a - ridge_p * _at(a, pivot, -2)
+            return a, b[..., 0, :]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, ctx.bias = inputs
-        a, _, L, e, info = output
-        ctx.mark_non_differentiable(L, e, info)
-        ctx.save_for_backward(K, ridge, a, L, e)
+        K, ridge, _, pivot, L = inputs
+        ctx.save_for_backward(K, ridge, pivot, output[0], L)
 
     @staticmethod
-    def backward(ctx: Any, abar: Tensor, bbar: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        K, ridge, a, L, e = ctx.saved_tensors
+    def backward(ctx: Any, abar: Tensor, bbar: Tensor) -> tuple[Tensor | None, ...]:
+        K, ridge, pivot, a, L = ctx.saved_tensors
         with full_precision(K):
             if torch.is_grad_enabled():
-                L = torch.linalg.cholesky(_shifted(K, ridge))
-                Pabar, e = _solution(L, abar, ctx.bias)
-            else:
-                Pabar = _solve(L, abar) - e @ (e.mT @ abar)
-            U = Pabar + _offset(e, ctx.bias) @ bbar.unsqueeze(-2)  # (..., n, c)
+                L = torch.linalg.cholesky(_matrix(K, ridge, pivot))
+            right = _differences(abar, pivot)
+            if pivot is not None:
+                bbar = bbar.unsqueeze(-2)  # (..., 1, c)
+                right = right - _pivot_column(K, ridge, pivot) * bbar
+            U = _solution(L, right, pivot)  # (..., n, c)
+            if pivot is not None:
+                U = _put(U.clone(), pivot, -2, _at(U, pivot, -2) + bbar)
             Kbar = _outer(U, a) if ctx.needs_input_grad[0] else None
-            return Kbar, -(U * a).sum(-1), U, None
+            return Kbar, -(U * a).sum(-1), U, None, None
 
 
 class _Blocks(Function):
-    """(K, ridge, Y) -> a again, and the diagonal blocks of P, (..., g, s, s) for each size s.
+    """(K, ridge, Y) -> T, a again, and the diagonal blocks of P, (..., g, s, s) for each size s.
 
-    The factor, e and a are those of `_Coefficients`; a comes out once more so that one backward
+    The factor and a are those of `_Coefficients`; a comes out once more so that one backward
     serves both. See Note [dual backward].
     """
 
@@ -171,49 +232,48 @@ class _Blocks(Function):
 
     @staticmethod
     def forward(
-        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, e: Tensor, bias: bool, *index: Tensor
+        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, pivot: Tensor | None, *index: Tensor
     ) -> tuple[Tensor, ...]:
         with full_precision(L):
-            S = _triangular_inverse(L)
+            T = _triangular_inverse(L)
+            if pivot is not None:
+                T = _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
             blocks = []
             for rows in index:
                 if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
-                    block = torch.linalg.vector_norm(S, dim=-2).square()[..., rows].unsqueeze(-1)
+                    block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
                 else:
-                    columns = S.mT[..., rows, :]  # (..., g, s, n)
+                    columns = T.mT[..., rows, :]  # (..., g, s, n)
                     block = columns @ columns.mT
-                border = e[..., rows, :]  # (..., g, s, 1)
-                blocks.append(block - border @ border.mT)
-            return S, a.clone(), *blocks
+                blocks.append(block)
+            return T, a.clone(), *blocks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, _, _, e, ctx.bias, *index = inputs
-        S, a, *_ = output
-        ctx.mark_non_differentiable(S)
-        ctx.save_for_backward(K, ridge, e, S, a, *index)
+        K, ridge, _, _, _, pivot, *index = inputs
+        T, a, *_ = output
+        ctx.mark_non_differentiable(T)
+        ctx.save_for_backward(K, ridge, pivot, T, a, *index)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
-        K, ridge, e, S, a, *index = ctx.saved_tensors
+        K, ridge, pivot, T, a, *index = ctx.saved_tensors
         partition = Partition(tuple(index))
         negative = [(block + block.mT) / -2 for block in D]
         with full_precision(K):
             if torch.is_grad_enabled() or not values_visible(abar, *D):
-                L = torch.linalg.cholesky(_shifted(K, ridge))
-                _, e = _solution(L, a, ctx.bias)
-                P = torch.cholesky_inverse(L) - e @ e.mT
+                P = _annihilator(_matrix(K, ridge, pivot), pivot)
                 U = P @ abar
                 Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
             else:
-                P = add_product(_gram(S), -e, e)
+                P = _gram(T, pivot)
                 U = P @ abar
                 Mbar = congruence(P, negative, partition)
                 del P
                 add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
         ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
         Kbar = Mbar if ctx.needs_input_grad[0] else None
-        return Kbar, ridgebar, U, *[None] * (4 + len(index))
+        return Kbar, ridgebar, U, *[None] * (3 + len(index))
 
 
 def _outer(U: Tensor, a: Tensor) -> Tensor:
@@ -227,46 +287,57 @@ class Dual(NamedTuple):
     K: Tensor
     ridge: Tensor
     Y: Tensor
+    pivot: Tensor | None
+    """The row p of Note [dual form], (..., 1); None without a bias."""
     dual: Tensor
     bias: Tensor
     factor: Tensor
-    border: Tensor
-    info: Tensor
-    has_bias: bool
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        _, a, *blocks = _Blocks.apply(
-            self.K,
-            self.ridge,
-            self.Y,
-            self.dual.detach(),
-            self.factor,
-            self.border,
-            self.has_bias,
-            *partition.groups,
-        )
+        _, a, *blocks = self._blocks(partition)
         return a, blocks
+
+    def _blocks(self, partition: Partition) -> tuple[Tensor, ...]:
+        a = self.dual.detach()
+        return _Blocks.apply(self.K, self.ridge, self.Y, a, self.factor, self.pivot, *partition.groups)
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
-        a, blocks = self.blocks(partition)
-        n = a.shape[-2]
-        r, variance = (
-            partition.scatter(part, n) for part in solve_blocks(partition.gather(a), blocks, guard)
-        )
+        T, a, *blocks = self._blocks(partition)
+        differences = _differences(self.Y.detach(), self.pivot)
+        TY = torch.linalg.solve_triangular(self.factor, differences, upper=False)
+        solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
+        r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
 
 
-def dual(K: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> Dual:
+def dual(
+    K: Tensor,
+    ridge: Tensor,
+    Y: Tensor,
+    bias: bool,
+    guard: Guard,
+    otherwise: Callable[[], Other] | None = None,
+) -> "Dual | Other":
     """Solve (K + diag(ridge)) a + b 1 = Y, 1^T a = 0 if there is a bias; Note [dual form].
 
     Args:
         K: (..., n, n), ridge: (..., n) and Y: (..., n, c), with equal batch dimensions.
         bias: whether there is an unpenalised bias.
+        guard: demands on the values; that the factorisation succeeds becomes one of them.
+        otherwise: what is returned where values show that K + diag(ridge) is badly conditioned.
 
     Differentiable in K, ridge and Y, to every order. Cost n^3/3 for the factor and as much again
     for the diagonal of P; memory 2.2 n^2 numbers, 4.3 n^2 with the backward.
     """
-    a, b, L, e, info = _Coefficients.apply(K, ridge, Y, bias)
-    return Dual(K, ridge, Y, a, b, L, e, info, bias)
+    with torch.no_grad(), full_precision(K):
+        pivot = _pivot(K, ridge) if bias else None
+        L, info = _factor(K, ridge, pivot)
+        asked = otherwise is not None and values_visible(K)
+        well_conditioned = not asked or guard.asks(condition(L) < ILL_CONDITIONED)
+    if otherwise is not None and not well_conditioned:
+        return otherwise()
+    guard.require(info == 0, NOT_DEFINITE)
+    a, b = _Coefficients.apply(K, ridge, Y, pivot, L)
+    return Dual(K, ridge, Y, pivot, a, b, L)

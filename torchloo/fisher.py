@@ -9,10 +9,9 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
-from torchloo.precision import full_precision
 from torchloo.problem import check_dual
-from torchloo.smoothers import Fit, solve_dual
-from torchloo.spectral import path_dual
+from torchloo.smoothers import Fit, solve_features
+from torchloo.spectral import path_features
 from torchloo.streaming.machines import Expansion
 from torchloo.streaming.stream import Stream
 
@@ -25,16 +24,17 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
     guard.two_classes(y=y)
     positive = y > 0
     zeta = torch.ones_like(y) if weight is None else weight.unsqueeze(-1)
-    ones = (zeta * positive).sum(-2, keepdim=True)
-    total = zeta.sum(-2, keepdim=True)
-    return torch.where(positive, total / ones, -total / (total - ones))
+    first = (zeta * positive).sum(-2, keepdim=True)
+    second = (zeta * ~positive).sum(-2, keepdim=True)
+    total = first + second
+    return torch.where(positive, total / first, -total / second)
 
 
 def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Fit:
-    targets = _code(guard, K, y, weight)
-    with full_precision(K):
-        fit = solve_dual(guard, K @ K.mT, targets, reg, weight, bias=True)
-        return replace(fit, columns=K.mT @ fit.columns)
+    """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
+    fit = solve_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
+    assert fit.features is not None
+    return replace(fit, columns=fit.features.coef, features=None)
 
 
 def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None) -> Fit:
@@ -86,9 +86,7 @@ class KFD(LeastSquares):
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
         K = self.kernel(X)
-        targets = _code(guard, K, Y, weight)
-        with full_precision(K):
-            return path_dual, K @ K.mT, targets
+        return path_features, K, _code(guard, K, Y, weight)
 
     def _expansion(self, stream: Stream) -> Expansion:
         raise TypeError(

@@ -127,14 +127,23 @@ class Guard:
 
     def check(self) -> None:
         """Raise for the first demand that does not hold."""
-        if not self._flags:
-            return
-        device = self._flags[0].device
-        held = torch.stack([flag.to(device) for flag in self._flags]).tolist()
-        messages, self._flags, self._messages = self._messages, [], []
-        for ok, message in zip(held, messages, strict=True):
-            if not ok:
+        self._look([])
+
+    def asks(self, question: Tensor) -> bool:
+        """Whether a boolean tensor holds everywhere, seen in one synchronisation with `check`."""
+        return self._look([question.detach().all()])[0]
+
+    def _look(self, questions: list[Tensor]) -> list[bool]:
+        """The values of 0-dimensional flags, once every demand was seen to hold."""
+        flags, messages = [*self._flags, *questions], self._messages
+        self._flags, self._messages = [], []
+        if not flags:
+            return []
+        values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        for held, message in zip(values, messages, strict=False):
+            if not held:
                 raise ValueError(f"{self.function}: {message()}")
+        return values[len(messages) :]
 
 
 def _with_entry(message: str, value: Tensor, held: Tensor) -> str:

@@ -30,14 +30,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.blocks import solve_blocks
+from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
+from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
-from torchloo.sums import is_lost, leave_out_large, leave_out_lost, normal, whitened
+from torchloo.sums import (
+    REFIT_BELOW,
+    is_lost,
+    leave_out_large,
+    leave_out_lost,
+    normal,
+    root_of,
+    whitened,
+)
 
 __all__ = ["Primal", "primal"]
 
+# 1 - h is trusted where it is this many times the error that the condition of C may have given it.
+_DIGITS = 1e8
 
 _Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
 """Held-out residuals (..., g, s, c), variances (..., g, s, 1) and lost sets (..., g) for each size."""
@@ -144,7 +155,8 @@ class Primal(NamedTuple):
     coef: Tensor
     dual: Tensor
     factor: Tensor
-    info: Tensor
+    least: Tensor
+    """Sets whose 1 - h is below this are refitted, (...)."""
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
@@ -186,7 +198,7 @@ class Primal(NamedTuple):
     def _by_sums(self, small: Partition, large: Partition) -> _Parts:
         reg = self.reg[..., None, None]
         residuals, variances, lost = leave_out_large(
-            self.Z, self.R, self.weight, self.dual * reg, self.factor, small, large
+            self.Z, self.R, self.weight, self.dual * reg, self.factor, self.least, small, large
         )
         return residuals, [variance * reg.unsqueeze(-1) for variance in variances], lost
 
@@ -195,7 +207,7 @@ class Primal(NamedTuple):
         flags = []
         for rows, block in zip(partition.groups, blocks, strict=True):
             root = (self.reg[..., None, None] / self.weight[..., rows]).detach().sqrt().unsqueeze(-1)
-            flags.append(is_lost(root * block.detach() * root.mT))  # (..., g, s, s), I - H_LL
+            flags.append(is_lost(root * block.detach() * root.mT, self.least))  # (..., g, s, s), I - H_LL
         return flags
 
     def _refitted(
@@ -215,23 +227,41 @@ class Primal(NamedTuple):
         return residuals.reshape(r.shape), variances.reshape(variance.shape)
 
 
+def _factor(Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of C, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
+    L, info = torch.linalg.cholesky_ex(normal(Z, R, weight))
+    estimate = condition(L)
+    if values_visible(L) and not guard.asks(estimate < ILL_CONDITIONED):
+        L = lower_factor(torch.cat([weight.sqrt().unsqueeze(-1) * Z, root_of(R, guard)], -2), guard)
+        return L, torch.full_like(estimate, REFIT_BELOW)
+    guard.require(info == 0, NOT_DEFINITE)
+    return L, (_DIGITS * torch.finfo(L.dtype).eps * estimate).clamp(min=REFIT_BELOW)
+
+
 def primal(
-    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, reg: Tensor, factor: Tensor | None = None
+    Z: Tensor,
+    R: Tensor,
+    weight: Tensor,
+    Y: Tensor,
+    reg: Tensor,
+    guard: Guard,
+    factor: Tensor | None = None,
 ) -> Primal:
     """Solve Note [primal form] in float64.
 
     Args:
         Z: (..., n, p), R: (..., p, p), weight: (..., n), Y: (..., n, c) and reg: (...), with equal
             batch dimensions. reg only sets the units of `dual` and of the blocks.
+        guard: demands on the values; that the factorisation succeeds becomes one of them.
         factor: the Cholesky factor of C where it is known, (..., p, p), or (..., p) if diagonal.
 
     Differentiable in all of them but the factor, to every order. Cost n p^2, or n p with a diagonal
     factor; memory 2 n p + p^2 numbers, 5 n p with the backward.
     """
     Z, R, weight, Y, reg = (t.double() for t in (Z, R, weight, Y, reg))
-    info = torch.zeros_like(reg, dtype=torch.int32)
+    least = torch.full_like(reg, REFIT_BELOW)
     if factor is None:
         with torch.no_grad(), full_precision(Z):
-            factor, info = torch.linalg.cholesky_ex(normal(Z, R, weight))
+            factor, least = _factor(Z, R, weight, guard)
     p, a = _Coefficients.apply(Z, R, weight, Y, factor)
-    return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, info)
+    return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, least)

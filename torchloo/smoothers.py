@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, require_floating
@@ -174,8 +173,7 @@ def solve_dual(
 ) -> Fit:
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
-    form = dual(problem.expand(K), problem.ridge, problem.Y, bias)
-    guard.require(form.info == 0, NOT_DEFINITE)
+    form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
     return Fit(form, problem, form.dual, form.bias)
 
 
@@ -187,8 +185,7 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
         raise ValueError(f"{guard.function}: R must be ({p}, {p}) to match Z, got shape {tuple(R.shape)}")
     problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
     guard.symmetric(R=R)
-    form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg)
-    guard.require(form.info == 0, NOT_DEFINITE)
+    form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
     coef = form.coef.to(Y.dtype)
     return Fit(form, problem, coef, torch.zeros_like(coef[..., 0, :]))
 
@@ -221,24 +218,31 @@ def solve_features(
 ) -> Fit:
     """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
 
-    The primal form where there are fewer features than rows, else the dual one. `columns` are the
+    The primal form where there are fewer features than rows, else the dual one, unless Z Z^T is badly
+    conditioned and there are no more features than rows. `columns` are the
     coefficients of the training rows, as for any other kernel; `features` those of the features.
     The guard is to be checked.
     """
-    d = Z.shape[-1]
+    n, d = Z.shape[-2:]
     problem = check_features(guard, Z, Y, reg, weight)
     with full_precision(Z):
         shifted, centre = centred(problem.expand(Z).double(), problem.weight.double(), bias)
-        form: Dual | Primal
-        if d + bias < Z.shape[-2]:
+
+        def from_features() -> Primal:
             design, R = with_ones(shifted, problem.reg.double(), bias)
-            form = primal(design, R, problem.weight, problem.Y, problem.reg)
+            return primal(design, R, problem.weight, problem.Y, problem.reg, guard)
+
+        if d + bias < n:
+            form: Dual | Primal = from_features()
+        else:
+            # Z Z^T squares the condition of Z, which the primal form can avoid.
+            otherwise = from_features if d <= n else None
+            ridge, Y64 = problem.ridge.double(), problem.Y.double()
+            form = dual(shifted @ shifted.mT, ridge, Y64, bias, guard, otherwise)
+        if isinstance(form, Primal):
             coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
         else:
-            ridge, Y64 = problem.ridge.double(), problem.Y.double()
-            form = dual(shifted @ shifted.mT, ridge, Y64, bias)
             coef, offset = shifted.mT @ form.dual, form.bias
-        guard.require(form.info == 0, NOT_DEFINITE)
         at_zero = offset - (centre @ coef)[..., 0, :]
     features = FeatureWeights(*(t.to(Y.dtype) for t in (coef, centre, offset)))
     return Fit(form, problem, form.dual.to(Y.dtype), at_zero.to(Y.dtype), features)

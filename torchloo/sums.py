@@ -17,16 +17,21 @@ Note [leaving out by sums]
 The normal equations without L are sums over the other rows. Those of the rows in no set are
 added up once, those of the sets before and after L by cumulative sums; nothing is subtracted, so
 nothing cancels. With C the normal matrix without L, P_LL^{-1} = Omega_L^{-1} + Z_L C^{-1} Z_L^T.
-Differentiable by autograd, to every order. Cost n p^2 for each chunk of sets, p^3 + n p for each set.
+
+Such sets leave little to learn from, so C is badly conditioned: its factor F, C = F F^T, comes not from
+the sums but from QR factorisations of the rows and of a root of the penalty, which square no condition.
+That of the rows in no set serves all sets; each of these adds the rows of the others to its triangle. The
+sums give F its derivatives, of every order. Cost n p^2 for each chunk of sets, p^3 + n p for each set.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
+from torchloo.factors import lower_factor, triangle
 from torchloo.guards import Guard, values_visible
 
 __all__ = [
@@ -35,12 +40,14 @@ __all__ = [
     "leave_out_large",
     "leave_out_lost",
     "normal",
+    "root_of",
     "sum_of_others",
     "whitened",
 ]
 
-# Below this 1 - h the form has lost too many of the 16 digits, and the rows are refitted.
-REFIT_BELOW = 1e-6
+# Below this 1 - h the form has lost too many of the 16 digits, even for a well conditioned C, and the rows
+# are refitted.
+REFIT_BELOW = 1e-4
 
 # How many numbers the sets that are refitted together may take at once.
 _CHUNK = 1 << 23
@@ -58,15 +65,16 @@ def whitened(L: Tensor, V: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L, V, upper=False)
 
 
-def is_lost(remainder: Tensor) -> Tensor:
+def is_lost(remainder: Tensor, least: Tensor) -> Tensor:
     """Whether sets, by their I - H_LL or the other side of it (..., g, k, k), have lost 1 - h, (..., g).
 
-    1 - h is the smallest pivot. None is lost where values cannot be looked at: then nothing is refitted.
+    1 - h is the smallest pivot, and must be above `least` (...). None is lost where values cannot be looked
+    at: then nothing is refitted.
     """
     if not values_visible(remainder):
         return torch.zeros_like(remainder[..., 0, 0], dtype=torch.bool)
     L, info = torch.linalg.cholesky_ex(remainder.detach())
-    return (info != 0) | ~(L.diagonal(dim1=-2, dim2=-1).square().amin(-1) > REFIT_BELOW)
+    return (info != 0) | ~(L.diagonal(dim1=-2, dim2=-1).square().amin(-1) > least.unsqueeze(-1))
 
 
 def sum_of_others(parts: Tensor) -> Tensor:
@@ -78,7 +86,14 @@ def sum_of_others(parts: Tensor) -> Tensor:
 
 
 def leave_out_large(
-    Z: Tensor, R: Tensor, weight: Tensor, a: Tensor, factor: Tensor, small: Partition, large: Partition
+    Z: Tensor,
+    R: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    factor: Tensor,
+    least: Tensor,
+    small: Partition,
+    large: Partition,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Sets of more rows than features, by Note [large sets].
 
@@ -86,6 +101,7 @@ def leave_out_large(
         Z: (..., n, p), R: (..., p, p), weight: (..., n).
         a: P Y, (..., n, c).
         factor: of C, (..., p, p), or (..., p) if diagonal; held constant.
+        least: the 1 - h below which a set is lost to rounding, (...).
         small, large: all other rows, and the sets.
 
     Returns:
@@ -103,7 +119,7 @@ def leave_out_large(
         V_out = V.index_select(-2, small.index)
         outside = outside + V_out.mT @ V_out
     C = outside.unsqueeze(-3) + sum_of_others(torch.cat([V_L.mT @ V_L for V_L in parts], -3))
-    lost = is_lost(C)
+    lost = is_lost(C, least)
     # A harmless matrix in place of a lost one: what comes of it is thrown away, and so is its gradient.
     unit = torch.diag_embed(torch.ones_like(C[..., 0]))
     factors = torch.linalg.cholesky_ex(torch.where(lost[..., None, None], unit, C)).L
@@ -128,8 +144,10 @@ def leave_out_lost(
         all their rows (l,), with held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1).
     """
     n, p, c = *Z.shape, Y.shape[-1]
+    largest = max(part.shape[-1] for part in sets)
+    together = min(_CHUNK // (p * p + n * c), math.isqrt(_CHUNK // (p * largest)))
     rows, residuals, variances = [], [], []
-    for some in _chunks(sets, max(1, _CHUNK // (p * p + n * c))):
+    for some in _chunks(sets, max(1, together)):
         for part, r, variance in zip(some, *_refit(Z, R, weight, Y, Partition(some), guard), strict=True):
             rows.append(part.flatten())
             residuals.append(r.flatten(0, 1))
@@ -162,8 +180,7 @@ def _refit(
     sums = sum_of_others(torch.cat([Z_L.mT @ V_L for Z_L, V_L in parts]))  # (G, p, p + c)
     sums = sums + Z.mT @ weighted.index_fill(0, partition.index, 0.0)  # of the rows in no set
     C, right = sums.split([len(R), c], -1)
-    L, info = torch.linalg.cholesky_ex(R + C)
-    guard.require(info == 0, NOT_DEFINITE)
+    L = _with_derivatives(_triangles(Z, R, weight, partition, guard), R + C)
     coef = torch.cholesky_solve(right, L)  # (G, p, c)
     # One step of refinement from the rows themselves, as for the coefficients of all rows.
     kept = torch.where(_members(partition, len(Z)), 0.0, weight.unsqueeze(-1))  # (n, G)
@@ -181,6 +198,33 @@ def _refit(
         root = torch.linalg.solve_triangular(L_L, Z_L.mT, upper=False)  # (g, p, s)
         variances.append(1 / zeta + root.square().sum(-2).unsqueeze(-1))
     return residuals, variances
+
+
+@torch.no_grad()
+def _triangles(Z: Tensor, R: Tensor, weight: Tensor, partition: Partition, guard: Guard) -> Tensor:
+    """Lower factors (G, p, p) of the normal matrices without each set; Note [leaving out by sums]."""
+    V = weight.sqrt().unsqueeze(-1) * Z
+    index, members = partition.index, _members(partition, len(Z))
+    outside = triangle(torch.cat([V.index_fill(0, index, 0.0), root_of(R, guard)]))
+    others = V[index] * ~members[index].mT.unsqueeze(-1)  # (G, l, p)
+    return lower_factor(torch.cat([others, outside.expand(len(others), -1, -1)], -2), guard)
+
+
+def root_of(R: Tensor, guard: Guard) -> Tensor:
+    """B (..., p, p) with B^T B = R, a penalty."""
+    w, Q = torch.linalg.eigh(R)
+    least = -w.shape[-1] * torch.finfo(w.dtype).eps * w.abs().amax(-1, keepdim=True)
+    guard.require(w >= least, "R must be positive semi-definite")
+    return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
+
+
+def _with_derivatives(L: Tensor, C: Tensor) -> Tensor:
+    """L (..., p, p) with the derivatives of the Cholesky factor of C, of which it is the better value."""
+    if not C.requires_grad:
+        return L
+    whitened_C = whitened(L, whitened(L, C).mT)
+    unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    return L @ torch.linalg.cholesky(unit + (whitened_C - whitened_C.detach()))
 
 
 def _members(partition: Partition, n: int) -> Tensor:

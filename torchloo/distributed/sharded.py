@@ -15,7 +15,7 @@ from torchloo.clusters import Partition
 from torchloo.distributed.processes import Processes
 from torchloo.guards import Guard
 from torchloo.problem import Problem
-from torchloo.sums import is_lost, sum_of_others
+from torchloo.sums import REFIT_BELOW, is_lost, sum_of_others
 
 __all__ = ["Shard", "solve_shard"]
 
@@ -40,6 +40,11 @@ class Shard:
     coef: Tensor
     """Coefficients, (p', c)."""
 
+    @property
+    def least(self) -> Tensor:
+        """Sets whose 1 - h is below this are refitted."""
+        return torch.full_like(self.reg, REFIT_BELOW)
+
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (n, c), variances (n, 1), and which rows (n,) were refitted."""
         e = self.Y - self.D @ self.coef
@@ -54,7 +59,7 @@ class Shard:
             lost += [rows[k] for k in flags.nonzero()[:, 0].tolist()]
         for rows in large.groups:
             V = (self.zeta[rows].sqrt() * root[rows]).detach()
-            flags = is_lost(torch.eye(V.shape[-1], dtype=V.dtype, device=V.device) - V.mT @ V)
+            flags = is_lost(torch.eye(V.shape[-1], dtype=V.dtype, device=V.device) - V.mT @ V, self.least)
             residuals.append(e[rows])
             variances.append(torch.ones_like(e[rows][..., :1]))
             marks.append(flags[:, None, None].expand_as(variances[-1]))
@@ -71,7 +76,7 @@ class Shard:
         scale = self.zeta[rows].sqrt()  # (g, s, 1)
         V = scale * root[rows]
         M = torch.eye(rows.shape[1], dtype=V.dtype, device=V.device) - V @ V.mT
-        lost = is_lost(M)
+        lost = is_lost(M, self.least)
         # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
         unit = torch.eye(rows.shape[1], dtype=V.dtype, device=V.device)
         M = torch.where(lost[:, None, None], unit, M)

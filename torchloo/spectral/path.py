@@ -68,7 +68,7 @@ def _factorised(problem: Problem, K: Tensor, regs: Tensor, partition: Partition,
     inverse = 1 / problem.weight.to(dtype)
 
     def form_of(reg: Tensor, Y: Tensor) -> Dual:
-        return dual(K, reg.to(dtype).unsqueeze(-1) * inverse, Y.to(dtype), bias)
+        return dual(K, reg.to(dtype).unsqueeze(-1) * inverse, Y.to(dtype), bias, problem.guard)
 
     return _each(problem, regs, partition, form_of)
 
@@ -86,7 +86,6 @@ def _each(
         parts = []
         for reg, Y in zip(row, targets, strict=True):
             form = form_of(reg.expand(problem.reg.shape), Y)
-            problem.guard.require(form.info == 0, NOT_DEFINITE)
             r, variance, refitted = form.held_out(partition, problem.guard)
             parts.append((r, variance.expand_as(r), refitted.unsqueeze(-1)))
         r, variance, refitted = (torch.cat(part, -1) for part in zip(*parts, strict=True))
@@ -128,10 +127,21 @@ def path_dual(
     for the accuracy of eigenvalues, beside the scale of K and of the weights, are factorised.
     """
     problem = check_dual(guard, K, Y, 1.0, weight)
-    regs = check_regs(guard, regs, problem.Y.shape[-1], like=problem.Y)
+    regs, partition = _checked(problem, regs, clusters)
+    return _dual(problem, problem.expand(K), regs, partition, bias, flat)
+
+
+def _checked(problem: Problem, regs: Tensor, clusters: object | None) -> tuple[Tensor, Partition]:
+    """The regularisations (R, 1) or (R, c), and the sets; values are looked at."""
+    guard, Y = problem.guard, problem.Y
+    regs = check_regs(guard, regs, Y.shape[-1], like=Y)
     partition = Partition.of(guard.function, clusters, Y.shape[-2], Y.device)
     guard.check()  # before a decomposition that would fail in words of its own
-    K = problem.expand(K)
+    return regs, partition
+
+
+def _dual(problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool, flat: bool) -> HeldOut:
+    """A path from K (..., n, n): a few regularisations in its own dtype, many in float64."""
     with full_precision(K):
         route = _factorised if regs.numel() <= _FEW else _decomposed
         return _finish(problem, partition, route(problem, K, regs, partition, bias), flat)
@@ -158,16 +168,12 @@ def path_features(
     """
     n, d = Z.shape[-2:]
     problem = check_features(guard, Z, Y, 1.0, weight)
-    if d + bias >= n:
-        with full_precision(Z):
-            shifted, _ = centred(problem.expand(Z), problem.weight, bias)
-            return path_dual(guard, shifted @ shifted.mT, Y, regs, weight, bias, clusters, flat)
-    regs = check_regs(guard, regs, problem.Y.shape[-1], like=problem.Y)
-    partition = Partition.of(guard.function, clusters, n, Y.device)
-    guard.check()
+    regs, partition = _checked(problem, regs, clusters)
     zeta = problem.weight.double()
     with full_precision(Z):
         shifted, _ = centred(problem.expand(Z).double(), zeta, bias)
+        if d + bias >= n:
+            return _dual(problem, shifted @ shifted.mT, regs, partition, bias, flat)
         with torch.no_grad():
             w, Q = torch.linalg.eigh(shifted.mT @ (zeta.unsqueeze(-1) * shifted))
             w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
@@ -179,7 +185,7 @@ def path_features(
             squared = w + reg.detach().unsqueeze(-1)
             if bias:
                 squared = torch.cat([squared, zeta.detach().sum(-1, keepdim=True)], -1)
-            return primal(design, R, zeta, Y, reg, squared.sqrt())
+            return primal(design, R, zeta, Y, reg, guard, squared.sqrt())
 
         parts = _each(problem, regs, partition, form_of)
     return _finish(problem, partition, parts, flat)

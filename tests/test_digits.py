@@ -1,0 +1,205 @@
+"""Leave-one-out and leave-cluster-out against refits with 60 digits, however badly conditioned."""
+
+import random
+
+import pytest
+import reference_digits as digits
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mpmath import mp
+
+import torchloo as tl
+
+KERNELS = {"linear": tl.kernels.Linear, "rbf": tl.kernels.RBF, "polynomial": tl.kernels.Polynomial}
+EPS = torch.finfo(torch.float64).eps
+
+
+def make(machine, kernel, reg, n):
+    kinds = {"rls": tl.RLS, "lssvm": tl.LSSVM, "kfd": tl.KFD}
+    if machine == "sparse":
+        return tl.SparseLSSVM(KERNELS[kernel](), reg, basis=max(1, n // 2))
+    return kinds[machine](KERNELS[kernel](), reg)
+
+
+@st.composite
+def problems(draw):
+    """A machine, its rows, targets, weights and clusters; reg over 20 orders of its scale."""
+    machine = draw(st.sampled_from(["rls", "lssvm", "kfd", "sparse"]))
+    kernel = draw(st.sampled_from(list(KERNELS)))
+    n, d = draw(st.integers(4 if machine == "kfd" else 2, 12)), draw(st.integers(1, 14))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    X = torch.randn(n, d, generator=generator, dtype=torch.float64) * 10 ** draw(st.floats(-1, 1))
+    X += draw(st.sampled_from([0.0, 30.0]))
+    if n > 2 and draw(st.booleans()):
+        X[1] = X[0]
+    y = torch.randn(n, generator=generator, dtype=torch.float64)
+    if machine == "kfd":
+        y = y.sign()
+        y[:4] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    weight = 10 ** (12 * torch.rand(n, generator=generator, dtype=torch.float64) - 6)
+    if draw(st.booleans()):
+        weight = torch.ones_like(weight)
+    kinds = [list(range(n)), [i % max(2, n // 3) for i in range(n)]]
+    if machine != "kfd":
+        kinds.append([0] + [1] * (n - 1))  # one row is left to learn from
+    clusters = draw(st.sampled_from(kinds))
+    scale = KERNELS[kernel]().diagonal(X).detach().mean().item() ** (2 if machine == "kfd" else 1)
+    return machine, kernel, X, y, scale * 10 ** draw(st.floats(-10, 10)), weight, clusters
+
+
+def moved(values, source):
+    """The values, each one unit in the last place up or down."""
+    signs = torch.tensor([source.choice((-1.0, 1.0)) for _ in range(values.numel())], dtype=values.dtype)
+    return values * (1 + EPS * signs.reshape(values.shape))
+
+
+def movement(machine, kernel, X, y, reg, weight, clusters, basis, expected):
+    """How far refits move if rows, targets and weights change by a unit in the last place.
+
+    Kernel values change by a unit of sqrt(k_ii k_jj), but where the machine has the rows of a linear
+    kernel to work with.
+    """
+    by_rows = kernel == "linear" and machine in ("rls", "lssvm")
+    worst = mp.mpf(0)
+    for seed in range(3):
+        source = random.Random(seed)
+
+        def rounding(k_ii, k_jj, source=source):
+            return source.choice((-1, 1)) * EPS * mp.sqrt(k_ii * k_jj)
+
+        changed = digits.held_out(
+            machine,
+            kernel,
+            digits.exact(moved(X, source)),
+            digits.exact(y if machine == "kfd" else moved(y, source)),
+            reg,
+            digits.exact(moved(weight, source)),
+            clusters,
+            basis,
+            None if by_rows else rounding,
+        )
+        worst = max(worst, *(abs(a - b) for a, b in zip(changed, expected, strict=True)))
+    return worst
+
+
+def compare(problem):
+    machine, kernel, X, y, reg, weight, clusters = problem
+    solver = make(machine, kernel, reg, len(X))
+    fit = solver.solve(X, y, weight)
+    received = fit.held_out(clusters)
+    basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
+    exact = [digits.exact(t) for t in (X, y)], mp.mpf(solver.reg.item()), digits.exact(weight)
+    (rows, targets), exact_reg, exact_weight = exact
+    expected = digits.held_out(machine, kernel, rows, targets, exact_reg, exact_weight, clusters, basis)
+    size = max(abs(value) for value in expected) + received.targets.abs().max().item()
+    pairs = zip(received.outputs.tolist(), expected, strict=True)
+    error = max(abs(mp.mpf(output) - value) for output, value in pairs) / size
+    if error > 1e-8:
+        limit = movement(machine, kernel, X, y, exact_reg, weight, clusters, basis, expected) / size
+        assert error <= 100 * limit
+
+
+anything = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+@settings(anything, max_examples=200, derandomize=True)
+@given(problems())
+def test_held_out_outputs_are_those_of_the_refit_to_rounding(problem):
+    compare(problem)
+
+
+@pytest.mark.slow
+@settings(anything, max_examples=2000)
+@given(problems())
+def test_held_out_outputs_are_those_of_many_refits_to_rounding(problem):
+    compare(problem)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("reg", [1e-6, 1e-10])
+@pytest.mark.parametrize("machine", [tl.LSSVM, tl.RLS])
+def test_centred_features_of_which_there_are_many_lose_no_digits(machine, reg):
+    X, y = randn(40, 120), randn(40, seed=1)
+    X -= X.mean(0)  # the ones are a null vector of the kernel matrix
+    received = machine(tl.kernels.Linear(), reg).loo(X, y).outputs
+    rows, targets = digits.exact(X), digits.exact(y)
+    K = digits.gram(rows, rows, "linear")
+    kept, ones = list(range(1, 40)), [mp.mpf(1)] * 40
+    (expected,) = digits.dual(K, targets, mp.mpf(reg), ones, kept, [0], machine is tl.LSSVM)
+    assert abs(received[0].item() - float(expected)) <= 1e-12
+
+
+@pytest.mark.parametrize("spread", [0.0, 6.0])
+@pytest.mark.parametrize("make", [tl.LSSVM, lambda kernel, reg: tl.SparseLSSVM(kernel, reg, basis=2)])
+@pytest.mark.parametrize("kernel", [tl.kernels.RBF(), tl.kernels.Linear()], ids=["rbf", "linear"])
+def test_one_row_to_learn_from_gives_its_own_target(make, kernel, spread):
+    for seed in range(10):
+        X, y = randn(8, 5, seed=seed), randn(8, seed=seed + 100)
+        weight = 10 ** (spread * (2 * torch.rand(8, dtype=torch.float64) - 1))
+        machine = make(kernel, 1e-10)
+        held_out = machine.lco(X, y, [0, 1, 1, 1, 1, 1, 1, 1], weight)
+        assert (held_out.outputs[1:] - y[0]).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize("d", [40, 200])
+def test_a_path_of_float32_rows_has_the_digits_of_float32_whatever_its_length(count, d):
+    X, y = randn(60, d).float(), randn(60, seed=1).float()
+    regs = torch.logspace(-6, -2, count)
+    machine = tl.LSSVM(tl.kernels.Linear())
+    received = machine.path(X, y, regs).outputs.double()
+    expected = machine.path(X.double(), y.double(), regs.double()).outputs
+    assert ((received - expected).abs().amax(-1) <= 1e-6 * expected.abs().amax(-1)).all()
+
+
+def twins(seed, batch=(), apart=1e-7):
+    """A kernel matrix in which rows 0 and 1 nearly coincide, so that their block is nearly singular."""
+    X = randn(*batch, 9, 2, seed=seed)
+    X[..., 1, :] = X[..., 0, :] + apart
+    return tl.kernels.RBF()(X).detach(), randn(*batch, 9, 2, seed=seed + 1)
+
+
+CLUSTERS = [0, 0, 1, 1, 1, 2, 3, 4, 4]
+
+
+def test_blocks_close_to_singular_in_some_problems_of_a_batch_equal_their_loop():
+    K, Y = twins(0, (3, 2))
+    K[1, 0] = torch.eye(9, dtype=torch.float64)
+    batch = tl.functional.lssvm(K, Y, 1e-9).held_out(CLUSTERS)
+    for i in range(3):
+        for j in range(2):
+            alone = tl.functional.lssvm(K[i, j], Y[i, j], 1e-9).held_out(CLUSTERS)
+            torch.testing.assert_close(batch.outputs[i, j], alone.outputs, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_through_blocks_close_to_singular_are_those_of_the_refit():
+    K, Y = twins(2, apart=1e-4)
+    K.requires_grad_()
+    target = randn(9, 2, seed=5)
+    outputs = tl.functional.rls(K, Y, 1e-7).held_out(CLUSTERS).outputs
+    kept = [2, 3, 4, 5, 6, 7, 8]  # without rows 0 and 1
+    refit = K[:2][:, kept] @ torch.linalg.solve(K[kept][:, kept] + 1e-7 * torch.eye(7), Y[kept])
+    received = torch.autograd.grad((outputs * target)[:2].sum(), K)[0]
+    expected = torch.autograd.grad((refit * target[:2]).sum(), K)[0]
+    expected = (expected + expected.mT) / 2
+    torch.testing.assert_close(received, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("seed", [106, 127, 154, 162, 228])
+def test_heavy_and_light_rows_left_out_together_are_solved(seed):
+    generator = torch.Generator().manual_seed(seed)
+    X, y = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((8, 9), (8,)))
+    weight = 10 ** (12 * torch.rand(8, dtype=torch.float64, generator=generator) - 6)
+    for clusters in ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]):
+        compare(("lssvm", "linear", X, y, 1e-10, weight, clusters))
+
+
+@pytest.mark.parametrize("function", [tl.functional.rls, tl.functional.lssvm])
+def test_matrices_that_are_not_definite_are_refused_in_our_own_words(function):
+    K = torch.diag(torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
+    with pytest.raises(ValueError, match="the regularised matrix is not positive definite"):
+        function(K, randn(6, 1), 0.1).held_out([0, 0, 1, 1, 2, 2])

@@ -1,0 +1,48 @@
+"""Cholesky factors of A = B^T B from B itself, where A would square the condition of B."""
+
+import torch
+from torch import Tensor
+
+from torchloo.blocks import NOT_DEFINITE
+from torchloo.guards import Guard
+
+__all__ = ["ILL_CONDITIONED", "condition", "lower_factor", "triangle"]
+
+# Above this condition of A, its Cholesky factorisation loses more digits than leave-one-out can spare.
+ILL_CONDITIONED = 1e6
+
+# Steps of the power iteration that estimates the condition.
+_STEPS = 3
+
+
+def condition(L: Tensor) -> Tensor:
+    """An estimate of the condition of A = L L^T (..., p, p), once its diagonal is scaled to 1, (...).
+
+    The norm of the inverse by a few steps of the power method; NaN where the factorisation failed.
+    """
+    scale = torch.linalg.vector_norm(L, dim=-1, keepdim=True)
+    v = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos().unsqueeze(-1).expand_as(scale)
+    size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
+    for _ in range(_STEPS):
+        half = torch.linalg.solve_triangular(L, scale * v / size, upper=False)
+        v = scale * torch.linalg.solve_triangular(L.mT, half, upper=True)
+        size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
+    return size[..., 0, 0]
+
+
+def lower_factor(rows: Tensor, guard: Guard) -> Tensor:
+    """L (..., p, p) with L L^T = B^T B and a positive diagonal, for B (..., m, p) of full rank, m >= p."""
+    R = triangle(rows)
+    pivots = R.diagonal(dim1=-2, dim2=-1)
+    limit = pivots.shape[-1] * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(R, dim=-2)
+    guard.require(pivots.abs() > limit, NOT_DEFINITE)
+    return (pivots.sign().unsqueeze(-1) * R).mT
+
+
+def triangle(rows: Tensor) -> Tensor:
+    """R (..., p, p), upper triangular, with R^T R = B^T B for B (..., m, p), m >= p.
+
+    By QR of the rows sorted by their length, the longest first: they may differ by many orders.
+    """
+    order = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).argsort(-2, descending=True)
+    return torch.linalg.qr(rows.take_along_dim(order, -2), mode="r").R
