@@ -283,7 +283,7 @@ def test_solve_fit_and_forward_agree(case):
             targets = fit.targets if y.ndim == 2 else fit.targets[..., 0]
             assert_close(targets - fit.outputs, fit.residuals)
         K_new = machine.kernel(X, X[:5] if case.name == "sparse" else X)
-        assert_close(fit.predict(K_new), fit.outputs, rtol=1e-8, atol=1e-8)
+        assert_close(fit.from_kernel(K_new), fit.outputs, rtol=1e-8, atol=1e-8)
 
 
 @every_smoother

@@ -23,7 +23,7 @@ def calls(machine, X, y, weight, regs):
     for some in (regs, regs[:2]):
         yield machine.path(X, y, some, None, weight).outputs
         yield machine.path(X, y, some, RAGGED, weight).outputs
-    yield machine.fit(X, y, weight)(X)
+    yield machine.fit(X.detach(), y.detach(), weight.detach())(X)
 
 
 @every_machine
@@ -86,3 +86,51 @@ def test_one_synchronisation_checks_all_values(monkeypatch):
     X, Y, weight = problem(N)
     tl.LSSVM(tl.kernels.RBF()).solve(X, Y, weight)
     assert len(looks) == 1
+
+
+@pytest.fixture
+def default_meta():
+    """Tensors made without a device land on the meta device, where no value can be read."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@every_machine
+def test_the_default_device_does_not_matter(case, request):
+    X, Y, weight = problem(N)
+    y = case.targets(Y)[..., 0]
+    regs = torch.logspace(-2, 2, 12, dtype=torch.float64)
+    machine = case.make()
+    expected = [outputs.detach() for outputs in calls(machine, X, y, weight, regs)]
+    request.getfixturevalue("default_meta")
+    for received, outputs in zip(calls(machine, X, y, weight, regs), expected, strict=True):
+        assert_close(received.detach(), outputs)
+        if received.requires_grad:
+            received.sum().backward()
+
+
+def test_criteria_searches_and_validation_ignore_the_default_device(request):
+    X, Y, weight = problem(30)
+    y = Y[:, 0].sign()
+    machine = tl.LSSVM(tl.kernels.RBF())
+    clusters, generator = [i % 5 for i in range(30)], torch.Generator().manual_seed(0)
+    splits = tl.splits.k_fold(30, 3, generator=generator)
+    request.getfixturevalue("default_meta")
+    held_out = machine.loo(X, y, weight)
+    for name in tl.criteria.__all__:
+        criterion = getattr(tl.criteria, name)
+        if hasattr(criterion, "lower_is_better") and name != "multiclass_error":
+            solved = machine.solve(X, y) if criterion.takes_fit else held_out
+            by_cluster = name == "kendall_tau"
+            value = criterion(machine.lco(X, y, clusters) if by_cluster else solved)
+            assert value.device.type == "cpu"
+    assert tl.balanced_weight(y).device.type == "cpu"
+    assert isinstance(tl.threshold(held_out, "error_rate"), torch.Tensor | float)
+    for search in ("gradient", "nelder-mead", "grid"):
+        grid = {"reg": [0.1, 1.0], "lengthscale": [1.0, 2.0]} if search == "grid" else None
+        options = {"grid": grid} if grid else {"starts": 2}
+        chosen = tl.select(machine, X, y, search=search, progress=False, **options)
+        assert chosen.machine(X).device.type == "cpu"
+    result = tl.validate(machine, X, y, splits=splits, metric="error_rate", progress=False)
+    assert 0 <= result.mean <= 1

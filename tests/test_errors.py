@@ -231,7 +231,7 @@ BAD = [
         TypeError,
         "functional",
     ),
-    ("new columns", lambda g: F.rls(g["K"], g["Y"], 1.0).predict(g["K"][:, :4]), ValueError, "6 columns"),
+    ("new columns", lambda g: F.rls(g["K"], g["Y"], 1.0).from_kernel(g["K"][:, :4]), ValueError, "6 columns"),
     ("NaN on a path", lambda g: path(g, K=poked(g["K"], torch.nan)), ValueError, "X must be finite"),
     (
         "NaN on a linear path",

@@ -161,7 +161,7 @@ def test_a_fitted_machine_round_trips_and_its_solution_predicts_alike():
     assert svc.support.shape[0] < N
     assert svc.coef.shape == (len(svc.support), 3)
     fit = machine().solve(X, Y, weight)
-    assert_close(fit.predict(svc.kernel(X_new, X)), expected)
+    assert_close(fit.from_kernel(svc.kernel(X_new, X)), expected)
     assert fit.gap.shape == fit.bias.shape == (3,)
     buffer = io.BytesIO()
     torch.save(svc.state_dict(), buffer)

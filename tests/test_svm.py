@@ -59,7 +59,7 @@ def test_loo_equals_plain_refits(problem):
         if len(rest.unique()) == 1:
             expected = rest[0]
         else:
-            expected = svm(K[keep][:, keep], rest, C).predict(K[r : r + 1, keep])[0]
+            expected = svm(K[keep][:, keep], rest, C).from_kernel(K[r : r + 1, keep])[0]
         # Coefficients of size C carry rounding of size 1e-16 C times the condition of the free set.
         assert_close(held.outputs[r], expected, atol=1e-6 * max(1.0, C / 1e3), rtol=1e-6)
     assert bool((held.certified ^ held.unstable).all())
@@ -362,7 +362,7 @@ def test_a_box_far_larger_than_any_coefficient(values):
         for r in range(5):
             kept = [i for i in range(5) if i != r]
             if len(y[kept].unique()) == 2:
-                expected = svm(K[kept][:, kept], y[kept], 1e6).predict(K[r : r + 1, kept])[0]
+                expected = svm(K[kept][:, kept], y[kept], 1e6).from_kernel(K[r : r + 1, kept])[0]
                 received = held.outputs[r]
                 assert_close(received, expected if values else expected.sign(), rtol=1e-6, atol=1e-6)
 
@@ -379,7 +379,7 @@ def test_boxes_far_smaller_than_one(seed):
             kept = torch.arange(23) != r
             fit = svm(K[kept][:, kept], y[kept], 1e-4)
             assert float(fit.gap) <= 1e-15
-            assert_close(held.outputs[r], fit.predict(K[r : r + 1, kept])[0], rtol=1e-8, atol=1e-8)
+            assert_close(held.outputs[r], fit.from_kernel(K[r : r + 1, kept])[0], rtol=1e-8, atol=1e-8)
 
 
 def test_a_large_problem_with_every_coefficient_at_a_bound():
@@ -434,7 +434,7 @@ def test_more_problems_than_are_followed_together(monkeypatch):
         assert_close(together.outputs[k], svm_loo(K, y, C[k]).outputs, rtol=1e-8, atol=1e-8)
         for r in range(0, 180, 15):
             kept = [i for i in range(180) if i != r]
-            alone = svm(K[kept][:, kept], y[kept], C[k]).predict(K[r : r + 1, kept])[0]
+            alone = svm(K[kept][:, kept], y[kept], C[k]).from_kernel(K[r : r + 1, kept])[0]
             assert_close(together.outputs[k, r], alone, rtol=1e-7, atol=1e-7)
 
 
@@ -607,7 +607,7 @@ def test_a_class_that_is_never_predicted_has_answers_in_time(C, lengthscale):
     assert bool((held.certified | held.unstable).all())
     for r in range(0, 60, 7):
         kept = torch.arange(60) != r
-        expected = svm(K[kept][:, kept], y[kept], C).predict(K[r : r + 1, kept])[0]
+        expected = svm(K[kept][:, kept], y[kept], C).from_kernel(K[r : r + 1, kept])[0]
         assert_close(held.outputs[r], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -21,7 +21,7 @@ E2 = "E2: norm of the change"
 def refit(K: Tensor, y: Tensor, C: float, r: int) -> float:
     """Decision value at row r of the machine trained on the others."""
     keep = torch.arange(len(y)) != r
-    return svm(K[keep][:, keep], y[keep], C).predict(K[r : r + 1, keep]).item()
+    return svm(K[keep][:, keep], y[keep], C).from_kernel(K[r : r + 1, keep]).item()
 
 
 def first_that_applies(K: Tensor, y: Tensor, alpha: Tensor, f: Tensor, r: int) -> str | None:

@@ -51,7 +51,7 @@ def test_signs_certified_on_unscaled_inputs_are_those_of_a_refit():
     assert bool(held.certified.any())
     for r in held.certified.nonzero()[:, 0].tolist():
         kept = torch.arange(len(y)) != r
-        f = float(svm(K[kept][:, kept], y[kept], 1.0).predict(K[r : r + 1, kept])[0])
+        f = float(svm(K[kept][:, kept], y[kept], 1.0).from_kernel(K[r : r + 1, kept])[0])
         assert float(held.outputs[r]) * f > 0
 
 

@@ -1,13 +1,35 @@
 """Targets, weights and regularisation of a least-squares problem, checked and broadcast."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, broadcast_shapes, require_floating
+from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 
 __all__ = ["Problem", "check_dual", "check_features", "check_regs"]
+
+
+class Given(NamedTuple):
+    """A matrix of the caller's, too large to be copied: what is computed later must find it unchanged."""
+
+    matrix: Tensor
+    version: int | None
+    """How often it had been changed in place; None where torch does not count."""
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> "Given":
+        """The matrix as it is now."""
+        counted = values_visible(matrix) and not matrix.is_inference()
+        return cls(matrix, matrix._version if counted else None)
+
+    def require_unchanged(self, function: str) -> None:
+        """Raise if the matrix was changed in place."""
+        if self.version is not None and self.matrix._version != self.version:
+            raise RuntimeError(
+                f"{function}: the inputs were changed in place after solve; solve again, or give it a copy"
+            )
 
 
 @dataclass(frozen=True)
@@ -22,6 +44,8 @@ class Problem:
     """Regularisation, (...)."""
     guard: Guard
     """Demands on the values, not yet looked at, and the name that errors carry."""
+    given: "Given"
+    """The matrix that the problem was solved from."""
 
     @property
     def function(self) -> str:
@@ -57,8 +81,14 @@ def _check(
         raise ValueError(
             f"{function}: weight must have {n} entries to match {name}, got shape {tuple(weight.shape)}"
         )
+    else:
+        weight = weight.clone()
     guard.positive(reg=reg)
-    reg = torch.as_tensor(reg, dtype=Y.dtype, device=Y.device)
+    reg = (
+        reg.to(Y, copy=True)
+        if isinstance(reg, Tensor)
+        else torch.full((), reg, dtype=Y.dtype, device=Y.device)
+    )
     guard.positive(reg=reg, weight=weight)  # again, as a number may be too small for the dtype
     guard.finite(Y=Y)
     try:
@@ -68,7 +98,8 @@ def _check(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
-    return Problem(Y.expand(*batch, *Y.shape[-2:]), weight.expand(*batch, n), reg.expand(batch), guard)
+    Y = Y.clone().expand(*batch, *Y.shape[-2:])  # what a Fit holds does not change with the caller's tensors
+    return Problem(Y, weight.expand(*batch, n), reg.expand(batch), guard, Given.of(matrix))
 
 
 def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:

@@ -76,7 +76,7 @@ class Fit:
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
     columns: Tensor
-    """Coefficients of the columns of K_new in `predict`, (..., m, c)."""
+    """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
     offset: Tensor
     """(..., c), zeros for a machine without a bias."""
     features: "FeatureWeights | None" = None
@@ -132,19 +132,26 @@ class Fit:
     @property
     def leverage(self) -> Tensor:
         """h_i = d Yhat_i / d Y_i, (..., n)."""
-        _, (block,) = self.form.blocks(Partition.single(self.targets.shape[-2], self.targets.device))
+        block = self._block(Partition.single(self.targets.shape[-2], self.targets.device))
         return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
         """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
-        _, (block,) = self.form.blocks(Partition.whole(self.targets.shape[-2], self.targets.device))
+        block = self._block(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
-    def predict(self, K_new: Tensor) -> Tensor:
+    def _block(self, partition: Partition) -> Tensor:
+        """Diagonal blocks of P for sets of one size, (..., g, s, s)."""
+        self.problem.given.require_unchanged(self.problem.function)
+        _, (block,) = self.form.blocks(partition)
+        return block
+
+    def from_kernel(self, K_new: Tensor) -> Tensor:
         """Outputs at new points from their kernel rows (..., m, n): K_new @ coef + bias."""
         if K_new.ndim < 2 or K_new.shape[-1] != self.columns.shape[-2]:
             raise ValueError(
-                f"predict: K_new must have {self.columns.shape[-2]} columns, got shape {tuple(K_new.shape)}"
+                f"from_kernel: K_new must be kernel rows with {self.columns.shape[-2]} columns, "
+                f"got shape {tuple(K_new.shape)}"
             )
         with full_precision(K_new):
             return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
@@ -160,6 +167,7 @@ class Fit:
             clusters: integer labels (n,) on the host; None leaves every row out alone.
         """
         Y, function = self.targets, self.problem.function
+        self.problem.given.require_unchanged(function)
         partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
         guard = self.problem.guard
         with full_precision(Y):

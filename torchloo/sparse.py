@@ -170,7 +170,7 @@ class SparseLSSVM(LeastSquares):
         if isinstance(basis, nn.Parameter):
             self.basis: Tensor | None = basis
         elif isinstance(basis, Tensor):
-            self.register_buffer("basis", basis)
+            self.register_buffer("basis", basis.clone())
         elif isinstance(basis, Selector) or (type(basis) is int and basis > 0):
             self.rows = basis
             self.basis = None

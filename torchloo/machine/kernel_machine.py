@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from typing import Any, Self
 
 import torch
@@ -67,15 +68,30 @@ class KernelMachine(nn.Module):
         guard = Guard(self._function)
         guard.finite(X=X)
         guard.check()
-        linear, support = self._linear, self.support
-        design = self.kernel.feature_map(X) - support if linear else self.kernel(X, support)
-        if design.shape[-1] != self.coef.shape[-2]:
-            raise ValueError(
-                f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
-            )
+        design = self._design(X, self.support, self.coef.shape[-2])
         with full_precision(X):
             outputs = design @ self.coef + self.bias.unsqueeze(-2)
         return outputs[..., 0] if self._flat else outputs
+
+    def _design(self, X: Tensor, support: Tensor, count: int) -> Tensor:
+        """Features about their centre, or kernel rows: what the coefficients multiply, (..., m, count)."""
+        expected = count if self._linear or isinstance(self.kernel, Precomputed) else support.shape[-1]
+        received = self.kernel.feature_map(X) if self._linear else X
+        if X.ndim < 2 or received.shape[-1] != expected:
+            what = "give features of" if self._linear and self.kernel.features is not None else "have"
+            raise ValueError(
+                f"{self._function}: X must {what} {expected} columns, as in fit, got shape {tuple(X.shape)}"
+            )
+        return received - support if self._linear else self.kernel(X, support)
+
+    def _warn_of_cut_graph(self, *inputs: object) -> None:
+        """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+            warnings.warn(
+                f"{type(self).__name__}.fit keeps no graph: no gradient reaches the inputs through what it "
+                "stores; use solve, whose Fit is differentiable, or call fit under torch.no_grad()",
+                stacklevel=3,
+            )
 
     def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool, linear: bool = False) -> None:
         """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c).
@@ -97,8 +113,8 @@ class KernelMachine(nn.Module):
                 f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
             )
         flat = y.ndim == X.ndim - 1
-        rows = y.shape[-1 if flat else -2] if y.ndim else 0
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2] or 0 in y.shape:
+        rows = y.shape[y.ndim - 1 if flat else X.ndim - 2 :][:1]
+        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2:-1] or 0 in y.shape:
             raise ValueError(
                 f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
                 f"with the batch dimensions of X, got shape {tuple(y.shape)}"

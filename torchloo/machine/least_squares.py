@@ -114,22 +114,25 @@ class LeastSquares(KernelMachine):
         path, matrix, targets = self._route(guard, X, Y, weight)
         return path(guard, matrix, targets, regs, weight, self._has_bias, clusters, flat)
 
-    @torch.no_grad()
     def fit(
         self, X: Tensor | Stream | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Self:
         """Store the coefficients of the solved machine; an error leaves it as it was.
+
+        No graph is kept, which inputs that require a gradient are warned of; `solve` keeps one.
 
         Args:
             X: the rows, or a `Stream` of them, or what `solve` of this machine made of a stream.
             y: targets; None for a stream, which brings them.
             weight: row weights; None for a stream, or to weigh all alike.
         """
-        if isinstance(X, Stream | StreamFit):
-            self._only_stream(y, weight)
-            self._keep(self.solve(X) if isinstance(X, Stream) else X)
-        else:
-            self._fit(X, y, weight)
+        self._warn_of_cut_graph(X, y, weight)
+        with torch.no_grad():
+            if isinstance(X, Stream | StreamFit):
+                self._only_stream(y, weight)
+                self._keep(self.solve(X) if isinstance(X, Stream) else X)
+            else:
+                self._fit(X, y, weight)
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:

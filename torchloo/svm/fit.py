@@ -39,7 +39,7 @@ class SVMFit(NamedTuple):
     flat: bool = True
     """True where the labels came without an output axis."""
 
-    def predict(self, K_new: Tensor) -> Tensor:
+    def from_kernel(self, K_new: Tensor) -> Tensor:
         """Decision values at new points from K_new (..., t, n): (..., t) or (..., t, c)."""
         if not self.flat:
             return K_new @ self.coef + self.bias[..., None, :]

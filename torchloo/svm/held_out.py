@@ -92,8 +92,8 @@ class SVMHeldOut(NamedTuple):
         return cls(
             outputs=outputs,
             residuals=y - outputs,
-            targets=y,
-            weight=weight,
+            targets=y.clone(),  # the caller may change the labels and weights later
+            weight=weight.clone(),
             clusters=clusters,
             variance=torch.full_like(outputs, torch.nan),
             refitted=anew.any(-1) if y.ndim > weight.ndim else anew,

@@ -67,9 +67,14 @@ class SVC(KernelMachine):
         with _said_by_svc():
             return svm(**problems).with_outputs(flat)
 
-    @torch.no_grad()
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the support vectors and their coefficients; an error leaves the machine as it was."""
+        self._warn_of_cut_graph(X, y, weight)
+        with torch.no_grad():
+            self._fit(X, y, weight)
+        return self
+
+    def _fit(self, X: Tensor, y: Tensor, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
         coef, bias = (field.unsqueeze(-1) if fit.flat else field for field in (fit.coef, fit.bias))
         if any(isinstance(part, Precomputed) for part in self.kernel.modules()):
@@ -80,7 +85,6 @@ class SVC(KernelMachine):
             support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
             coef = coef[..., rows, :]
         self._store(support, coef, bias, fit.flat)
-        return self
 
     def loo(
         self,
