@@ -20,7 +20,7 @@ from torchloo.search.problems import Weighting, check_clusters, check_rows
 from torchloo.search.run import Plan
 from torchloo.search.score import Score
 from torchloo.search.starts import warn_of_scales
-from torchloo.splits import Split, resolve
+from torchloo.splits import Split, require_whole_clusters, resolve
 
 __all__ = ["Validation", "summed_up", "validate"]
 
@@ -81,6 +81,7 @@ def validate(
     search: str = "gradient",
     *,
     clusters: object | None = None,
+    allow_cut_clusters: bool = False,
     weight: Weighting = None,
     criterion_weight: Any = "own",
     standardise: bool | Sequence[int] = True,
@@ -100,7 +101,10 @@ def validate(
             Functions of y, such as tl.balanced_weight, are called with the training rows of each split.
         splits: a number: so many random hold-outs of 10 % (of the clusters, where given);
             "leave-cluster-out"; or pairs (train, test) of row numbers, such as tl.splits.hold_out, k_fold and
-            leave_cluster_out give.
+            leave_cluster_out give. Rows to train on may be repeated, as in a bootstrap, where clusters are
+            given, clusters=torch.arange(n) for instance: all copies of a row are then left out together.
+        allow_cut_clusters: splits with rows of one cluster on both sides are refused, unless this is True:
+            the score is then one of new rows of known clusters, while the selection leaves clusters out.
         metric: of the test rows, each counting once: one of tl.criteria, its name, or a callable of a
             HeldOut. Default: error_rate where y holds -1 and +1 only, else mse.
         standardise: centre and scale the columns of X (True: all; or their numbers) by mean and standard
@@ -138,6 +142,8 @@ def validate(
     if outer.columns is None:
         warn_of_scales(space, X)
     pairs = resolve(splits, len(X), clusters, generator)
+    if clusters is not None and not allow_cut_clusters:
+        require_whole_clusters(pairs, clusters, len(X))
     outer.check_metric(pairs)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()
