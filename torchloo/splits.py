@@ -121,8 +121,7 @@ def require_whole_clusters(pairs: list[Split], clusters: object, n: int) -> None
             raise ValueError(
                 f"validate: split {number} must not cut clusters, but has rows of cluster {cut[0]} "
                 f"({len(cut)} such) to train on and to test on; use splits='leave-cluster-out' or "
-                "tl.splits.hold_out(n, clusters=...), or allow_cut_clusters=True for a score on new rows of known "
-                "clusters"
+                "tl.splits.hold_out(n, clusters=...), or allow_cut_clusters=True to score known clusters"
             )
 
 
