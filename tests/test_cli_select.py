@@ -170,6 +170,26 @@ def test_several_classes_are_told_apart_by_a_machine_for_each(folder, capsys, ma
         assert refitted.tolist() == pytest.approx(outputs[i], rel=1e-6, abs=1e-8)
 
 
+@pytest.mark.parametrize(
+    "criterion", ["multiclass_error", "smooth_error", "auc", "leave_pair_out_auc", "press"]
+)
+def test_every_number_of_several_classes_has_a_name_of_its_own(folder, capsys, criterion):
+    assert select("grade", "--criterion", criterion, "--search", "grid", "--outer", "2") == 0
+    out = capsys.readouterr().out
+    held_out = pd.read_csv("out/held_out.csv")
+    wrong = (held_out["loo_class"] != held_out["target"]).mean()
+    (shown,) = [
+        line for line in out.splitlines() if line.startswith("misclassification rate (largest output)")
+    ]
+    assert shown.split(" %")[1].strip() == f"{100 * wrong:.1f}"
+    (chosen,) = [line for line in out.splitlines() if line.startswith(criterion)]
+    if criterion == "multiclass_error":
+        assert chosen.startswith(f"multiclass_error {wrong:.4g} after")
+    else:
+        assert chosen.startswith(f"{criterion} (mean over 3 classes) ")
+    assert "error rate" not in out
+
+
 @pytest.mark.parametrize("machine", ["kfd", "svc"])
 def test_splits_without_a_class_are_refused_before_any_search(folder, capsys, monkeypatch, machine):
     monkeypatch.setattr(tl, "select", lambda *args, **options: pytest.fail("searched"))
@@ -254,6 +274,19 @@ def test_an_archive_is_a_table_too(folder):
         (["--target", "good", "--criterion", "auc", "--search", "gradient"], "auc has no gradient"),
         (["--target", "good", "--machine", "svc", "--criterion", "log_density"], "needs a least-squares"),
         (["--target", "good", "--criterion", "leave_pair_out_auc", "--clusters", "day"], "not clusters"),
+        (
+            ["--target", "grade", "--criterion", "error_rate"],
+            "error_rate is for two classes; for 3 take multiclass_error",
+        ),
+        (
+            ["--target", "grade", "--criterion", "balanced_error_rate"],
+            "balanced_error_rate is for two classes; for 3 take multiclass_error",
+        ),
+        (
+            ["--target", "good", "--criterion", "multiclass_error"],
+            "multiclass_error is for more than two classes; for two take error_rate",
+        ),
+        (["--target", "price", "--criterion", "multiclass_error"], "multiclass_error needs classes"),
         (
             ["--target", "price", "--machine", "kfd"],
             "kfd tells classes apart, 'price' has numbers; take lssvm",

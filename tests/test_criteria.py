@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from torchloo import criteria
 from torchloo.criteria import pairs
+from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 
 SHAPES = [((), 0), ((), 3), ((2, 3), 0), ((2, 3), 2)]
@@ -20,6 +21,8 @@ WEIGHTED = ["press", "mse", "error_rate", "smooth_error", "hinge", "squared_hing
 UNWEIGHTED = ["balanced_error_rate", "wmw", "auc", "smooth_wmw", "kendall_tau"]
 HIGHER = ["auc", "kendall_tau", "log_density", "leave_pair_out_auc"]
 CLASSES = ["balanced_error_rate", "wmw", "auc", "smooth_wmw"]
+ONE_CLASS_WILL_DO = ["error_rate", "smooth_error", "hinge", "squared_hinge"]
+SIGNS = CLASSES + ONE_CLASS_WILL_DO
 
 
 def make(batch=(), c=0, n=13, seed=0, clusters=None, classes=True, ties=True, dtype=torch.float64):
@@ -30,7 +33,9 @@ def make(batch=(), c=0, n=13, seed=0, clusters=None, classes=True, ties=True, dt
     f = (2 * f).round() / 2 if ties else f  # many ties, and outputs that are exactly 0
     y = torch.randn(shape, generator=g, dtype=dtype)
     if classes:
-        y = torch.where(y > 0.3, 1.5, -0.7).to(dtype)  # coded targets: only the sign is the class
+        y = torch.where(
+            y > 0.3, *torch.tensor([1.5, -0.7], dtype=dtype)
+        )  # coded targets: only the sign is the class
         y.select(len(batch), 0).fill_(1.5)
         y.select(len(batch), 1).fill_(-0.7)
     else:
@@ -141,7 +146,7 @@ def test_balanced_weight_gives_each_class_half_of_n():
     assert_close((w * (y > 0)).sum(-1), torch.full((2, 3), 6.5, dtype=y.dtype))
     assert_close(w.sum(-1), torch.full((2, 3), 13.0, dtype=y.dtype))
     with pytest.raises(ValueError, match="balanced_weight: y must hold both classes"):
-        criteria.balanced_weight(y.abs())
+        criteria.balanced_weight(torch.ones_like(y))
 
 
 def test_zero_predicts_the_positive_class():
@@ -174,11 +179,12 @@ def test_gradients_are_finite_on_ties_and_far_away(name):
 
 
 def test_attributes_say_direction_and_differentiability():
-    for name in [*WEIGHTED, *UNWEIGHTED, "leave_pair_out_auc"]:
+    for name in [*WEIGHTED, *UNWEIGHTED, "leave_pair_out_auc", "multiclass_error"]:
         criterion = getattr(criteria, name)
         assert criterion.lower_is_better == (name not in HIGHER)
         assert criterion.differentiable == (name in SMOOTH)
         assert criterion.takes_fit == (name == "leave_pair_out_auc")
+        assert (criterion.targets == "signs") == (name in [*SIGNS, "leave_pair_out_auc"])
         assert pickle.loads(pickle.dumps(criterion)) is copy.deepcopy(criterion) is criterion
         assert criterion.__name__ == name
         direction = "Higher is better" if name in HIGHER else "Lower is better"
@@ -332,6 +338,165 @@ def test_one_class_raises(name):
     y[1] = 1.0  # one entry of the batch is enough
     with pytest.raises(ValueError, match=f"{name}: targets must hold both classes"):
         getattr(criteria, name)(h._replace(targets=y))
+
+
+@pytest.mark.parametrize("name", ONE_CLASS_WILL_DO)
+def test_rows_of_one_class_have_an_error(name):
+    h = make((2,))
+    h = h._replace(targets=torch.ones_like(h.targets))
+    assert_close(getattr(criteria, name)(h), expected(name, h))
+
+
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize(
+    ("labels", "got"),
+    [
+        ([1.0, 2.0, 3.0], "one positive and one negative value, got 1.0 and 3.0"),
+        ([-2.0, 1.0, -1.0], "one positive and one negative value, got -1.0 and -2.0"),
+        ([1.0, 1.0, 2.0], "one positive and one negative value, got 1.0 and 2.0"),
+        ([0.0, 1.0, 1.0], "positive or negative labels, got 0"),
+        ([math.nan, 1.0, -1.0], "finite, got NaN"),
+    ],
+)
+def test_targets_that_are_no_two_classes_are_refused(name, labels, got):
+    """In one column of one entry of a batch, too."""
+    criterion, h = getattr(criteria, name), make((2,), 3)
+    bad = torch.tensor(labels, dtype=torch.float64)[torch.arange(13) % 3]
+    y = h.targets.clone()
+    y[1, :, 2] = bad
+    for targets, options in ((y, {}), (y, {"per_output": True}), (y, {"average": "outputs"})):
+        with pytest.raises(ValueError, match=f"{name}: targets must .*{got}"):
+            criterion(h._replace(targets=targets), **options)
+    with pytest.raises(ValueError, match=f"{name}: targets must .*{got}"):
+        criterion(make()._replace(targets=bad))
+    with pytest.raises(ValueError, match=f"balanced_weight: y must .*{got}"):
+        criteria.balanced_weight(bad)
+
+
+def test_numbers_are_no_classes_for_leave_pair_out_auc():
+    _, fit = pair_problem()
+    with pytest.raises(
+        ValueError, match="leave_pair_out_auc: targets must hold one positive and one negative"
+    ):
+        criteria.leave_pair_out_auc(fit._replace(targets=fit.targets.cumsum(-2) + 0.5))
+
+
+def classes_of(h, label, positive=1.0, negative=-1.0):
+    """The HeldOut with targets of one class against the rest, label (..., n)."""
+    own = torch.nn.functional.one_hot(label, h.outputs.shape[-1]) > 0
+    y = torch.where(own, *torch.tensor([positive, negative], dtype=h.outputs.dtype))
+    return h._replace(targets=y, residuals=y - h.outputs)
+
+
+def several_classes(batch=(), c=3, n=13, **options):
+    h = make(batch, c, n, **options)
+    label = torch.randint(c, (*batch, n), generator=torch.Generator().manual_seed(1))
+    label[..., : 2 * c] = torch.arange(2 * c) % c
+    return classes_of(h, label), label
+
+
+@pytest.mark.parametrize("name", SIGNS)
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_the_mean_over_columns_of_classes_must_be_asked_for(name, batch):
+    h, _ = several_classes(batch)
+    criterion, whole = getattr(criteria, name), expected(name, h)
+    with pytest.raises(
+        ValueError, match=f"{name}: average must be 'outputs' .* 3 columns .*multiclass_error"
+    ):
+        criterion(h)
+    assert_close(criterion(h, average="outputs"), whole.mean(-1))
+    assert_close(criterion(h, per_output=True), whole)
+    with pytest.raises(ValueError, match=f"{name}: average must be None or 'outputs', got 'classes'"):
+        criterion(h, average="classes")
+    y = h.targets.clone()
+    y[..., 0, :] = 1.0  # a row of all three: no classes, but three problems
+    several = h._replace(targets=y, residuals=y - h.outputs)
+    assert_close(criterion(several), expected(name, several).mean(-1))
+    if batch:
+        y[1, 2] = h.targets[1, 2]  # one entry of the batch is enough
+        with pytest.raises(ValueError, match=f"{name}: average must be 'outputs'"):
+            criterion(h._replace(targets=y))
+
+
+def test_leave_pair_out_auc_over_classes_must_be_asked_for():
+    _, fit = pair_problem()
+    y = fit.targets[..., :1]
+    classes = fit._replace(targets=torch.cat([y, -y], -1))
+    with pytest.raises(ValueError, match="leave_pair_out_auc: average must be 'outputs'"):
+        criteria.leave_pair_out_auc(classes)
+    each = criteria.leave_pair_out_auc(classes, per_output=True)
+    assert_close(criteria.leave_pair_out_auc(classes, average="outputs"), each.mean(-1))
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize("codes", [(1.0, -1.0), (1.0, 0.0), (1.5, -0.7)])
+def test_multiclass_error_counts_rows_whose_largest_output_is_of_another_class(batch, codes):
+    h, label = several_classes(batch)
+    h = classes_of(h, label, *codes)
+    weights = {"own": h.weight, None: torch.ones_like(h.weight), h.weight.flip(-1): h.weight.flip(-1)}
+    for given, w in weights.items():
+        received = criteria.multiclass_error(h, weight=given)
+        assert received.shape == batch
+        for index in itertools.product(*map(range, batch)):
+            rows = zip(h.outputs[index].tolist(), label[index].tolist(), w[index].tolist(), strict=True)
+            wrong = sum(weight for f, own, weight in rows if f.index(max(f)) != own)  # ties: the first
+            assert received[index].item() == pytest.approx(wrong / w[index].sum().item())
+
+
+def test_multiclass_error_is_not_the_mean_of_the_errors_of_the_columns():
+    label = torch.arange(40) % 10
+    f = torch.full((40, 10), -0.5, dtype=torch.float64)  # no column is ever said to be the class
+    h = classes_of(make(c=10, n=40)._replace(outputs=f), label)
+    assert criteria.error_rate(h, weight=None, average="outputs").item() == pytest.approx(0.1)
+    assert criteria.multiclass_error(h, weight=None).item() == pytest.approx(0.9)
+
+
+def test_multiclass_error_refuses_what_has_no_one_class_a_row():
+    h, _ = several_classes((2,))
+    with pytest.raises(ValueError, match="multiclass_error: per_output must be False"):
+        criteria.multiclass_error(h, per_output=True)
+    for flat in (make((2,)), make((2,), 1)):
+        with pytest.raises(
+            ValueError, match="multiclass_error: outputs must have a column for each of several"
+        ):
+            criteria.multiclass_error(flat)
+    for value in (1.0, -1.0):  # all of the classes, or none
+        y = h.targets.clone()
+        y[1, 4] = value
+        with pytest.raises(
+            ValueError, match="multiclass_error: targets must have exactly one positive column of 3"
+        ):
+            criteria.multiclass_error(h._replace(targets=y))
+    f = h.outputs.clone()
+    f[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="multiclass_error: outputs must be finite"):
+        criteria.multiclass_error(h._replace(outputs=f))
+
+
+@pytest.mark.parametrize("name", [*SIGNS, "multiclass_error"])
+def test_demands_on_targets_wait_for_the_device_once_and_not_where_values_are_unseen(name, monkeypatch):
+    h, _ = several_classes((2,))
+    criterion, asked, check = getattr(criteria, name), [], Guard.check
+
+    def counted(guard):
+        asked.append(len(guard._flags))
+        check(guard)
+
+    monkeypatch.setattr(Guard, "check", counted)
+    options = {} if name == "multiclass_error" else {"average": "outputs"}
+    value = criterion(h, **options)
+    assert len([flags for flags in asked if flags]) == 1
+    del asked[:]
+    meta = HeldOut(*(t.to("meta") if isinstance(t, Tensor) else t for t in h))
+    assert criterion(meta).shape == (2,)
+    assert not any(asked)
+    if name != "smooth_wmw":  # whose blocks are of the sizes of the classes
+
+        def one(f, r, y, w):
+            return criterion(h._replace(outputs=f, residuals=r, targets=y, weight=w))
+
+        assert_close(torch.func.vmap(one)(h.outputs, h.residuals, h.targets, h.weight), value)
+        assert not any(asked)
 
 
 @pytest.mark.parametrize(

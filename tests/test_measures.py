@@ -45,9 +45,11 @@ def test_measures_of_several_classes():
     y = 2 * torch.eye(3).double()[[0, 0, 0, 1, 2]] - 1
     outputs = torch.eye(3).double()[[0, 0, 1, 1, 0]]
     of = by_name(y, 3)
-    assert of["error rate"].value(held_out(outputs, y)) == pytest.approx(2 / 5)
-    assert of["balanced error rate"].value(held_out(outputs, y)) == pytest.approx((1 / 3 + 0 + 1) / 3)
-    assert of["error rate"].value(guess(y)) == pytest.approx(2 / 5)
+    rate = of["misclassification rate (largest output)"]
+    assert rate.value(held_out(outputs, y)) == pytest.approx(2 / 5)
+    balanced = of["balanced misclassification rate"]
+    assert balanced.value(held_out(outputs, y)) == pytest.approx((1 / 3 + 0 + 1) / 3)
+    assert rate.value(guess(y)) == pytest.approx(2 / 5)
 
 
 def test_squares_are_averaged_before_the_root_is_taken():

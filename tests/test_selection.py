@@ -359,10 +359,12 @@ def test_no_solution_anywhere_names_the_remedy():
         ("balanced_error_rate", "criterion_weight=tl.balanced_weight"),
         ("auc", "tl.criteria.smooth_wmw"),
         ("leave_pair_out_auc", "tl.criteria.smooth_wmw"),
+        ("multiclass_error", "tl.criteria.press"),
     ],
 )
 def test_a_criterion_without_gradient_is_refused_with_one_that_has(criterion, alternative):
     X, y = labelled()
+    y = torch.stack([y, -y], -1) if criterion == "multiclass_error" else y
     with pytest.raises(ValueError, match=f"select: criterion must be differentiable.*{alternative}"):
         select(tl.LSSVM(K.RBF()), X, y, criterion)
 

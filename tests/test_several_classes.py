@@ -1,6 +1,7 @@
 """Several classes: one SVM, and one Fisher discriminant, for each column of the labels."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -259,7 +260,8 @@ def test_criteria_see_every_column():
         criterion = getattr(tl.criteria, name)
         each = torch.stack([criterion(column) for column in columns])
         assert_close(criterion(held, per_output=True), each)
-        assert_close(criterion(held), each.mean())
+        averaged = criterion(held) if name == "press" else criterion(held, average="outputs")
+        assert_close(averaged, each.mean())
     shifts = tl.threshold(held, "balanced_error_rate")
     assert_close(shifts, torch.stack([tl.threshold(column, "balanced_error_rate") for column in columns]))
 
@@ -267,6 +269,15 @@ def test_criteria_see_every_column():
         return one.errors.double().mean()
 
     assert tl.threshold(held, own).tolist() == [0.0] * 3
+
+
+def test_threshold_refuses_a_metric_that_compares_columns():
+    X, Y, _ = three_classes()
+    with pytest.raises(ValueError, match=r"threshold: metric must be of one column, .* got multiclass_error"):
+        tl.threshold(machine().loo(X, Y), "multiclass_error")
+    for metric, match in (("multiclass_error", "of one column"), ("leave_pair_out_auc", "takes a Fit")):
+        with pytest.raises(ValueError, match=f"validate: threshold must .*{match}"):
+            tl.validate(machine(), X, Y, 2, "press", threshold=metric, progress=False)
 
 
 MACHINES = {"svc": lambda: SVC(tl.kernels.RBF()), "kfd": lambda: tl.KFD(tl.kernels.RBF())}
@@ -279,12 +290,12 @@ def test_select_finds_machines_for_all_classes(name, search):
     X = X + 4 * Y[:, :2]
     penalty = "C" if name == "svc" else "reg"
     grid = {penalty: [0.3, 3.0], "lengthscale": [1.0, 2.0]} if search == "grid" else None
-    chosen = tl.select(
-        MACHINES[name](), X, Y, "smooth_error", search, grid=grid, max_evaluations=15, progress=False
-    )
+    smooth = functools.partial(tl.criteria.smooth_error, average="outputs")
+    options = {"grid": grid, "max_evaluations": 15, "progress": False}
+    chosen = tl.select(MACHINES[name](), X, Y, smooth, search, **options)
     said = chosen.machine(X).argmax(1)
     assert (said == Y.argmax(1)).double().mean() > 0.8
-    assert chosen.value == pytest.approx(tl.criteria.smooth_error(chosen.machine.loo(X, Y)).item(), rel=1e-6)
+    assert chosen.value == pytest.approx(smooth(chosen.machine.loo(X, Y)).item(), rel=1e-6)
     assert chosen.value <= chosen.history[0].value
 
 
@@ -293,16 +304,52 @@ def test_splits_searched_together_equal_splits_searched_alone(name):
     X, Y, _ = three_classes(11)
     pairs = tl.splits.k_fold(N, 3, generator=torch.Generator().manual_seed(0))
     options = {
-        "criterion": "smooth_error",
+        "criterion": "multiclass_error",
         "search": "nelder-mead",
         "max_evaluations": 8,
         "threshold": "error_rate",
         "progress": False,
     }
     together = tl.validate(MACHINES[name](), X, Y, pairs, **options)
-    assert together.metric == "error_rate"
+    assert together.metric == together.criterion == "multiclass_error"
     for k, pair in enumerate(pairs):
         alone = tl.validate(MACHINES[name](), X, Y, [pair], **options)
         assert together.scores[k] == pytest.approx(float(alone.scores[0]), abs=1e-12)
         assert together.table[k]["criterion"] == pytest.approx(alone.table[0]["criterion"], rel=1e-8)
         assert len(together.table[k]["shift"]) == 3
+
+
+@pytest.mark.parametrize("search", ["gradient", "grid"])
+@pytest.mark.parametrize("criterion", ["error_rate", "smooth_error", "auc"])
+def test_a_criterion_of_two_classes_is_refused_before_any_search(search, criterion, monkeypatch):
+    monkeypatch.setattr("torchloo.search.run._search", lambda *args: pytest.fail("searched"))
+    X, Y, _ = three_classes()
+    with pytest.raises(
+        ValueError, match=f"select: criterion cannot be evaluated: {criterion}: average must be"
+    ):
+        tl.select(tl.LSSVM(tl.kernels.RBF()), X, Y, criterion, search, progress=False)
+    numbers = Y.argmax(1).to(DOUBLE) + 1
+    with pytest.raises(
+        ValueError, match=f"criterion cannot be evaluated: {criterion}: targets must hold one"
+    ):
+        tl.select(tl.LSSVM(tl.kernels.RBF()), X, numbers, criterion, search, progress=False)
+
+
+def test_select_by_multiclass_error_finds_what_the_mean_over_columns_misses():
+    """Of ten classes, a machine that says no to each errs in a tenth of the columns, and in most rows."""
+    generator = torch.Generator().manual_seed(3)
+    label = torch.arange(100) % 10
+    centres = torch.randn(10, 20, dtype=DOUBLE, generator=generator)
+    X = centres[label] + 1.5 * torch.randn(100, 20, dtype=DOUBLE, generator=generator)
+    Y = 2 * torch.nn.functional.one_hot(label, 10).to(DOUBLE) - 1
+    regs = [10.0**k for k in range(-2, 5)]
+    kernel = tl.kernels.RBF(5.0)
+    kernel.log_lengthscale.requires_grad_(False)
+    options = {"search": "grid", "grid": {"reg": regs}, "progress": False}
+    chosen = tl.select(tl.LSSVM(kernel), X, Y, "multiclass_error", **options)
+    held = [tl.LSSVM(kernel, reg).loo(X, Y).outputs for reg in regs]
+    errors = [(f.argmax(1) != label).double().mean().item() for f in held]
+    assert chosen.value == pytest.approx(min(errors))
+    assert chosen.machine.reg.item() == pytest.approx(regs[int(np.argmin(errors))])
+    columns = [((f >= 0) != (Y > 0)).double().mean().item() for f in held]
+    assert errors[int(np.argmin(columns))] > min(errors) > 2 * min(columns)

@@ -142,6 +142,38 @@ def test_metric_follows_the_targets_unless_given():
     assert result.mean > 0
 
 
+def test_the_metric_of_several_columns_is_that_of_classes_where_every_row_has_one():
+    X, _ = labelled()
+    label = (X[:, 0] > -0.4).long() + (X[:, 0] > 0.5).long()
+    own = torch.nn.functional.one_hot(label, 3).double()
+    splits = tl.splits.k_fold(50, 5, generator=seeded())
+    options = {"standardise": False, "search": "grid", "grid": {"reg": [0.1], "lengthscale": [1.0]}}
+    for Y in (2 * own - 1, own):  # coded -1, +1 or 0, 1
+        result = validate(tl.LSSVM(K.RBF()), X, Y, splits, **options)
+        assert result.metric == "multiclass_error"
+        for (train, test), score in zip(splits, result.scores, strict=True):
+            said = tl.LSSVM(K.RBF(1.0), 0.1).fit(X[train], Y[train])(X[test]).argmax(1)
+            assert score.item() == pytest.approx((said != label[test]).double().mean().item())
+    two = torch.stack([X[:, 0] > 0, X[:, 1] > 0], -1)
+    pair = [(list(range(40)), [int(k) for k in range(40, 50) if two[k].sum() == 1])]  # by chance one in each
+    result = validate(tl.LSSVM(K.RBF()), X, 2 * two.double() - 1, pair, **options)
+    assert result.metric == "error_rate"
+    f = tl.LSSVM(K.RBF(1.0), 0.1).fit(X[:40], 2 * two[:40].double() - 1)(X[pair[0][1]])
+    assert result.mean == pytest.approx(((f >= 0) != two[pair[0][1]]).double().mean().item())
+    opposite = torch.stack([X[:, 0], -X[:, 0]], -1)  # numbers, though one of them is positive
+    assert validate(tl.LSSVM(K.RBF()), X, opposite, splits, **options).metric == "mse"
+
+
+def test_labels_that_are_no_two_classes_have_no_error_rate_though_every_split_tests_one():
+    X, _ = labelled(30)
+    label = torch.arange(30) % 3 + 1
+    splits = [((label != k).nonzero()[:, 0], (label == k).nonzero()[:, 0]) for k in (1, 2, 3)]
+    with pytest.raises(
+        ValueError, match="validate: metric cannot be evaluated: error_rate: targets must hold one"
+    ):
+        validate(tl.LSSVM(K.RBF()), X, label.double(), splits, metric="error_rate", max_evaluations=2)
+
+
 @pytest.mark.parametrize("clusters", [None, torch.arange(80) // 2])
 def test_threshold_is_fitted_inside_each_split(clusters):
     X, y = labelled(80)
@@ -373,7 +405,7 @@ def test_a_metric_that_test_rows_cannot_have_is_refused_before_any_search(monkey
     pair = ([i for i in range(50) if i not in negative], negative)
     with pytest.raises(ValueError, match=f"validate: split 0 cannot be scored: {metric}: "):
         validate(tl.LSSVM(K.RBF()), X, y, [pair], metric=metric)
-    columns = torch.stack([y, -y], -1)
+    columns = torch.stack([y, y], -1)
     with pytest.raises(ValueError, match=f"validate: split 0 cannot be scored: {metric}: "):
         validate(tl.LSSVM(K.RBF()), X, columns, [pair], metric=metric)
 

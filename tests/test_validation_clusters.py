@@ -137,8 +137,51 @@ def test_only_splits_of_equal_shapes_are_searched_together(batches):
     assert [row["test"] for row in result.table] == [3, 4, 4, 6, 3]  # labels ascending
     batches.clear()
     equal_rows = [([0, 4, 5, 8], [1]), ([0, 1, 4, 5], [2]), ([14, 15, 17, 0], [1]), ([8, 9, 0, 3], [1])]
-    tl.validate(tl.LSSVM(K.RBF()), X, y, equal_rows, **options)
+    tl.validate(tl.LSSVM(K.RBF()), X, y, equal_rows, allow_cut_clusters=True, **options)
     assert sorted(batches) == [1, 1, 2]  # 2 + 1 + 1, 2 + 2 (twice) and 3 + 1
+
+
+def twins(units=20, size=4):
+    """Rows of a cluster are nearly the same, and their class is that of the cluster, drawn at random."""
+    clusters = torch.arange(units).repeat_interleave(size)
+    X = torch.randn(units, 3, dtype=DOUBLE, generator=seeded())[clusters]
+    X = X + 0.01 * torch.randn(X.shape, dtype=DOUBLE, generator=seeded(1))
+    return X, (1 - 2 * (torch.randperm(units, generator=seeded(2)) % 2)).double()[clusters], clusters
+
+
+def test_splits_that_cut_clusters_are_refused_unless_asked_for():
+    X, y, clusters = twins()
+    grid = {"search": "grid", "grid": {"reg": [0.01], "lengthscale": [0.5]}, "progress": False}
+    folds = tl.splits.k_fold(len(y), 4, generator=seeded())
+    known = tl.validate(tl.LSSVM(K.RBF()), X, y, folds, clusters=clusters, allow_cut_clusters=True, **grid)
+    new = tl.validate(tl.LSSVM(K.RBF()), X, y, "leave-cluster-out", clusters=clusters, **grid)
+    assert known.mean < 0.05
+    assert new.mean > 0.3  # nothing can be known of a new cluster
+    with pytest.raises(ValueError, match=r"split 0 must not cut clusters, .* allow_cut_clusters=True"):
+        tl.validate(tl.LSSVM(K.RBF()), X, y, folds, clusters=clusters, **grid)
+    whole = ([row for row in range(80) if row not in (4, 5, 6, 7)], [4, 5])  # 6 and 7 are in neither part
+    cut = ([row for row in range(80) if row not in (4, 5)], [4, 5])
+    assert len(tl.validate(tl.LSSVM(K.RBF()), X, y, [whole], clusters=clusters, **grid).scores) == 1
+    with pytest.raises(ValueError, match=r"split 1 .* has rows of cluster 1 \(1 such\) to train on"):
+        tl.validate(tl.LSSVM(K.RBF()), X, y, [whole, cut], clusters=clusters, **grid)
+
+
+def test_rows_trained_on_repeatedly_are_left_out_together_or_refused():
+    X, y, _ = twins(size=1, units=30)
+    drawn = torch.randint(30, (30,), generator=seeded(3))
+    bootstrap = (drawn, [row for row in range(30) if row not in drawn])
+    grid = {"search": "grid", "grid": {"reg": [0.01], "lengthscale": [0.5]}, "standardise": False}
+    options = grid | {"criterion": "error_rate", "progress": False}
+    repeated = drawn.bincount().gt(1).nonzero()[0].item()
+    with pytest.raises(
+        ValueError, match=rf"split 0 .* repeats row {repeated}, .* clusters=torch.arange\(n\)"
+    ):
+        tl.validate(tl.LSSVM(K.RBF()), X, y, [bootstrap], **options)
+    received = tl.validate(tl.LSSVM(K.RBF()), X, y, [bootstrap], clusters=torch.arange(30), **options)
+    machine = tl.LSSVM(K.RBF(0.5), 0.01)
+    together = tl.criteria.error_rate(machine.lco(X[drawn], y[drawn], drawn)).item()
+    assert received.table[0]["criterion"] == pytest.approx(together)
+    assert together > tl.criteria.error_rate(machine.loo(X[drawn], y[drawn])).item()
 
 
 def test_an_interrupt_gives_every_split_of_the_batch_that_was_begun():

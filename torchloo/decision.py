@@ -9,7 +9,7 @@ from torch import Tensor
 from torchloo.held_out import HeldOut, require_held_out
 from torchloo.search.score import Score
 
-__all__ = ["shifted", "threshold"]
+__all__ = ["shift_score", "shifted", "threshold"]
 
 _ENTRIES = 1 << 22  # outputs that are scored at once
 
@@ -34,20 +34,32 @@ def threshold(held_out: HeldOut, metric: Any) -> Tensor:
             that is better.
 
     Returns:
-        Shifts, of batch shape (...), or (..., c). Cost O(n^2) for each; memory a few times 2^22 numbers.
+        Shifts, of batch shape (...), or (..., c), each best for the metric of its column alone.
+        Cost O(n^2) for each; memory a few times 2^22 numbers.
 
     >>> f, one = torch.tensor([-3.0, -2.0, -1.0, 1.0]), torch.ones(4)
     >>> y = torch.tensor([-1.0, -1.0, 1.0, 1.0])
     >>> threshold(HeldOut(f, y - f, y, one, None, one, one > 1), "balanced_error_rate")
     tensor(1.5000)
     """
-    score = Score("threshold", "metric", metric)
-    if score.takes_fit:
-        raise ValueError(
-            f"threshold: metric must be of held-out outputs, got {score.name}, which takes a Fit"
-        )
+    score = shift_score("threshold", "metric", metric)
     require_held_out("threshold", held_out)
     return _threshold(held_out, score)
+
+
+def shift_score(function: str, argument: str, metric: Any) -> Score:
+    """The metric that a shift is to improve, which must be one of the outputs of a single column."""
+    score = Score(function, argument, metric)
+    if score.takes_fit:
+        raise ValueError(
+            f"{function}: {argument} must be of held-out outputs, got {score.name}, which takes a Fit"
+        )
+    if score.targets == "one-vs-rest":
+        raise ValueError(
+            f"{function}: {argument} must be of one column, as every column gets a shift of its own, got "
+            f"{score.name}, which compares columns; use error_rate or balanced_error_rate"
+        )
+    return score
 
 
 @torch.no_grad()

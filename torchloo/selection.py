@@ -68,7 +68,9 @@ def select(
         machine: any machine of torchloo.
         X: inputs, (n, d). y: targets, (n,) or (n, c).
         criterion: one of tl.criteria, its name, or a callable of a HeldOut that returns one number, lower
-            being better unless it has an attribute lower_is_better = False.
+            being better unless it has an attribute lower_is_better = False. For several classes, one column
+            each, "press" or "multiclass_error"; a criterion of two classes as a mean over the columns is
+            functools.partial(tl.criteria.smooth_error, average="outputs").
         search: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
             evaluations by far. "nelder-mead": the simplex method, for any criterion and few parameters.
             "grid": every point of `grid`; the axis "reg" comes from one decomposition (`path`).

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchloo.clusters import folds
 from torchloo.guards import host_labels
 
-__all__ = ["Split", "hold_out", "k_fold", "leave_cluster_out", "resolve"]
+__all__ = ["Split", "hold_out", "k_fold", "leave_cluster_out", "require_whole_clusters", "resolve"]
 
 
 class Split(NamedTuple):
@@ -96,7 +96,33 @@ def resolve(splits: Any, n: int, clusters: object | None, generator: torch.Gener
             )
         if bool(torch.isin(pair.test, pair.train).any()):
             raise ValueError(f"validate: split {number} tests on rows that it trains on")
+        if clusters is None:
+            _require_distinct(number, pair.train)
     return pairs
+
+
+def _require_distinct(number: int, train: Tensor) -> None:
+    """Refuse rows that are trained on twice where each is left out alone, in the sight of its copy."""
+    rows, counts = train.unique(return_counts=True)
+    repeated = rows[counts > 1]
+    if len(repeated):
+        raise ValueError(
+            f"validate: split {number} must train on each row once, but repeats row {int(repeated[0])}, and "
+            "leave-one-out would see its copy; with clusters=torch.arange(n) all copies are left out together"
+        )
+
+
+def require_whole_clusters(pairs: list[Split], clusters: object, n: int) -> None:
+    """Raise where a split of `validate` has rows of one cluster on both sides."""
+    labels = host_labels("validate", clusters, n)
+    for number, pair in enumerate(pairs):
+        cut = np.intersect1d(labels[pair.train.numpy()], labels[pair.test.numpy()])
+        if len(cut):
+            raise ValueError(
+                f"validate: split {number} must not cut clusters, but has rows of cluster {cut[0]} "
+                f"({len(cut)} such) to train on and to test on; use splits='leave-cluster-out' or "
+                "tl.splits.hold_out(n, clusters=...), or allow_cut_clusters=True to score known clusters"
+            )
 
 
 def _index(rows: Any, n: int) -> Tensor:

@@ -1,5 +1,6 @@
 """validate: an honest estimate, by an outer loop that repeats the whole selection in every split."""
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo import criteria
+from torchloo.criteria.rows import one_positive, two_valued
+from torchloo.decision import shift_score
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
 from torchloo.search.alike import sizes
@@ -20,7 +23,7 @@ from torchloo.search.problems import Weighting, check_clusters, check_rows
 from torchloo.search.run import Plan
 from torchloo.search.score import Score
 from torchloo.search.starts import warn_of_scales
-from torchloo.splits import Split, resolve
+from torchloo.splits import Split, require_whole_clusters, resolve
 
 __all__ = ["Validation", "summed_up", "validate"]
 
@@ -81,6 +84,7 @@ def validate(
     search: str = "gradient",
     *,
     clusters: object | None = None,
+    allow_cut_clusters: bool = False,
     weight: Weighting = None,
     criterion_weight: Any = "own",
     standardise: bool | Sequence[int] = True,
@@ -100,13 +104,17 @@ def validate(
             Functions of y, such as tl.balanced_weight, are called with the training rows of each split.
         splits: a number: so many random hold-outs of 10 % (of the clusters, where given);
             "leave-cluster-out"; or pairs (train, test) of row numbers, such as tl.splits.hold_out, k_fold and
-            leave_cluster_out give.
+            leave_cluster_out give. Rows to train on may be repeated, as in a bootstrap, where clusters are
+            given, clusters=torch.arange(n) for instance: all copies of a row are then left out together.
+        allow_cut_clusters: splits with rows of one cluster on both sides are refused, unless this is True:
+            the score is then one of new rows of known clusters, while the selection leaves clusters out.
         metric: of the test rows, each counting once: one of tl.criteria, its name, or a callable of a
-            HeldOut. Default: error_rate where y holds -1 and +1 only, else mse.
+            HeldOut. Default: multiclass_error where the columns of y are classes, one positive in each row;
+            else error_rate where y holds -1 and +1 only, its mean over several columns; else mse.
         standardise: centre and scale the columns of X (True: all; or their numbers) by mean and standard
             deviation of the training rows. Not done to the matrix of a Precomputed kernel.
         threshold: a metric by which the outputs are shifted, see `tl.threshold`, fitted in each split to the
-            held-out outputs of its training rows.
+            held-out outputs of its training rows, every column of y by itself.
         generator: source of randomness for splits and starts; None takes torch's global one.
         options: further arguments of `select`: starts, start, bounds, grid, prior, max_evaluations,
             tolerance.
@@ -138,6 +146,8 @@ def validate(
     if outer.columns is None:
         warn_of_scales(space, X)
     pairs = resolve(splits, len(X), clusters, generator)
+    if clusters is not None and not allow_cut_clusters:
+        require_whole_clusters(pairs, clusters, len(X))
     outer.check_metric(pairs)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()
@@ -177,16 +187,24 @@ def _warn_interrupted(done: int, asked: int, partly: int) -> None:
 
 
 def _metric(metric: Any, y: Tensor) -> Score:
-    if metric is None:
-        metric = "error_rate" if bool((y.abs() == 1).all()) else "mse"
-    score = Score("validate", "metric", metric)
+    score = Score("validate", "metric", _usual_metric(y) if metric is None else metric)
     if score.takes_fit:
         raise ValueError(f"validate: metric must be of outputs, got {score.name}, which takes a Fit")
     return score
 
 
+def _usual_metric(y: Tensor) -> Any:
+    """The error of classes, in several columns or one, or the mean squared error of numbers."""
+    if y.ndim == 2 and y.shape[1] > 1 and bool((two_valued(y.mT).all(0) & one_positive(y.mT)).all()):
+        return criteria.multiclass_error
+    if not bool((y.abs() == 1).all()):
+        return criteria.mse
+    # A few test rows may look like classes where all rows do not, so the mean over columns is asked for.
+    return functools.partial(criteria.error_rate, average="outputs")
+
+
 def _shift_metric(metric: Any) -> Score | None:
-    return None if metric is None else Score("validate", "threshold", metric)
+    return None if metric is None else shift_score("validate", "threshold", metric)
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Findings:
 def _how(problem: Problem, plan: Plan) -> dict[str, Any]:
     """What a selection and its repetition in every split have in common."""
     return {
-        "criterion": plan.criterion_function,
+        "criterion": plan.score,
         "search": plan.search,
         "clusters": problem.clusters,
         "weight": problem.weight,
@@ -222,7 +222,7 @@ def _path(problem: Problem, plan: Plan, choice: Choice) -> tuple[np.ndarray, np.
     regs = machine.reg * torch.logspace(-3, 3, 49, dtype=problem.X.dtype, device=problem.X.device)
     try:
         path = machine.path(problem.X, problem.y, regs, problem.clusters, problem.weight)
-        values = plan.criterion_function(path)
+        values = plan.score(path)
     except ValueError:  # the smallest may be too small to factorise with
         return None
     return regs.cpu().numpy(), values.cpu().numpy()

@@ -87,15 +87,28 @@ def measures(y: Tensor, classes: int) -> list[Measure]:
             Measure("mean absolute error", lambda held_out: held_out.residuals.abs().mean(-1)),
             Measure("R²", lambda held_out: 1 - _mse(held_out) / variance, places=3),
         ]
-    rates = [
-        Measure("error rate", lambda held_out: _wrong(held_out).mean(-1), percent=True),
+    if classes > 2:
+        return [
+            Measure("misclassification rate (largest output)", _multiclass_error, percent=True),
+            Measure("balanced misclassification rate", _balanced, percent=True),
+        ]
+    return [
+        Measure("error rate", _error_rate, percent=True),
         Measure("balanced error rate", _balanced, percent=True),
+        Measure("area under the ROC curve", _auc, places=3),
     ]
-    return rates if classes > 2 else [*rates, Measure("area under the ROC curve", _auc, places=3)]
 
 
 def _mse(held_out: HeldOut) -> Tensor:
     return tl.criteria.mse(held_out, weight=None)
+
+
+def _error_rate(held_out: HeldOut) -> Tensor:
+    return tl.criteria.error_rate(held_out, weight=None)
+
+
+def _multiclass_error(held_out: HeldOut) -> Tensor:
+    return tl.criteria.multiclass_error(held_out, weight=None)
 
 
 def _members(held_out: HeldOut) -> Tensor:

@@ -1,6 +1,7 @@
 """A table as `torchloo select` works on it: what is asked, the tensors, and answers in its own order."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,24 @@ class Plan:
     device: str
     progress: bool
     standardise: bool
+    several_classes: bool = False
+    """One column of targets for each of more than two classes."""
 
     @property
     def criterion_function(self) -> Any:
         """The criterion itself."""
         return getattr(tl.criteria, self.criterion)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the criterion is a mean over the classes, each against the rest."""
+        return self.several_classes and self.criterion_function.targets != "one-vs-rest"
+
+    @property
+    def score(self) -> Any:
+        """The criterion as the search calls it."""
+        asked = self.averaged and self.criterion_function.targets == "signs"
+        return partial(self.criterion_function, average="outputs") if asked else self.criterion_function
 
 
 class Answers(NamedTuple):

@@ -31,7 +31,8 @@ from torchloo.report import pictures, wording
 __all__ = ["add", "run"]
 
 CRITERIA = tuple(wording.CRITERIA)
-_FOR_NUMBERS = ("press", "mse", "kendall_tau", "log_density")
+_FOR_NUMBERS = tuple(name for name in CRITERIA if getattr(tl.criteria, name).targets == "numbers")
+_TWO_CLASSES_ONLY = ("error_rate", "balanced_error_rate")  # else too like the rates of the predicted class
 _LEAST_SQUARES_ONLY = ("log_density", "leave_pair_out_auc")
 _LONG = 20.0  # seconds after which an outer estimate is announced with its time
 
@@ -139,6 +140,10 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         raise UserError(
             f"--criterion {criterion} needs classes; for numbers take one of {', '.join(_FOR_NUMBERS)}"
         )
+    if classes > 2 and criterion in _TWO_CLASSES_ONLY:
+        raise UserError(f"--criterion {criterion} is for two classes; for {classes} take multiclass_error")
+    if classes == 2 and getattr(tl.criteria, criterion).targets == "one-vs-rest":
+        raise UserError(f"--criterion {criterion} is for more than two classes; for two take error_rate")
     if criterion in _LEAST_SQUARES_ONLY and args.machine == "svc":
         raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
     if criterion == "leave_pair_out_auc" and args.clusters is not None:
@@ -161,6 +166,7 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         device=args.device,
         progress=args.progress,
         standardise=args.kernel != "boolean",
+        several_classes=classes > 2,
     )
 
 

@@ -54,7 +54,8 @@ def summary(findings: Findings) -> str:
     settings = ", ".join(f"{name} {value:.4g}" for name, value in findings.parameters)
     if findings.lengthscales is not None:
         settings += f", lengthscales {findings.lengthscales.min():.3g} to {findings.lengthscales.max():.3g}"
-    chosen = f"chosen: {settings}\n{plan.criterion} {choice.value:.4g} after {choice.evaluations} evaluations"
+    name = plan.criterion + f" (mean over {findings.classes} classes)" * plan.averaged
+    chosen = f"chosen: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
     head = ["", "guessing", "leave-one-out"]
     head += ["leave-cluster-out"] * (first.lco is not None)
     head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]

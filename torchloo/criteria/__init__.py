@@ -9,12 +9,21 @@ Every criterion is called alike, ``criterion(held_out, weight="own", per_output=
 * ``per_output``: False averages over the c outputs and returns the batch shape; True returns
   batch + (c,). Without an output axis both return the batch shape.
 
-Classification criteria see t = sign(targets), so that coded targets fit too; an output f = 0 predicts +1.
+Criteria of two classes (`error_rate`, `balanced_error_rate`, `smooth_error`, `hinge`, `squared_hinge`, `wmw`,
+`smooth_wmw`, `auc`, `leave_pair_out_auc`) see t = sign(targets): a column holds one positive and one negative
+value, -1 and +1 or the codes of KFD, and other targets, such as labels 1, 2, 3, are refused. An output f = 0
+predicts +1.
 
-Code asks ``criterion.lower_is_better`` and ``criterion.differentiable``. Those that are not
-differentiable return values without a graph. Options of a criterion (gamma, noise, clusters) are
-keyword arguments; ``functools.partial`` fixes them. Memory is O(n) a batch entry and output, but for
-the blocks of `smooth_wmw` and `leave_pair_out_auc`.
+Several classes are columns with one positive target in each row, one class against the rest. The predicted
+class is that of the largest output, and `multiclass_error` the rate of its errors. The mean over the columns
+of a criterion of two classes is another number, often a far smaller one, so it has to be asked for, by
+``average="outputs"``; ``per_output=True`` gives the columns one by one. Columns that are no such classes, as
+rows have several or none of them, are averaged as any outputs are.
+
+Code asks ``criterion.lower_is_better``, ``criterion.differentiable``, ``criterion.targets``. Those that are
+not differentiable return values without a graph. Options of a criterion (average, gamma, noise, clusters) are
+keyword arguments; ``functools.partial`` fixes them. Memory is O(n) a batch entry and output, but for the
+blocks of `smooth_wmw` and `leave_pair_out_auc`.
 """
 
 from torchloo.criteria.classification import (
@@ -28,6 +37,7 @@ from torchloo.criteria.classification import (
 from torchloo.criteria.criterion import Criterion
 from torchloo.criteria.ranking import auc, kendall_tau, leave_pair_out_auc, smooth_wmw, wmw
 from torchloo.criteria.regression import log_density, mse, press
+from torchloo.criteria.several_classes import multiclass_error
 
 __all__ = [
     "Criterion",
@@ -40,6 +50,7 @@ __all__ = [
     "leave_pair_out_auc",
     "log_density",
     "mse",
+    "multiclass_error",
     "press",
     "smooth_error",
     "smooth_wmw",

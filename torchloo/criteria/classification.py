@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchloo.criteria.criterion import criterion
-from torchloo.criteria.rows import Rows, Weight, no_weight, require_classes
+from torchloo.criteria.rows import Average, Rows, Weight, no_weight, require_classes
 from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut
 
@@ -18,33 +18,48 @@ __all__ = [
 ]
 
 
-@criterion(lower_is_better=True, differentiable=False)
-def error_rate(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+@criterion(lower_is_better=True, differentiable=False, targets="signs")
+def error_rate(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
+) -> Tensor:
     """Rate of held-out errors: sum_i w_i [f_i on the wrong side] / sum_i w_i.
 
-    Lower is better. Not differentiable.
+    Of several classes `multiclass_error`. Lower is better. Not differentiable.
     """
-    rows = Rows("error_rate", held_out, weight, labels=True, steps=True, signs=True)
-    return rows.over_outputs(rows.mean(rows.wrong), per_output)
+    rows = Rows(
+        "error_rate", held_out, weight, per_output, average=average, classes="sign", steps=True, signs=True
+    )
+    return rows.over_outputs(rows.mean(rows.wrong))
 
 
-@criterion(lower_is_better=True, differentiable=False)
-def balanced_error_rate(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+@criterion(lower_is_better=True, differentiable=False, targets="signs")
+def balanced_error_rate(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
+) -> Tensor:
     """Mean of the error rates of the two classes: `error_rate` under the weights of `balanced_weight`.
 
     Unweighted otherwise, whatever the training weights. Lower is better. Not differentiable.
     """
     no_weight("balanced_error_rate", weight)
-    rows = Rows("balanced_error_rate", held_out, None, both=True, steps=True, signs=True)
+    rows = Rows(
+        "balanced_error_rate",
+        held_out,
+        None,
+        per_output,
+        average=average,
+        classes="both signs",
+        steps=True,
+        signs=True,
+    )
     of_class = [rows.positive, rows.targets < 0]
     rates = [(rows.wrong * member).sum(-1) / member.sum(-1) for member in of_class]
-    return rows.over_outputs((rates[0] + rates[1]) / 2, per_output)
+    return rows.over_outputs((rates[0] + rates[1]) / 2)
 
 
 def balanced_weight(y: Tensor) -> Tensor:
     """Weights n / (2 n_class) that give both classes the same sum, n / 2; ones where they are balanced.
 
-    Args: y, labels (..., n), the class is the sign. Returns: shape and dtype of y.
+    Args: y, labels (..., n), one positive and one negative value. Returns: shape and dtype of y.
     Reference: Cawley 2006, eq. 18.
 
     >>> balanced_weight(torch.tensor([1.0, -1.0, -1.0, -1.0]))
@@ -61,9 +76,14 @@ def balanced_weight(y: Tensor) -> Tensor:
     return y.shape[-1] / (2 * torch.where(positive, count, y.shape[-1] - count).to(y.dtype))
 
 
-@criterion(lower_is_better=True, differentiable=True)
+@criterion(lower_is_better=True, differentiable=True, targets="signs")
 def smooth_error(
-    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, gamma: float = 10.0
+    held_out: HeldOut,
+    weight: Weight = "own",
+    per_output: bool = False,
+    *,
+    average: Average = None,
+    gamma: float = 10.0,
 ) -> Tensor:
     """`error_rate` with a logistic step: sum_i w_i / (1 + exp(gamma t_i f_i)) / sum_i w_i.
 
@@ -72,25 +92,29 @@ def smooth_error(
     Reference: Bo, Wang, Jiao 2005; Cawley 2006, eq. 20.
     """
     Guard("smooth_error").positive(gamma=gamma)
-    rows = Rows("smooth_error", held_out, weight, labels=True)
-    return rows.over_outputs(rows.mean(torch.sigmoid(-gamma * rows.margin)), per_output)
+    rows = Rows("smooth_error", held_out, weight, per_output, average=average, classes="sign")
+    return rows.over_outputs(rows.mean(torch.sigmoid(-gamma * rows.margin)))
 
 
-@criterion(lower_is_better=True, differentiable=True)
-def hinge(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+@criterion(lower_is_better=True, differentiable=True, targets="signs")
+def hinge(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
+) -> Tensor:
     """Held-out hinge loss: sum_i w_i max(0, 1 - t_i f_i).
 
     Lower is better. Differentiable but at the kink.
     """
-    rows = Rows("hinge", held_out, weight, labels=True)
-    return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0)), per_output)
+    rows = Rows("hinge", held_out, weight, per_output, average=average, classes="sign")
+    return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0)))
 
 
-@criterion(lower_is_better=True, differentiable=True)
-def squared_hinge(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+@criterion(lower_is_better=True, differentiable=True, targets="signs")
+def squared_hinge(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
+) -> Tensor:
     """Held-out squared hinge loss: sum_i w_i max(0, 1 - t_i f_i)^2.
 
     Lower is better. Differentiable.
     """
-    rows = Rows("squared_hinge", held_out, weight, labels=True)
-    return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0).square()), per_output)
+    rows = Rows("squared_hinge", held_out, weight, per_output, average=average, classes="sign")
+    return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0).square()))

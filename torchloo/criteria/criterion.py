@@ -1,14 +1,16 @@
 """What a criterion is: a function of a HeldOut that knows its own direction."""
 
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, cast
+from typing import Literal, ParamSpec, Protocol, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["Criterion", "criterion"]
+__all__ = ["Criterion", "Targets", "criterion"]
 
 P = ParamSpec("P")
+
+Targets = Literal["numbers", "signs", "one-vs-rest"]
 
 
 class Criterion(Protocol[P]):
@@ -18,6 +20,8 @@ class Criterion(Protocol[P]):
     differentiable: bool
     takes_fit: bool
     """True where the argument is a Fit instead of a HeldOut."""
+    targets: Targets
+    """What is read: the numbers themselves, the class as the sign of a column, or as the positive column."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         """The criterion, one number for each entry of the batch."""
@@ -25,15 +29,16 @@ class Criterion(Protocol[P]):
 
 
 def criterion(
-    *, lower_is_better: bool, differentiable: bool, takes_fit: bool = False
+    *, lower_is_better: bool, differentiable: bool, takes_fit: bool = False, targets: Targets = "numbers"
 ) -> Callable[[Callable[P, Tensor]], Criterion[P]]:
-    """Put direction and differentiability on a function; without gradient it keeps no graph."""
+    """Put its properties on a function; without gradient it keeps no graph."""
 
     def mark(function: Callable[P, Tensor]) -> Criterion[P]:
         marked = cast("Criterion[P]", function if differentiable else torch.no_grad()(function))
         marked.lower_is_better = lower_is_better
         marked.differentiable = differentiable
         marked.takes_fit = takes_fit
+        marked.targets = targets
         return marked
 
     return mark

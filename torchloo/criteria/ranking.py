@@ -7,38 +7,47 @@ from torch import Tensor
 
 from torchloo.criteria import pairs
 from torchloo.criteria.criterion import criterion
-from torchloo.criteria.rows import Rows, Weight, no_weight, require_classes
+from torchloo.criteria.rows import Average, Rows, Weight, no_weight, require_average, require_classes
 from torchloo.guards import Guard, host_labels, require_floating
 from torchloo.held_out import HeldOut
 
 __all__ = ["auc", "kendall_tau", "leave_pair_out_auc", "smooth_wmw", "wmw"]
 
 
-@criterion(lower_is_better=False, differentiable=False)
-def auc(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+@criterion(lower_is_better=False, differentiable=False, targets="signs")
+def auc(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
+) -> Tensor:
     """Area under the ROC curve: the fraction of (positive, negative) pairs with f_+ > f_-, ties half.
 
     Unweighted. Higher is better. Not differentiable. By sorting, O(n log n), in exact integers.
     """
     no_weight("auc", weight)
-    rows = Rows("auc", held_out, None, both=True, steps=True)
-    return rows.over_outputs(pairs.fraction_above(rows.outputs, rows.positive), per_output)
+    rows = Rows("auc", held_out, None, per_output, average=average, classes="both signs", steps=True)
+    return rows.over_outputs(pairs.fraction_above(rows.outputs, rows.positive))
 
 
-@criterion(lower_is_better=True, differentiable=False)
-def wmw(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+@criterion(lower_is_better=True, differentiable=False, targets="signs")
+def wmw(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
+) -> Tensor:
     """Modified Wilcoxon-Mann-Whitney statistic: the fraction of pairs ranked wrongly, 1 - `auc`.
 
     Unweighted. Lower is better. Not differentiable. O(n log n).
     """
     no_weight("wmw", weight)
-    rows = Rows("wmw", held_out, None, both=True, steps=True)
-    return rows.over_outputs(pairs.fraction_above(-rows.outputs, rows.positive), per_output)
+    rows = Rows("wmw", held_out, None, per_output, average=average, classes="both signs", steps=True)
+    return rows.over_outputs(pairs.fraction_above(-rows.outputs, rows.positive))
 
 
-@criterion(lower_is_better=True, differentiable=True)
+@criterion(lower_is_better=True, differentiable=True, targets="signs")
 def smooth_wmw(
-    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, gamma: float = 10.0
+    held_out: HeldOut,
+    weight: Weight = "own",
+    per_output: bool = False,
+    *,
+    average: Average = None,
+    gamma: float = 10.0,
 ) -> Tensor:
     """`wmw` with a logistic step: mean over pairs of 1 / (1 + exp(gamma (f_+ - f_-))).
 
@@ -48,12 +57,12 @@ def smooth_wmw(
     """
     no_weight("smooth_wmw", weight)
     Guard("smooth_wmw").positive(gamma=gamma)
-    rows = Rows("smooth_wmw", held_out, None, both=True)
+    rows = Rows("smooth_wmw", held_out, None, per_output, average=average, classes="both signs")
     positive, negative = pairs.by_class(rows.positive, rows.outputs.dtype)
     f = gamma * rows.outputs.gather(-1, positive.row)  # (..., c, p)
     g = gamma * rows.outputs.gather(-1, negative.row)  # (..., c, q)
     wrong = (positive.mask * pairs.logistic_sum(f, g, negative.mask)).sum(-1)
-    return rows.over_outputs(wrong / (positive.mask.sum(-1) * negative.mask.sum(-1)), per_output)
+    return rows.over_outputs(wrong / (positive.mask.sum(-1) * negative.mask.sum(-1)))
 
 
 @criterion(lower_is_better=False, differentiable=False)
@@ -74,7 +83,7 @@ def kendall_tau(
     Reference: Kendall 1970; Knight 1966; Pahikkala, Boberg, Salakoski 2006, section 4.
     """
     no_weight("kendall_tau", weight)
-    rows = Rows("kendall_tau", held_out, None, steps=True)
+    rows = Rows("kendall_tau", held_out, None, per_output, steps=True)
     n, device = rows.outputs.shape[-1], rows.outputs.device
     labels = held_out.clusters if isinstance(clusters, str) and clusters == "own" else clusters
     if labels is None:
@@ -87,7 +96,7 @@ def kendall_tau(
     count = defined.sum(-1)
     rows.guard.require(count > 0, "targets must differ within one cluster at least, all are tied")
     rows.guard.check()
-    return rows.over_outputs((tau.sum(-1) / count).to(rows.outputs.dtype), per_output)
+    return rows.over_outputs((tau.sum(-1) / count).to(rows.outputs.dtype))
 
 
 class _PairFit(Protocol):
@@ -102,7 +111,9 @@ class _PairFit(Protocol):
     def annihilator(self) -> Tensor: ...
 
 
-def _pair_problem(function: str, fit: _PairFit) -> tuple[Guard, Tensor, Tensor, Tensor]:
+def _pair_problem(
+    function: str, fit: _PairFit, per_output: bool, average: Average
+) -> tuple[Guard, Tensor, Tensor, Tensor]:
     """A guard, P (..., c, n, n) without a copy for each output, and targets and dual (..., c, n)."""
     if not hasattr(fit, "annihilator"):
         raise TypeError(f"{function}: fit must be a Fit, as solve(X, y) gives it, got {type(fit).__name__}")
@@ -115,15 +126,21 @@ def _pair_problem(function: str, fit: _PairFit) -> tuple[Guard, Tensor, Tensor, 
         )
     Y = fit.targets.mT.expand(a.shape)
     guard = Guard(function)
+    guard.finite(targets=Y, dual=a, annihilator=P)
     require_classes(guard, "targets", Y)
-    guard.finite(dual=a, annihilator=P)
+    require_average(guard, Y, per_output, average)
     guard.check()
     return guard, P.unsqueeze(-3).expand(*a.shape, n), Y, a
 
 
-@criterion(lower_is_better=False, differentiable=False, takes_fit=True)
+@criterion(lower_is_better=False, differentiable=False, takes_fit=True, targets="signs")
 def leave_pair_out_auc(
-    fit: _PairFit, weight: Weight = "own", per_output: bool = False, *, tolerance: float | None = None
+    fit: _PairFit,
+    weight: Weight = "own",
+    per_output: bool = False,
+    *,
+    average: Average = None,
+    tolerance: float | None = None,
 ) -> Tensor:
     """AUC in which every (positive, negative) pair is ranked by the machine that saw neither, ties half.
 
@@ -138,7 +155,7 @@ def leave_pair_out_auc(
     about two million entries. Reference: Pahikkala, Airola, Boberg, Salakoski 2008.
     """
     no_weight("leave_pair_out_auc", weight)
-    guard, P, Y, a = _pair_problem("leave_pair_out_auc", fit)
+    guard, P, Y, a = _pair_problem("leave_pair_out_auc", fit, per_output, average)
     tolerance = torch.finfo(a.dtype).eps ** 0.5 if tolerance is None else tolerance
     positive, negative = pairs.by_class(Y > 0, a.dtype)
     block = max(1, pairs.PAIRS // a.numel())

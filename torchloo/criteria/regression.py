@@ -22,8 +22,8 @@ def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -
     >>> press(HeldOut(f, y - f, y, one, None, one, one > 1))
     tensor(1.2500)
     """
-    rows = Rows("press", held_out, weight)
-    return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()), per_output)
+    rows = Rows("press", held_out, weight, per_output)
+    return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()))
 
 
 @criterion(lower_is_better=True, differentiable=True)
@@ -32,8 +32,8 @@ def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> 
 
     Lower is better. Differentiable.
     """
-    rows = Rows("mse", held_out, weight)
-    return rows.over_outputs(rows.mean(rows.turn("residuals", held_out.residuals).square()), per_output)
+    rows = Rows("mse", held_out, weight, per_output)
+    return rows.over_outputs(rows.mean(rows.turn("residuals", held_out.residuals).square()))
 
 
 @criterion(lower_is_better=False, differentiable=True)
@@ -56,7 +56,7 @@ def log_density(
     the marginal variance of a row given all other clusters.
     Higher is better. Differentiable. Reference: Rasmussen, Williams 2006, eq. 5.10 to 5.12.
     """
-    rows = Rows("log_density", held_out, weight)
+    rows = Rows("log_density", held_out, weight, per_output)
     v = rows.turn("variance", held_out.variance)
     rows.guard.require(~v.isnan().any(), "variance must be known, but this machine has none")
     ratio = rows.mean(rows.turn("residuals", held_out.residuals).square() / v)  # (..., c)
@@ -69,4 +69,4 @@ def log_density(
         s2 = s2 if rows.output_axis else s2.unsqueeze(-1)
     rows.guard.check()
     value = -0.5 * (math.log(2 * math.pi) + s2.log() + rows.mean(v.log()) + ratio / s2)
-    return rows.over_outputs(value, per_output)
+    return rows.over_outputs(value)

@@ -1,5 +1,6 @@
 """What criteria are computed from: the rows of a HeldOut, checked and weighed."""
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -8,24 +9,82 @@ from torch import Tensor
 from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut, require_held_out
 
-__all__ = ["Rows", "Weight", "no_weight", "require_classes"]
+__all__ = [
+    "Average",
+    "Rows",
+    "Weight",
+    "no_weight",
+    "one_positive",
+    "require_average",
+    "require_classes",
+    "two_valued",
+]
 
 Weight = Tensor | Literal["own"] | None
+Average = Literal["outputs"] | None
+Classes = Literal["sign", "both signs", "column"] | None
+
+_CODING = (
+    "code two classes as -1 and +1; of several, give each a column, +1 in its rows and -1 elsewhere, "
+    "and use multiclass_error"
+)
+
+
+def two_valued(y: Tensor) -> Tensor:
+    """Whether a label of y (..., n) is the only positive value of its column, or the only other one."""
+    return y == _own_extreme(y)
+
+
+def _own_extreme(y: Tensor) -> Tensor:
+    """The largest value of the column for positive labels, the smallest for the others, (..., n)."""
+    return torch.where(y > 0, y.amax(-1, keepdim=True), y.amin(-1, keepdim=True))
+
+
+def one_positive(targets: Tensor) -> Tensor:
+    """Whether exactly one column of (..., c, n) is positive, which names the class of a row: (..., n)."""
+    return (targets > 0).sum(-2) == 1
 
 
 def require_classes(guard: Guard, name: str, y: Tensor, both: bool = True) -> None:
-    """Demand that every label of y (..., n) has a sign, and that both signs are there."""
-    guard.require(y != 0, f"{name} must be positive or negative labels, got 0")
+    """Demand that y (..., n) holds no other than one positive and one negative value, and `both` of them."""
+    y = y.detach()
+    guard.require(y != 0, f"{name} must be positive or negative labels, got 0; {_CODING}")
+    guard.require(two_valued(y), partial(_two_of_a_sign, name, y))
     if both:
         held = (y > 0).any(-1) & (y < 0).any(-1)
         guard.require(held, f"{name} must hold both classes, positive and negative, got one class only")
 
 
+def _two_of_a_sign(name: str, y: Tensor) -> str:
+    """The message for labels of which two have the same sign, such as 1, 2 and 3."""
+    place = tuple((~two_valued(y)).nonzero()[0].tolist())
+    pair = f"{y[place].item()} and {_own_extreme(y)[place].item()}"
+    return f"{name} must hold one positive and one negative value, got {pair}; {_CODING}"
+
+
+def require_average(guard: Guard, targets: Tensor, per_output: bool, average: Average) -> None:
+    """Demand that a mean over columns (..., c, n) that are classes is asked for by its name.
+
+    The mean of the errors of every class against the rest is not the error of the class predicted.
+    """
+    if average is not None and average != "outputs":
+        raise ValueError(f"{guard.function}: average must be None or 'outputs', got {average!r}")
+    columns = targets.shape[-2]
+    if columns > 1 and average is None and not per_output:
+        guard.require(
+            ~one_positive(targets).all(-1),
+            f"average must be 'outputs' for the mean over {columns} columns of one class against the rest, "
+            "got None; the error of the class with the largest output is multiclass_error",
+        )
+
+
 class Rows:
     """A HeldOut checked and turned so that rows come last: (..., c, n), c = 1 without output axis.
 
-    labels: targets must have a sign; both: and both signs; steps: NaN would go unseen, so look for it;
-    signs: the signs of the outputs are enough, where a HeldOut has no more (its `values` is False).
+    classes: what targets must tell: the class by its "sign", with one value of each; "both signs", if both
+    must be there; or by the one positive "column" of a row. average: as criteria of signs take it. steps: NaN
+    would go unseen, so look for it. signs: the signs of the outputs are enough, where a HeldOut has no more
+    (its `values` is False).
     """
 
     def __init__(
@@ -33,8 +92,10 @@ class Rows:
         function: str,
         held_out: HeldOut,
         weight: Weight,
-        labels: bool = False,
-        both: bool = False,
+        per_output: bool,
+        *,
+        classes: Classes = None,
+        average: Average = None,
         steps: bool = False,
         signs: bool = False,
     ) -> None:
@@ -48,13 +109,37 @@ class Rows:
                 f"got outputs {tuple(f.shape)} and weight {tuple(own.shape)}"
             )
         self.function, self.guard, self.shape = function, Guard(function), f.shape
+        self.per_output = per_output
         self.outputs, self.targets = self.turn("outputs", f), self.turn("targets", y)
         self.weight = self._weight(weight, own).unsqueeze(-2)  # (..., 1, n)
-        if labels or both:
-            require_classes(self.guard, "targets", self.targets, both)
+        if steps or classes is not None:
+            self.guard.finite(targets=y)
         if steps:
-            self.guard.finite(outputs=f, targets=y)
+            self.guard.finite(outputs=f)
+        if classes == "column":
+            self._require_columns()
+        elif classes is not None:
+            require_classes(self.guard, "targets", self.targets, both=classes == "both signs")
+            require_average(self.guard, self.targets, per_output, average)
         self.guard.check()
+
+    def _require_columns(self) -> None:
+        """Demand a column for each of several classes, and one positive target in every row."""
+        columns = self.outputs.shape[-2]
+        if self.per_output:
+            raise ValueError(
+                f"{self.function}: per_output must be False, as a row has one predicted class, not one for "
+                "each column; error_rate(held_out, per_output=True) has the columns one by one"
+            )
+        if columns < 2:
+            raise ValueError(
+                f"{self.function}: outputs must have a column for each of several classes, got shape "
+                f"{tuple(self.shape)}; for two classes in one column use error_rate"
+            )
+        self.guard.require(
+            one_positive(self.targets),
+            f"targets must have exactly one positive column of {columns} in every row, that of its class",
+        )
 
     def turn(self, name: str, tensor: Tensor) -> Tensor:
         """(..., n) or (..., n, c) -> (..., c, n)."""
@@ -96,6 +181,16 @@ class Rows:
         """Rows whose class is predicted wrongly, in the dtype of the outputs, (..., c, n)."""
         return ((self.outputs >= 0) != self.positive).to(self.outputs.dtype)
 
+    @property
+    def own_class(self) -> Tensor:
+        """The positive column of each row, (..., n)."""
+        return self.positive.to(torch.int8).argmax(-2)
+
+    @property
+    def predicted_class(self) -> Tensor:
+        """The column with the largest output, of equal ones the first, (..., n)."""
+        return self.outputs.argmax(-2)
+
     def total(self, losses: Tensor) -> Tensor:
         """Weighted sum over the rows: (..., c, n) -> (..., c)."""
         return (self.weight * losses).sum(-1)
@@ -104,11 +199,11 @@ class Rows:
         """Weighted mean over the rows: (..., c, n) -> (..., c)."""
         return self.total(losses) / self.weight.sum(-1)
 
-    def over_outputs(self, value: Tensor, per_output: bool) -> Tensor:
+    def over_outputs(self, value: Tensor) -> Tensor:
         """(..., c) -> the shape that the caller wants."""
         if not self.output_axis:
             return value[..., 0]
-        return value if per_output else value.mean(-1)
+        return value if self.per_output else value.mean(-1)
 
 
 def no_weight(function: str, weight: Weight) -> None:

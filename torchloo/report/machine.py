@@ -65,7 +65,7 @@ def machine(findings: Findings) -> str:
     """The settings that were chosen, and how the search went."""
     plan, choice = findings.plan, findings.choice
     name, meaning = CRITERIA[plan.criterion]
-    meaning += ", each class against the others, on average over the classes" * (findings.classes > 2)
+    meaning += ", each class against the others, on average over the classes" * plan.averaged
     several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
     together = ", its cluster left out with it" if findings.lco is not None else ""
     words = (

@@ -40,6 +40,10 @@ CRITERIA = {
     "leave_pair_out_auc": ("leave-pair-out AUC", "the share of pairs, left out together, in the right order"),
     "log_density": ("log density", "the mean logarithm of the probability given to the truth"),
     "mse": ("mean squared error", "the mean of the squared residuals"),
+    "multiclass_error": (
+        "misclassification rate (largest output)",
+        "the share of rows for which another class than their own has the largest output",
+    ),
     "press": ("PRESS", "the sum of the squared residuals"),
     "smooth_error": ("smooth error rate", "the share of wrong answers, near misses counting in part"),
     "smooth_wmw": ("smooth WMW", "the share of pairs put in the wrong order, near misses counting in part"),

@@ -11,12 +11,11 @@ from tqdm import tqdm
 
 from torchloo.decision import shifted, threshold
 from torchloo.guards import host_labels
-from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine
 from torchloo.search.parameters import Space
 from torchloo.search.problems import stack, weight_of
 from torchloo.search.run import Plan, run
-from torchloo.search.score import Score
+from torchloo.search.score import Score, as_held_out
 from torchloo.search.starts import given_matrix
 from torchloo.splits import Split
 
@@ -82,10 +81,11 @@ class Outer:
         """Raise, before any search, where the targets of some test rows have no such metric."""
         if not self.metric.batched:  # a callable of the user's own is called for the scores only
             return
+        self.metric.require_targets(self.y)  # of all rows: those of a split may be of one class
         for number, split in enumerate(pairs):
             y = self.y[split.test.to(self.y.device)]
             with _named(number):
-                self.metric(_as_held_out(y, y))
+                self.metric(as_held_out(y, y))
 
     def _part(self, number: int, split: Split) -> _Part:
         train, test = (index.to(self.X.device) for index in split)
@@ -112,7 +112,7 @@ class Outer:
         """The metric on the test rows, with the shift that the training rows ask for."""
         with torch.no_grad():
             outputs = machine.fit(part.X, part.y, part.weight)(part.X_test)
-            tested = _as_held_out(outputs, part.y_test)
+            tested = as_held_out(outputs, part.y_test)
             plain = float(self.metric(tested))
             if self.shift_metric is None:
                 return {"score": plain}
@@ -133,12 +133,6 @@ def _named(number: int) -> Iterator[None]:
         yield
     except ValueError as fault:
         raise ValueError(f"validate: split {number} cannot be scored: {fault}") from fault
-
-
-def _as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
-    """Outputs on rows that were not trained on, every row counting once."""
-    ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
-    return HeldOut(outputs, y - outputs, y, ones, None, torch.full_like(outputs, torch.nan), ones > 1)
 
 
 def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:

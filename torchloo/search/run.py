@@ -88,6 +88,8 @@ def run(
     Names of the problems, such as " in split 3", go into errors. After an interrupt some problems may have
     no best; where none has one, the interrupt goes on.
     """
+    for name, y in zip(names, problems.y, strict=True):
+        score.require_targets(y, name)
     if plan.search == "gradient":
         score.require_differentiable()
     first, box = _first_starts(plan, space, problems)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchloo import criteria
 from torchloo.held_out import HeldOut
 
-__all__ = ["Score"]
+__all__ = ["Score", "as_held_out"]
 
 _SMOOTH = {
     "error_rate": "smooth_error",
@@ -20,6 +20,7 @@ _SMOOTH = {
     "auc": "smooth_wmw",
     "leave_pair_out_auc": "smooth_wmw",
     "kendall_tau": "mse",
+    "multiclass_error": "press",
 }
 
 
@@ -31,6 +32,7 @@ class Score:
 
     Attributes:
         sign: 1 where lower is better, else -1, so that sign * value is to be minimised.
+        targets: what the criterion reads of them, as `Criterion.targets`; None of a callable of your own.
     """
 
     def __init__(self, function: str, argument: str, criterion: Any) -> None:
@@ -51,6 +53,7 @@ class Score:
             marked = marked.func
         self.batched = hasattr(marked, "takes_fit")
         self.takes_fit: bool = getattr(marked, "takes_fit", False)
+        self.targets: str | None = getattr(marked, "targets", None)
         self.differentiable: bool = getattr(marked, "differentiable", True)
         self.sign = 1.0 if getattr(marked, "lower_is_better", True) else -1.0
         self.name: str = getattr(marked, "__name__", type(marked).__name__)
@@ -64,6 +67,16 @@ class Score:
                 f"{self.function}: {self.argument} must be differentiable for search='gradient', got "
                 f"{self.name}; use {instead}search='nelder-mead'"
             )
+
+    def require_targets(self, y: Tensor, where: str = "") -> None:
+        """Raise where a criterion of classes has no value for y (n,) or (n, c), whatever the outputs are."""
+        if self.targets in (None, "numbers") or self.takes_fit:
+            return
+        try:
+            self(as_held_out(y, y))
+        except ValueError as fault:
+            message = f"{self.function}: {self.argument} cannot be evaluated{where}: {fault}"
+            raise ValueError(message) from fault
 
     def require_weight(self, weight: Any, name: str) -> None:
         """Raise where weights of the rows are asked for, and a callable of one's own takes none."""
@@ -99,6 +112,12 @@ class Score:
                     f"{self.function}: {self.argument} must return one number, got shape {tuple(value.shape)}"
                 )
         return torch.stack(values).reshape(batch)
+
+
+def as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
+    """Outputs on rows that were not trained on, (n,) or (n, c), every row counting once."""
+    ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
+    return HeldOut(outputs, y - outputs, y, ones, None, torch.full_like(outputs, torch.nan), ones > 1)
 
 
 def _unbatched(held_out: Any, batch: torch.Size) -> list[HeldOut]:
