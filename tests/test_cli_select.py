@@ -447,6 +447,50 @@ def test_predict_with_its_arguments_swapped_ends_in_one_line(folder, models, cap
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["new.csv", "../{folder}/new.csv", "link.csv", "twin.csv", "model.csv"])
+def test_predict_does_not_write_over_what_it_reads(folder, models, capsys, name):
+    """By the same path, by another, by links, or over the model."""
+    table().to_csv("new.csv", index=False)
+    shutil.copy(models["good"], "model.csv")
+    Path("link.csv").symlink_to("new.csv")
+    Path("twin.csv").hardlink_to("new.csv")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = name.format(folder=folder.name)
+    assert run("predict", "model.csv", folder / "new.csv", "--out", out) == 2
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert f"--out '{out}' would overwrite the input" in err
+    assert len(err.splitlines()) == 1
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_predictions_touch_no_other_file_and_have_the_permissions_of_a_plain_one(folder, models):
+    table().to_csv("new.csv", index=False)
+    for name in ("p.csv.part", "plain.csv", "old.csv"):
+        Path(name).write_text("mine")
+    Path("old.csv").chmod(0o640)
+    Path("link.csv").symlink_to("old.csv")
+    for out in ("p.csv", "link.csv"):
+        assert run("predict", models["good"], "new.csv", "--out", out) == 0
+    assert Path("p.csv.part").read_text() == "mine"
+    assert Path("p.csv").stat().st_mode == Path("plain.csv").stat().st_mode
+    assert Path("link.csv").is_symlink()
+    assert Path("old.csv").read_bytes() == Path("p.csv").read_bytes()
+    assert Path("old.csv").stat().st_mode & 0o777 == 0o640
+    names = ["data.csv", "link.csv", "new.csv", "old.csv", "p.csv", "p.csv.part", "plain.csv"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_an_empty_folder_keeps_its_permissions_and_a_link_to_it_stays(folder):
+    Path("real").mkdir(mode=0o700)
+    Path("out").symlink_to("real")
+    assert select("price", "--outer", "0") == 0
+    assert Path("out").is_symlink()
+    assert Path("real").stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in Path("real").iterdir()) == ["held_out.csv", "model.pt", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["data.csv", "out", "real"]
+
+
 def test_predict_writes_nothing_where_a_target_is_unknown(folder, models, capsys):
     table().assign(good="perhaps").to_csv("new.csv", index=False)
     assert run("predict", models["good"], "new.csv", "--out", "p.csv") == 2

@@ -10,7 +10,7 @@ import torch
 from torchloo.commands.models import load
 from torchloo.commands.reading import pandas, read_table
 from torchloo.commands.schema import Schema
-from torchloo.commands.shell import UserError, first_line, writable, write
+from torchloo.commands.shell import UserError, first_line, require_other_file, writable, write
 
 __all__ = ["add", "require_device", "run"]
 
@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict, and write the predictions."""
+    require_other_file(args.out, args.model, args.data)
     require_device(args.device)
     pd = pandas()
     schema, machine = load(args.model, args.device)
