@@ -1,6 +1,7 @@
 """torchloo select and predict: from a file to a folder, and all the ways to get it wrong."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from torchloo import cli, report
 from torchloo.commands import findings as findings_module
 from torchloo.commands.models import load
 from torchloo.commands.reading import read_table
+from torchloo.commands.shell import comma_separated
 from torchloo.report import page
 
 pd = pytest.importorskip("pandas")
@@ -393,6 +395,42 @@ def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, 
         assert (predicted["prediction"] == truth).mean() > 0.7
     scores = [name for name in predicted.columns if name.startswith("score")]
     assert scores == {"price": [], "good": ["score"], "grade": ["score 0", "score 1", "score 2"]}[target]
+
+
+LABELS = ["=1+1", "+a", "-b", "@sum", "\tc", "-1.5", "+3e5", "'d", "e-f", "-.5", "-inf", "1,5"]
+INERT = ["'=1+1", "'+a", "'-b", "'@sum", "'\tc", "-1.5", "+3e5", "'d", "e-f", "-.5", "'-inf", "1,5"]
+
+
+def test_formulas_of_a_spreadsheet_are_written_as_text(folder):
+    """As labels and as clusters, in the held-out rows and in predictions; numbers stay as they are."""
+    rows = np.arange(8 * len(LABELS)) % len(LABELS)
+    labels, inert = np.array(LABELS)[rows], np.array(INERT)[rows]
+    data = pd.DataFrame({"x": np.cos(rows), "z": np.sin(rows), "label": labels, "place": labels})
+    data.to_csv("data.csv", index=False)
+    words = ["data.csv", "--target", "label", "--clusters", "place", "--outer", "0", "--kernel", "linear"]
+    assert run("select", *words, "--search", "grid", "--out", "out", "--no-progress") == 0
+    assert run("predict", "out/model.pt", "data.csv") == 0
+    held_out = pd.read_csv("out/held_out.csv", dtype=str, keep_default_na=False)
+    predicted = pd.read_csv("predictions.csv", dtype=str, keep_default_na=False)
+    assert held_out["target"].tolist() == inert.tolist()
+    assert held_out["cluster"].tolist() == inert.tolist()
+    for column in (held_out["loo_class"], held_out["lco_class"], predicted["prediction"]):
+        assert set(column) <= set(INERT)
+        assert len(set(column)) > 3
+
+
+def test_names_of_columns_are_no_formulas_either():
+    frame = pd.DataFrame({"=A1": [-1.5], "-2": ["@b"], "+c": ["-2e5"]})
+    assert comma_separated(frame) == "'=A1,-2,'+c\n-1.5,'@b,-2e5\n"
+
+
+def test_a_carriage_return_does_not_begin_a_new_row():
+    frame = pd.DataFrame({"x": [1, 2], "label": ["\ra", "b\r=A1"]})
+    again = pd.read_csv(io.StringIO(comma_separated(frame), newline=""))
+    assert again["label"].tolist() == ["'\ra", "b\r=A1"]
+    assert again["x"].tolist() == [1, 2]
+    assert comma_separated(pd.DataFrame({"score a\rb": [1.5]})) == '"score a\rb"\n1.5\n'
+    assert frame["label"].tolist() == ["\ra", "b\r=A1"]
 
 
 def test_a_single_row_can_be_predicted(folder, models, capsys):

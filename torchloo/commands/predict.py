@@ -10,7 +10,14 @@ import torch
 from torchloo.commands.models import load
 from torchloo.commands.reading import pandas, read_table
 from torchloo.commands.schema import Schema
-from torchloo.commands.shell import UserError, first_line, require_other_file, writable, write
+from torchloo.commands.shell import (
+    UserError,
+    comma_separated,
+    first_line,
+    require_other_file,
+    writable,
+    write,
+)
 
 __all__ = ["add", "require_device", "run"]
 
@@ -23,7 +30,9 @@ def add(commands: Any) -> None:
         "predict",
         help="predict new rows with a model of torchloo select",
         description="Predict the rows of a table with a model that torchloo select has written. The table "
-        "must have the model's input columns; a target column may be there, and is then compared with.",
+        "must have the model's input columns; a target column may be there, and is then compared with. "
+        "Classes that a spreadsheet would run as a formula, such as =A1, are written with a single quote in "
+        "front.",
     )
     parser.add_argument("model", type=Path, metavar="model.pt", help="the model")
     parser.add_argument("data", type=Path, metavar="new.csv", help="the table: .csv, .parquet or .npz")
@@ -55,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if schema.target in frame.columns and not frame[schema.target].isna().any():
         compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs))
     columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
-    write(args.out, pd.DataFrame(columns).to_csv(index=False).encode())
+    write(args.out, comma_separated(pd.DataFrame(columns)).encode())
     rows = "1 row" if len(frame) == 1 else f"{len(frame)} rows"
     print("\n".join([f"{rows} predicted: {args.out}", *compared]))
     return 0

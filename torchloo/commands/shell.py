@@ -1,6 +1,7 @@
-"""What the subcommands share: errors of one line, arguments, files written whole, tables of text."""
+"""What the subcommands share: errors of one line, arguments, files written whole, tables as text."""
 
 import argparse
+import csv
 import math
 import os
 import re
@@ -13,9 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "UserError",
+    "comma_separated",
     "count",
     "first_line",
     "folder",
@@ -176,6 +182,26 @@ def _take_permissions(part: Path, path: Path) -> None:
     """Those of what is there already; else the part has what the system gives to a new file."""
     if path.exists():
         part.chmod(stat.S_IMODE(path.stat().st_mode))
+
+
+def comma_separated(frame: "pd.DataFrame") -> str:
+    """A table as CSV without formulas: text that a spreadsheet would run has a single quote in front."""
+    frame = frame.rename(columns=_inert)
+    texts = [name for name in frame if frame[name].dtype.kind == "O"]
+    for name in texts:
+        frame[name] = frame[name].map(_inert)
+    cells = [*frame.columns, *(cell for name in texts for cell in frame[name].unique())]
+    # Python before 3.13 does not see by itself that a carriage return must be quoted.
+    quoting = csv.QUOTE_NONNUMERIC if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
+    return frame.to_csv(index=False, quoting=quoting)
+
+
+def _inert(cell: object) -> object:
+    """Text that a spreadsheet takes for text; numbers such as -1.5 and +3e5 stay as they are."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    number = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", cell)
+    return cell if number else f"'{cell}"
 
 
 def first_line(error: BaseException) -> str:
