@@ -397,6 +397,48 @@ def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, 
     assert scores == {"price": [], "good": ["score"], "grade": ["score 0", "score 1", "score 2"]}[target]
 
 
+def test_decimal_commas_select_and_predict_as_decimal_points_do(folder, capsys):
+    """In a file that also has points; the note says which columns have commas."""
+    data = table().drop(columns=["always", "good", "grade", "day", "w", "half"]).round(6)
+    words = ["--target", "price", "--outer", "0", "--no-progress"]
+    commas = data.copy()
+    for name in ("x", "price"):
+        commas[name] = [f"{value:.6f}".replace(".", ",") for value in data[name]]
+    data.to_csv("points.csv", index=False)
+    commas.to_csv("commas.csv", index=False, sep=";")
+    commas.to_csv("quoted.csv", index=False)
+    tables = {}
+    for name in ("points", "commas", "quoted"):
+        assert run("select", f"{name}.csv", *words, "--out", name) == 0
+        assert ("  note: read with a decimal comma: 'x', 'price'\n" in capsys.readouterr().out) == (
+            name != "points"
+        )
+        tables[name] = pd.read_csv(f"{name}/held_out.csv")
+    for name in ("commas", "quoted"):
+        pd.testing.assert_frame_equal(tables[name], tables["points"], rtol=1e-6, atol=1e-8)
+    for model in tables:
+        for new in tables:
+            assert run("predict", f"{model}/model.pt", f"{new}.csv", "--out", f"{model}-{new}.csv") == 0
+            assert ("decimal comma: 'x', 'price'" in capsys.readouterr().out) == (new != "points")
+            predicted = pd.read_csv(f"{model}-{new}.csv")["prediction"]
+            assert predicted.to_numpy() == pytest.approx(
+                pd.read_csv("points-points.csv")["prediction"].to_numpy(), rel=1e-6, abs=1e-8
+            )
+
+
+def test_a_new_file_is_read_as_the_table_of_the_model_was(folder):
+    """1,234 alone could be either; the model's table had 1,5 there."""
+    draw = np.random.default_rng(0).uniform(0.5, 9, 20).round(3)
+    rows = "".join(f'"{value:.3f}",{2 * value:.4f}\n'.replace(".", ",", 1) for value in draw)
+    Path("data.csv").write_text("x,y\n" + rows)
+    words = ["--target", "y", "--kernel", "linear", "--outer", "0", "--no-progress", "--out", "out"]
+    assert run("select", "data.csv", *words) == 0
+    Path("new.csv").write_text('x,y\n"4,321",\n')
+    assert run("predict", "out/model.pt", "new.csv") == 0
+    (predicted,) = pd.read_csv("predictions.csv")["prediction"]
+    assert predicted == pytest.approx(8.642, rel=0.01)
+
+
 LABELS = ["=1+1", "+a", "-b", "@sum", "\tc", "-1.5", "+3e5", "'d", "e-f", "-.5", "-inf", "1,5"]
 INERT = ["'=1+1", "'+a", "'-b", "'@sum", "'\tc", "-1.5", "+3e5", "'d", "e-f", "-.5", "'-inf", "1,5"]
 

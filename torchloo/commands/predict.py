@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     require_device(args.device)
     pd = pandas()
     schema, machine = load(args.model, args.device)
-    frame, _ = read_table(args.data, text=schema.text)
+    frame, notes = read_table(args.data, schema.text, schema.decimals)
     X = torch.tensor(schema.design(frame), device=args.device)
     try:
         with torch.no_grad():
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
     write(args.out, comma_separated(pd.DataFrame(columns)).encode())
     rows = "1 row" if len(frame) == 1 else f"{len(frame)} rows"
-    print("\n".join([f"{rows} predicted: {args.out}", *compared]))
+    print("\n".join([f"{rows} predicted: {args.out}", *(f"  note: {note}" for note in notes), *compared]))
     return 0
 
 

@@ -4,12 +4,13 @@ A `Schema` codes any table that has its columns, and refuses one without them; a
 is saved beside a machine.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchloo.commands.reading import TableError, listed, pandas
+from torchloo.commands.reading import TableError, pandas
+from torchloo.commands.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,6 +72,8 @@ class Schema:
     """The classes in order; of two, the second is +1. Empty for regression."""
     ignored: tuple[str, ...] = ()
     """Columns that may be there and are not looked at."""
+    decimals: dict[str, str] = field(default_factory=dict)
+    """The decimal marks of the table that it was learnt from, by column; see Note [decimal marks]."""
 
     @property
     def text(self) -> frozenset[str]:
@@ -129,7 +132,7 @@ class Schema:
             for column in plain["columns"]
         )
         tuples = {name: tuple(plain[name]) for name in ("centre", "scale", "labels", "ignored")}
-        return cls(target=plain["target"], columns=columns, **tuples)
+        return cls(target=plain["target"], columns=columns, decimals=dict(plain["decimals"]), **tuples)
 
     def _require_columns(self, frame: "pd.DataFrame") -> None:
         wanted = [column.name for column in self.columns]

@@ -53,7 +53,8 @@ def add(commands: Any) -> None:
         description="Choose the hyper-parameters of a kernel machine by leave-one-out, estimate how well it "
         "predicts unseen rows by repeating the whole selection in outer splits, and write a folder with "
         "model.pt, held_out.csv and report.html. Text columns are coded, constant ones left out, inputs "
-        "standardised; whether the target is a number or a class is told from its values. Text that a "
+        "standardised; whether the target is a number or a class is told from its values. Numbers in CSV may "
+        "have a decimal comma or marks between thousands; a note names the columns read so. Text that a "
         "spreadsheet would run as a formula, such as =A1, has a single quote in front in held_out.csv.",
     )
     parser.add_argument("data", type=Path, metavar="data.csv", help="the table: .csv, .parquet or .npz")

@@ -25,6 +25,7 @@ __all__ = [
     "count",
     "first_line",
     "folder",
+    "listed",
     "new_folder",
     "positive",
     "require_other_file",
@@ -218,3 +219,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("   ".join([name.ljust(widths[0]), *padded]).rstrip())
     return "\n".join(lines)
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """Names in quotes, the first few of them."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
