@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
     except (ValueError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
+    _require_finite(outputs)
     compared = []
     if schema.target in frame.columns and not frame[schema.target].isna().any():
         compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs))
@@ -76,6 +77,16 @@ def require_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device}: {first_line(error)}") from error
+
+
+def _require_finite(outputs: np.ndarray) -> None:
+    """Refuse rows whose inputs are so large that no prediction can be represented."""
+    finite = np.isfinite(outputs).reshape(len(outputs), -1).all(1)
+    if not finite.all():
+        row = int((~finite).argmax()) + 1
+        raise UserError(
+            f"the prediction of row {row} is not finite; its inputs are far from those of the model"
+        )
 
 
 def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
