@@ -247,8 +247,11 @@ def test_an_archive_of_arrays_is_a_table(tmp_path):
 def test_parquet_is_read_where_pyarrow_is(tmp_path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "t.parquet"
-    frame().to_parquet(path)
+    table = frame()
+    table.attrs["decimals"] = "of another program"
+    table.to_parquet(path)
     assert read_table(path)[0].equals(frame())
+    assert read_table(path)[0].attrs == {}
 
 
 @pytest.mark.parametrize(

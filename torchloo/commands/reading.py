@@ -146,6 +146,7 @@ def _parquet(path: Path) -> tuple["pd.DataFrame", list[str]]:
     except Exception as error:  # pyarrow's own errors, whatever their class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TableError(f"{str(path)!r} is not a Parquet file: {reason}") from error
+    frame.attrs.clear()  # a program of the user's may have stored some of its own
     names = [str(name) for name in frame.columns]
     _require_distinct(path, names)
     frame.columns = names
