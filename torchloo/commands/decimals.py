@@ -61,7 +61,7 @@ def fitting(values: "pd.Series") -> list[str]:
 
 def _have(values: "pd.Series", pattern: str) -> bool:
     """Whether some value of a column of text has the pattern in it."""
-    return bool(values.str.contains(pattern).any())
+    return bool(values.str.contains(pattern, na=False).any())
 
 
 def with_numbers(
