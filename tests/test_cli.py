@@ -1,8 +1,11 @@
 """The torchloo command: what it prints and writes, and how it fails."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 import torchloo as tl
 from torchloo import cli
 from torchloo.commands import demo
+from torchloo.commands.shell import new_folder, write
 
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ["demo", "--steps", "2", "--no-progress"]
@@ -110,6 +114,84 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path, capsys, monkeypatch):
     assert run(*QUICK, "--out", str(tmp_path / "picture.png")) == 130
     assert capsys.readouterr().err.splitlines() == ["torchloo demo: interrupted"]
     assert list(tmp_path.iterdir()) == []
+
+
+WRITERS = {
+    "file": (
+        "import signal, time; from pathlib import Path; from torchloo.commands import shell\n"
+        "def replace(part, path): print('writing', flush=True); time.sleep(60)\n"
+        "Path.replace = replace\n"
+        "shell.write(Path('out.csv'), b'new')\n"
+    ),
+    "folder": (
+        "import signal, time; from pathlib import Path; from torchloo.commands import shell\n"
+        "with shell.new_folder(Path('out')) as part:\n"
+        "    (part / 'file').touch(); print('writing', flush=True); time.sleep(60)\n"
+    ),
+}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path, kind, number):
+    Path(tmp_path, "out.csv").write_text("old")
+    command = [sys.executable, "-c", WRITERS[kind]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        assert len(list(tmp_path.iterdir())) == 2
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == -number  # as it would have ended without a handler
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
+    assert Path(tmp_path, "out.csv").read_text() == "old"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_an_ignored_signal_stays_ignored_while_writing(tmp_path):
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with new_folder(tmp_path / "out") as part:
+            signal.raise_signal(signal.SIGHUP)
+            (part / "file").touch()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out", tmp_path / "out" / "file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_handlers_of_signals_are_as_they_were_after_writing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    write(Path("file.csv"), b"")
+    with new_folder(Path("out")):
+        pass
+    with pytest.raises(RuntimeError, match="in the middle"), new_folder(Path("other")):
+        raise RuntimeError("in the middle")
+    assert [signal.getsignal(number) for number in numbers] == before
+
+    def leave(number, frame):
+        raise SystemExit(7)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(SystemExit, match="7"), new_folder(Path("other")):
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is leave
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.csv", "out"]
+
+
+def test_files_are_written_in_other_threads_too(tmp_path):
+    thread = threading.Thread(target=write, args=(tmp_path / "file.csv", b"content"))
+    thread.start()
+    thread.join()
+    assert Path(tmp_path, "file.csv").read_bytes() == b"content"
 
 
 def test_python_m_torchloo_is_the_command():

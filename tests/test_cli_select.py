@@ -1,6 +1,7 @@
 """torchloo select and predict: from a file to a folder, and all the ways to get it wrong."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from torchloo import cli, report
 from torchloo.commands import findings as findings_module
 from torchloo.commands.models import load
 from torchloo.commands.reading import read_table
+from torchloo.commands.shell import comma_separated
 from torchloo.report import page
 
 pd = pytest.importorskip("pandas")
@@ -428,6 +430,84 @@ def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, 
     assert scores == {"price": [], "good": ["score"], "grade": ["score 0", "score 1", "score 2"]}[target]
 
 
+def test_decimal_commas_select_and_predict_as_decimal_points_do(folder, capsys):
+    """In a file that also has points; the note says which columns have commas."""
+    data = table().drop(columns=["always", "good", "grade", "day", "w", "half"]).round(6)
+    words = ["--target", "price", "--outer", "0", "--no-progress"]
+    commas = data.copy()
+    for name in ("x", "price"):
+        commas[name] = [f"{value:.6f}".replace(".", ",") for value in data[name]]
+    data.to_csv("points.csv", index=False)
+    commas.to_csv("commas.csv", index=False, sep=";")
+    commas.to_csv("quoted.csv", index=False)
+    tables = {}
+    for name in ("points", "commas", "quoted"):
+        assert run("select", f"{name}.csv", *words, "--out", name) == 0
+        assert ("  note: read with a decimal comma: 'x', 'price'\n" in capsys.readouterr().out) == (
+            name != "points"
+        )
+        tables[name] = pd.read_csv(f"{name}/held_out.csv")
+    for name in ("commas", "quoted"):
+        pd.testing.assert_frame_equal(tables[name], tables["points"], rtol=1e-6, atol=1e-8)
+    for model in tables:
+        for new in tables:
+            assert run("predict", f"{model}/model.pt", f"{new}.csv", "--out", f"{model}-{new}.csv") == 0
+            assert ("decimal comma: 'x', 'price'" in capsys.readouterr().out) == (new != "points")
+            predicted = pd.read_csv(f"{model}-{new}.csv")["prediction"]
+            assert predicted.to_numpy() == pytest.approx(
+                pd.read_csv("points-points.csv")["prediction"].to_numpy(), rel=1e-6, abs=1e-8
+            )
+
+
+def test_a_new_file_is_read_as_the_table_of_the_model_was(folder):
+    """1,234 alone could be either; the model's table had 1,5 there."""
+    draw = np.random.default_rng(0).uniform(0.5, 9, 20).round(3)
+    rows = "".join(f'"{value:.3f}",{2 * value:.4f}\n'.replace(".", ",", 1) for value in draw)
+    Path("data.csv").write_text("x,y\n" + rows)
+    words = ["--target", "y", "--kernel", "linear", "--outer", "0", "--no-progress", "--out", "out"]
+    assert run("select", "data.csv", *words) == 0
+    Path("new.csv").write_text('x,y\n"4,321",\n')
+    assert run("predict", "out/model.pt", "new.csv") == 0
+    (predicted,) = pd.read_csv("predictions.csv")["prediction"]
+    assert predicted == pytest.approx(8.642, rel=0.01)
+
+
+LABELS = ["=1+1", "+a", "-b", "@sum", "\tc", "-1.5", "+3e5", "'d", "e-f", "-.5", "-inf", "1,5"]
+INERT = ["'=1+1", "'+a", "'-b", "'@sum", "'\tc", "-1.5", "+3e5", "'d", "e-f", "-.5", "'-inf", "1,5"]
+
+
+def test_formulas_of_a_spreadsheet_are_written_as_text(folder):
+    """As labels and as clusters, in the held-out rows and in predictions; numbers stay as they are."""
+    rows = np.arange(8 * len(LABELS)) % len(LABELS)
+    labels, inert = np.array(LABELS)[rows], np.array(INERT)[rows]
+    data = pd.DataFrame({"x": np.cos(rows), "z": np.sin(rows), "label": labels, "place": labels})
+    data.to_csv("data.csv", index=False)
+    words = ["data.csv", "--target", "label", "--clusters", "place", "--outer", "0", "--kernel", "linear"]
+    assert run("select", *words, "--search", "grid", "--out", "out", "--no-progress") == 0
+    assert run("predict", "out/model.pt", "data.csv") == 0
+    held_out = pd.read_csv("out/held_out.csv", dtype=str, keep_default_na=False)
+    predicted = pd.read_csv("predictions.csv", dtype=str, keep_default_na=False)
+    assert held_out["target"].tolist() == inert.tolist()
+    assert held_out["cluster"].tolist() == inert.tolist()
+    for column in (held_out["loo_class"], held_out["lco_class"], predicted["prediction"]):
+        assert set(column) <= set(INERT)
+        assert len(set(column)) > 3
+
+
+def test_names_of_columns_are_no_formulas_either():
+    frame = pd.DataFrame({"=A1": [-1.5], "-2": ["@b"], "+c": ["-2e5"]})
+    assert comma_separated(frame) == "'=A1,-2,'+c\n-1.5,'@b,-2e5\n"
+
+
+def test_a_carriage_return_does_not_begin_a_new_row():
+    frame = pd.DataFrame({"x": [1, 2], "label": ["\ra", "b\r=A1"]})
+    again = pd.read_csv(io.StringIO(comma_separated(frame), newline=""))
+    assert again["label"].tolist() == ["'\ra", "b\r=A1"]
+    assert again["x"].tolist() == [1, 2]
+    assert comma_separated(pd.DataFrame({"score a\rb": [1.5]})) == '"score a\rb"\n1.5\n'
+    assert frame["label"].tolist() == ["\ra", "b\r=A1"]
+
+
 def test_a_single_row_can_be_predicted(folder, models, capsys):
     table()[["x", "z", "shop"]].head(1).to_csv("new.csv", index=False)
     assert run("predict", models["good"], "new.csv") == 0
@@ -478,6 +558,50 @@ def test_predict_with_its_arguments_swapped_ends_in_one_line(folder, models, cap
     pd.DataFrame({"a": [1.0, 2.0]}).to_csv("a.csv", index=False)
     assert run("predict", "a.csv", "model.pt", "--out", "p.csv") == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["new.csv", "../{folder}/new.csv", "link.csv", "twin.csv", "model.csv"])
+def test_predict_does_not_write_over_what_it_reads(folder, models, capsys, name):
+    """By the same path, by another, by links, or over the model."""
+    table().to_csv("new.csv", index=False)
+    shutil.copy(models["good"], "model.csv")
+    Path("link.csv").symlink_to("new.csv")
+    Path("twin.csv").hardlink_to("new.csv")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    out = name.format(folder=folder.name)
+    assert run("predict", "model.csv", folder / "new.csv", "--out", out) == 2
+    printed, err = capsys.readouterr()
+    assert printed == ""
+    assert f"--out '{out}' would overwrite the input" in err
+    assert len(err.splitlines()) == 1
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_predictions_touch_no_other_file_and_have_the_permissions_of_a_plain_one(folder, models):
+    table().to_csv("new.csv", index=False)
+    for name in ("p.csv.part", "plain.csv", "old.csv"):
+        Path(name).write_text("mine")
+    Path("old.csv").chmod(0o640)
+    Path("link.csv").symlink_to("old.csv")
+    for out in ("p.csv", "link.csv"):
+        assert run("predict", models["good"], "new.csv", "--out", out) == 0
+    assert Path("p.csv.part").read_text() == "mine"
+    assert Path("p.csv").stat().st_mode == Path("plain.csv").stat().st_mode
+    assert Path("link.csv").is_symlink()
+    assert Path("old.csv").read_bytes() == Path("p.csv").read_bytes()
+    assert Path("old.csv").stat().st_mode & 0o777 == 0o640
+    names = ["data.csv", "link.csv", "new.csv", "old.csv", "p.csv", "p.csv.part", "plain.csv"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_an_empty_folder_keeps_its_permissions_and_a_link_to_it_stays(folder):
+    Path("real").mkdir(mode=0o700)
+    Path("out").symlink_to("real")
+    assert select("price", "--outer", "0") == 0
+    assert Path("out").is_symlink()
+    assert Path("real").stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in Path("real").iterdir()) == ["held_out.csv", "model.pt", "report.html"]
+    assert sorted(path.name for path in folder.iterdir()) == ["data.csv", "out", "real"]
 
 
 def test_predict_writes_nothing_where_a_target_is_unknown(folder, models, capsys):

@@ -182,24 +182,29 @@ def test_boolean_inputs_stay_as_they_are_and_others_are_refused():
         prepare(frame(), Roles("y"), standardise=False)
 
 
+COMMA = "read with a decimal comma: "
+THOUSANDS = "read with marks between thousands: "
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "expected"),
     [
-        "a,b\n1.5,x\n2.5,y\n",
-        "a;b\n1,5;x\n2,5;y\n",
-        "a;b\n1.5;x\n2.5;y\n",
-        "a\tb\n1.5\tx\n2.5\ty\n",
-        "\ufeffa, b\n1.5, x\n2.5, y\n",
+        ("a,b\n1.5,x\n2.5,y\n", []),
+        ("a;b\n1,5;x\n2,5;y\n", [COMMA + "'a'"]),
+        ("a;b\n1.5;x\n2.5;y\n", []),
+        ("a\tb\n1.5\tx\n2.5\ty\n", []),
+        ("a\tb\n1,5\tx\n2,5\ty\n", [COMMA + "'a'"]),
+        ("\ufeffa, b\n1.5, x\n2.5, y\n", []),
     ],
 )
-def test_separators_and_decimal_commas(tmp_path, text):
+def test_separators_and_decimal_commas(tmp_path, text, expected):
     path = tmp_path / "t.csv"
     path.write_text(text, encoding="utf-8")
     table, notes = read_table(path)
     assert table.columns.tolist() == ["a", "b"]
     assert table["a"].tolist() == [1.5, 2.5]
     assert table["b"].tolist() == ["x", "y"]
-    assert notes == []
+    assert notes == expected
 
 
 def test_a_table_of_an_old_windows_program_is_read_with_a_note(tmp_path):
@@ -208,7 +213,7 @@ def test_a_table_of_an_old_windows_program_is_read_with_a_note(tmp_path):
     table, notes = read_table(path)
     assert table.columns.tolist() == ["grün", "preis"]
     assert table["grün"].tolist() == [1.5, 2.5]
-    assert notes == ["the file is not UTF-8: read as Windows-1252"]
+    assert notes == ["the file is not UTF-8: read as Windows-1252", COMMA + "'grün'"]
 
 
 def test_a_column_that_counts_the_rows_is_kept_with_a_word():
@@ -242,8 +247,11 @@ def test_an_archive_of_arrays_is_a_table(tmp_path):
 def test_parquet_is_read_where_pyarrow_is(tmp_path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "t.parquet"
-    frame().to_parquet(path)
+    table = frame()
+    table.attrs["decimals"] = "of another program"
+    table.to_parquet(path)
     assert read_table(path)[0].equals(frame())
+    assert read_table(path)[0].attrs == {}
 
 
 @pytest.mark.parametrize(
@@ -305,6 +313,104 @@ def test_separators_and_decimal_commas_are_told_apart(tmp_path, content, expecte
     path.write_text(content)
     frame, _ = read_table(path)
     assert {name: frame[name].tolist() for name in frame} == expected
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected", "notes"),
+    [
+        # each column has its own mark
+        ("a;b\n1,5;2.5\n2,5;3.25\n", {"a": [1.5, 2.5], "b": [2.5, 3.25]}, [COMMA + "'a'"]),
+        # missing values, signs, exponents, blanks; words and whole numbers stay what they are
+        (
+            "a;b;c;d\n-1,5; 2,5e3;x;1\n;+,5 ;;2\nNA;3;y;3\n",
+            {"a": [-1.5, NAN, NAN], "b": [2500, 0.5, 3], "c": ["x", NAN, "y"], "d": [1, 2, 3]},
+            [COMMA + "'a', 'b'"],
+        ),
+        # thousands: a second mark tells which is which
+        ("a;b\n1.234,5;1\n12;2\n", {"a": [1234.5, 12]}, [COMMA + "'a'", THOUSANDS + "'a'"]),
+        ("a;b\n1,234.5;1\n12;2\n", {"a": [1234.5, 12]}, [THOUSANDS + "'a'"]),
+        ("a;b\n1,234,567;1\n12;2\n", {"a": [1234567, 12]}, [THOUSANDS + "'a'"]),
+        ("a;b\n1 234,5;1\n1\u00a0234;2\n", {"a": [1234.5, 1234]}, [COMMA + "'a'", THOUSANDS + "'a'"]),
+        ("a;b\n1'234.5;1\n12;2\n", {"a": [1234.5, 12]}, [THOUSANDS + "'a'"]),
+        # 1,234 and 1.234 are settled by other columns of the file
+        ("a;b\n1,234;1.5\n12;2\n", {"a": [1234, 12], "b": [1.5, 2]}, [THOUSANDS + "'a'"]),
+        ('a,b\n"1,234","0,5"\n12,2\n', {"a": [1.234, 12], "b": [0.5, 2]}, [COMMA + "'a', 'b'"]),
+        (
+            "a;b\n1.234;1,5\n12;2\n",
+            {"a": [1234, 12], "b": [1.5, 2]},
+            [COMMA + "'b'", THOUSANDS + "'a'"],
+        ),
+        # and else by the separator
+        ("a;b\n1,234;1\n12;2\n", {"a": [1.234, 12]}, [COMMA + "'a'"]),
+        ("a\tb\n1,234\t1\n12\t2\n", {"a": [1.234, 12]}, [COMMA + "'a'"]),
+        ('a,b\n"1,234",1\n12,2\n', {"a": [1234, 12]}, [THOUSANDS + "'a'"]),
+        ("a;b\n1.234;1\n12;2\n", {"a": [1.234, 12]}, []),
+        # quoted numbers beside separating commas: a decimal comma unless three digits follow
+        ('a,b\n"1,5",1\n"2,25",2\n', {"a": [1.5, 2.25]}, [COMMA + "'a'"]),
+        ('a,b\n"0,125",1\n"2,250",2\n', {"a": [0.125, 2.25]}, [COMMA + "'a'"]),
+        # no numbers
+        ("a;b\n1,5 mm;1\n2,5 mm;2\n", {"a": ["1,5 mm", "2,5 mm"]}, []),
+        ("a;b\n1,5;1\n2.5;2\n", {"a": ["1,5", "2.5"]}, []),
+        ("a;b\n1,234;1\n1.234;2\n", {"a": ["1,234", "1.234"]}, []),
+        ("a;b\n1.2.3;1\n1.2.4;2\n", {"a": ["1.2.3", "1.2.4"]}, []),
+    ],
+)
+def test_every_column_is_read_with_the_decimal_mark_that_fits(tmp_path, content, expected, notes):
+    path = tmp_path / "data.csv"
+    path.write_text(content, encoding="utf-8")
+    frame, said = read_table(path)
+    pd.testing.assert_frame_equal(
+        frame[list(expected)], pd.DataFrame(expected), check_dtype=False, check_exact=True
+    )
+    assert said == notes
+
+
+def test_decimal_commas_are_seen_however_late_they_come(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("a;b\n" + "1;1\n" * 500 + "1,5;2\n")
+    frame, notes = read_table(path)
+    assert frame["a"].tolist() == [1.0] * 500 + [1.5]
+    assert notes == [COMMA + "'a'"]
+
+
+@pytest.mark.parametrize(
+    ("model", "content", "expected"),
+    [
+        ({"a": ","}, 'a,b\n"1,234",2.5\n', 1.234),  # the file says nothing against it
+        ({"a": ",", "b": "."}, 'a,b\n"1,234",2.5\n', 1.234),
+        ({"a": ",", "b": ","}, 'a,b\n"1,234",2.5\n', 1234),  # another program has written this file
+        ({"a": "."}, "a;b\n1,234;2\n", 1234),
+        ({"a": ","}, "a;b\n1.234;2\n", 1234),
+        ({"a": ","}, "a;b\n1.5;2\n", 1.5),
+        ({"a": ","}, "a;b\n1,5;2\n", 1.5),
+        ({"a": "."}, "a;b\n1,5;2\n", 1.5),
+        ({}, "a;b\n1,234;2\n", 1.234),
+    ],
+)
+def test_the_model_settles_what_is_ambiguous_in_a_new_file(tmp_path, model, content, expected):
+    path = tmp_path / "new.csv"
+    path.write_text(content)
+    frame, _ = read_table(path, decimals=model)
+    assert frame["a"].tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            ["1,5", "2.5", "3,5"],
+            "mixes decimal commas with decimal points, '1,5' in row 1 and '2.5' in row 2",
+        ),
+        (["1,5", "2,5", "?"], r"mixes numbers with text, '\?' in row 3"),
+        (["1,234", "2.345", "3,456"], "mixes decimal commas with decimal points, '1,234' in row 1"),
+    ],
+)
+def test_numbers_written_in_several_ways_are_refused(values, message):
+    with pytest.raises(TableError, match=message):
+        prepare(frame(x=values * 4), Roles("y"))
 
 
 def test_columns_of_an_archive_have_names_of_their_own(tmp_path):

@@ -174,7 +174,7 @@ def validate(
 
 def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Validation:
     """The scores of a table, their mean and its standard error."""
-    scores = torch.tensor([row["score"] for row in table], dtype=torch.float64)
+    scores = torch.tensor([row["score"] for row in table], dtype=torch.float64, device="cpu")
     spread = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
     return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
 

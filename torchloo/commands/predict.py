@@ -10,7 +10,14 @@ import torch
 from torchloo.commands.models import load
 from torchloo.commands.reading import pandas, read_table
 from torchloo.commands.schema import Schema
-from torchloo.commands.shell import UserError, first_line, writable, write
+from torchloo.commands.shell import (
+    UserError,
+    comma_separated,
+    first_line,
+    require_other_file,
+    writable,
+    write,
+)
 
 __all__ = ["add", "require_device", "run"]
 
@@ -23,7 +30,9 @@ def add(commands: Any) -> None:
         "predict",
         help="predict new rows with a model of torchloo select",
         description="Predict the rows of a table with a model that torchloo select has written. The table "
-        "must have the model's input columns; a target column may be there, and is then compared with.",
+        "must have the model's input columns; a target column may be there, and is then compared with. "
+        "Classes that a spreadsheet would run as a formula, such as =A1, are written with a single quote in "
+        "front.",
     )
     parser.add_argument("model", type=Path, metavar="model.pt", help="the model")
     parser.add_argument("data", type=Path, metavar="new.csv", help="the table: .csv, .parquet or .npz")
@@ -40,23 +49,25 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict, and write the predictions."""
+    require_other_file(args.out, args.model, args.data)
     require_device(args.device)
     pd = pandas()
     schema, machine = load(args.model, args.device)
-    frame, _ = read_table(args.data, text=schema.text)
+    frame, notes = read_table(args.data, schema.text, schema.decimals)
     X = torch.tensor(schema.design(frame), device=args.device)
     try:
         with torch.no_grad():
             outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
     except (ValueError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
+    _require_finite(outputs)
     compared = []
     if schema.target in frame.columns and not frame[schema.target].isna().any():
         compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs))
     columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
-    write(args.out, pd.DataFrame(columns).to_csv(index=False).encode())
+    write(args.out, comma_separated(pd.DataFrame(columns)).encode())
     rows = "1 row" if len(frame) == 1 else f"{len(frame)} rows"
-    print("\n".join([f"{rows} predicted: {args.out}", *compared]))
+    print("\n".join([f"{rows} predicted: {args.out}", *(f"  note: {note}" for note in notes), *compared]))
     return 0
 
 
@@ -66,6 +77,16 @@ def require_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device}: {first_line(error)}") from error
+
+
+def _require_finite(outputs: np.ndarray) -> None:
+    """Refuse rows whose inputs are so large that no prediction can be represented."""
+    finite = np.isfinite(outputs).reshape(len(outputs), -1).all(1)
+    if not finite.all():
+        row = int((~finite).argmax()) + 1
+        raise UserError(
+            f"the prediction of row {row} is not finite; its inputs are far from those of the model"
+        )
 
 
 def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:

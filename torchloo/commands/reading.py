@@ -3,33 +3,45 @@
 import importlib
 import re
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from torchloo.commands.decimals import with_numbers
+from torchloo.commands.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TableError", "listed", "pandas", "read_table"]
+__all__ = ["TableError", "pandas", "read_table"]
 
 
 class TableError(ValueError):
     """A table that cannot be used as it is; the text is one line and names the remedy."""
 
 
-def read_table(path: Path, text: Collection[str] = ()) -> tuple["pd.DataFrame", list[str]]:
+def read_table(
+    path: Path, text: Collection[str] = (), decimals: Mapping[str, str] | None = None
+) -> tuple["pd.DataFrame", list[str]]:
     """A table with one row for each row of the file, and what the user should know of the reading.
 
-    CSV may be separated by commas, semicolons, tabs or bars; beside semicolons, numbers may have a
-    decimal comma. Parquet needs pyarrow. In an .npz, an array (n,) is a column of its own name, and
-    an array (n, d) is d columns, named by an array `feature_names` (d,) or by numbers.
-    Columns named in `text` stay text, even where all of a CSV file's look like numbers or truth values.
+    CSV may be separated by commas, semicolons, tabs or bars; numbers may have a decimal comma, and marks
+    between thousands (Note [decimal marks]). Parquet needs pyarrow. In an .npz, an array (n,) is a column
+    of its own name, and an array (n, d) is d columns, named by an array `feature_names` (d,) or by numbers.
+
+    Args:
+        path: the file.
+        text: columns that stay text, even where all of a CSV file's look like numbers or truth values.
+        decimals: decimal marks by column, as `attrs["decimals"]` of an earlier table has them, which settle
+            what is ambiguous in a CSV file.
     """
     pandas()
-    readers = {".csv": _csv, ".tsv": _csv, ".txt": _csv, ".parquet": _parquet, ".npz": _npz}
+    readers: dict[str, Any] = {".parquet": _parquet, ".npz": _npz}
+    readers |= dict.fromkeys((".csv", ".tsv", ".txt"), partial(_csv, text=text, decimals=decimals or {}))
     read = readers.get(path.suffix.lower())
     if read is None:
         raise TableError(f"{str(path)!r} must be a .csv, .parquet or .npz file")
@@ -38,7 +50,7 @@ def read_table(path: Path, text: Collection[str] = ()) -> tuple["pd.DataFrame", 
     if path.stat().st_size == 0:
         raise TableError(f"{str(path)!r} is empty")
     try:
-        frame, notes = read(path, text) if read is _csv else read(path)
+        frame, notes = read(path)
     except OSError as error:
         raise TableError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     if not len(frame):
@@ -54,19 +66,21 @@ def pandas() -> ModuleType:
         raise TableError("reading tables needs pandas: pip install torchloo[cli]") from error
 
 
-def _csv(path: Path, text: Collection[str] = ()) -> tuple["pd.DataFrame", list[str]]:
+def _csv(path: Path, text: Collection[str], decimals: Mapping[str, str]) -> tuple["pd.DataFrame", list[str]]:
     pd = pandas()
     encoding, notes = _encoding(path)
+    separator = _separator(path, encoding)
+
+    def read(**options: Any) -> Any:
+        return pd.read_csv(path, sep=separator, encoding=encoding, **options)
+
+    def as_text() -> Any:
+        return _stripped(read(skipinitialspace=True, dtype=str))
+
     try:
-        with path.open(encoding=encoding) as file:
-            lines = [line for line, _ in zip(filter(str.strip, file), range(20), strict=False)]
-        first = re.sub(r'"[^"]*"', "", lines[0]) if lines else ""  # separators in quotes are none
-        separator = max(",;\t|", key=first.count)
-        commas = separator == ";" and _decimal_commas(lines[1:])
-        options = {"sep": separator, "decimal": "," if commas else ".", "encoding": encoding}
-        names = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **options)
-        kinds = {name: str for name in names.iloc[0] if name.strip() in text}
-        frame = pd.read_csv(path, low_memory=False, skipinitialspace=True, dtype=kinds, **options)
+        names = read(header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
+        kinds = {name: str for name in names if name.strip() in text}
+        frame = _stripped(read(low_memory=False, skipinitialspace=True, dtype=kinds))
     except pd.errors.EmptyDataError as error:
         raise TableError(f"{str(path)!r} is empty") from error
     except pd.errors.ParserError as error:
@@ -74,20 +88,24 @@ def _csv(path: Path, text: Collection[str] = ()) -> tuple["pd.DataFrame", list[s
         raise TableError(f"{str(path)!r} is not a table: {reason}") from error
     if not frame.index.equals(pd.RangeIndex(len(frame))):  # pandas takes fields without a name for it
         raise TableError(f"{str(path)!r} has rows with more fields than the header has names")
-    _require_distinct(path, [str(name).strip() for name in names.iloc[0]])
-    frame.columns = [str(name).strip() for name in frame.columns]
+    _require_distinct(path, [str(name).strip() for name in names])
+    frame, marks, read_so = with_numbers(frame, as_text, text, separator, decimals)
+    frame.attrs["decimals"] = marks
     frame, left = _without_row_numbers(frame)
-    return frame, notes + left
+    return frame, notes + read_so + left
 
 
-def _decimal_commas(lines: list[str]) -> bool:
-    """Whether some field between semicolons is a number such as 1,5, and none is one such as 1.5."""
-    fields = [field.strip(' "\n') for line in lines for field in line.split(";")]
-    comma, point = (
-        any(re.fullmatch(rf"[-+]?\d*{mark}\d+([eE][-+]?\d+)?", field) for field in fields)
-        for mark in (",", r"\.")
-    )
-    return comma and not point
+def _separator(path: Path, encoding: str) -> str:
+    """What separates the names in the first line."""
+    with path.open(encoding=encoding) as file:
+        first = next(filter(str.strip, file), "")
+    outside = re.sub(r'"[^"]*"', "", first)  # separators in quotes are none
+    return max(",;\t|", key=outside.count)
+
+
+def _stripped(frame: "pd.DataFrame") -> "pd.DataFrame":
+    frame.columns = [str(name).strip() for name in frame.columns]
+    return frame
 
 
 def _encoding(path: Path) -> tuple[str, list[str]]:
@@ -128,6 +146,7 @@ def _parquet(path: Path) -> tuple["pd.DataFrame", list[str]]:
     except Exception as error:  # pyarrow's own errors, whatever their class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TableError(f"{str(path)!r} is not a Parquet file: {reason}") from error
+    frame.attrs.clear()  # a program of the user's may have stored some of its own
     names = [str(name) for name in frame.columns]
     _require_distinct(path, names)
     frame.columns = names
@@ -163,9 +182,3 @@ def _columns_of(name: str, array: np.ndarray, names: np.ndarray | None) -> list[
     if name == "X" and names is not None and names.shape == (array.shape[1],):
         return [(str(given), array[:, j]) for j, given in enumerate(names)]
     return [(f"{name}{j}", array[:, j]) for j in range(array.shape[1])]
-
-
-def listed(names: list[str], most: int = 5) -> str:
-    """Names in quotes, the first few of them."""
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -4,12 +4,15 @@ A `Schema` codes any table that has its columns, and refuses one without them; a
 is saved beside a machine.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchloo.commands.reading import TableError, listed, pandas
+from torchloo.commands.decimals import MARKS
+from torchloo.commands.reading import TableError, pandas
+from torchloo.commands.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +25,7 @@ __all__ = [
     "is_number",
     "numbers",
     "require_complete",
+    "require_fields",
     "texts",
 ]
 
@@ -71,6 +75,8 @@ class Schema:
     """The classes in order; of two, the second is +1. Empty for regression."""
     ignored: tuple[str, ...] = ()
     """Columns that may be there and are not looked at."""
+    decimals: dict[str, str] = field(default_factory=dict)
+    """The decimal marks of the table that it was learnt from, by column; see Note [decimal marks]."""
 
     @property
     def text(self) -> frozenset[str]:
@@ -122,14 +128,35 @@ class Schema:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "Schema":
-        """What `as_dict` gave."""
-        columns = tuple(
-            Column(column["name"], None if column["levels"] is None else tuple(column["levels"]))
-            for column in plain["columns"]
-        )
-        tuples = {name: tuple(plain[name]) for name in ("centre", "scale", "labels", "ignored")}
-        return cls(target=plain["target"], columns=columns, **tuples)
+    def from_dict(cls, plain: object) -> "Schema":
+        """What `as_dict` gave; ValueError says what is wrong with anything else."""
+        values = require_fields("schema", plain, [each.name for each in fields(cls)])
+        columns = tuple(_column(column) for column in _sequence("columns", values["columns"], dict))
+        tuples = {name: _sequence(name, values[name], str) for name in ("labels", "ignored")}
+        tuples |= {name: _sequence(name, values[name], float) for name in ("centre", "scale")}
+        target, decimals = values["target"], values["decimals"]
+        if not isinstance(target, str):
+            raise ValueError(f"schema: target must be text, got {type(target).__name__}")
+        if not isinstance(decimals, dict) or not all(type(name) is str for name in decimals):
+            raise ValueError("schema: decimals must have a decimal mark for each of some columns")
+        if not all(isinstance(mark, str) and mark in MARKS for mark in decimals.values()):
+            raise ValueError(f"schema: decimals must be {listed(list(MARKS))}")
+        schema = cls(target=target, columns=columns, decimals=dict(decimals), **tuples)
+        schema._require_consistent()
+        return schema
+
+    def _require_consistent(self) -> None:
+        """Refuse fields that do not fit together."""
+        names = [column.name for column in self.columns]
+        _require_distinct("names of columns", [*names, self.target, *self.ignored])
+        _require_distinct("labels", self.labels)
+        if not names or len(self.labels) == 1:
+            raise ValueError("schema: there must be a column at least, and no single label")
+        for name, values in (("centre", self.centre), ("scale", self.scale)):
+            if len(values) != len(self.inputs) or not np.isfinite(values).all():
+                raise ValueError(f"schema: {name} must be {len(self.inputs)} finite numbers")
+        if min(self.scale) <= 0:
+            raise ValueError("schema: scale must be positive")
 
     def _require_columns(self, frame: "pd.DataFrame") -> None:
         wanted = [column.name for column in self.columns]
@@ -140,6 +167,42 @@ class Schema:
         parts += [f"unexpected {listed(unexpected, 20)}"] if unexpected else []
         if parts:
             raise TableError(f"the columns do not match those of the model: {'; '.join(parts)}")
+
+
+def require_fields(name: str, plain: object, wanted: Collection[str]) -> dict[str, Any]:
+    """A dictionary that has all of these fields and no others; ValueError for anything else."""
+    if not isinstance(plain, dict):
+        raise ValueError(f"{name} must be a dictionary, got {type(plain).__name__}")
+    missing = [each for each in wanted if each not in plain]
+    if missing or len(plain) > len(wanted):
+        wrong = f"{listed(missing)} missing" if missing else "unknown fields"
+        raise ValueError(f"{name} must have the fields {', '.join(wanted)}: {wrong}")
+    return plain
+
+
+def _sequence(name: str, values: object, kind: type) -> tuple[Any, ...]:
+    if not isinstance(values, list | tuple) or not all(type(value) is kind for value in values):
+        raise ValueError(f"schema: {name} must be a list of {kind.__name__}")
+    return tuple(values)
+
+
+def _column(plain: object) -> Column:
+    values = require_fields("schema: a column", plain, [each.name for each in fields(Column)])
+    name, levels = values["name"], values["levels"]
+    if not isinstance(name, str):
+        raise ValueError(f"schema: the name of a column must be text, got {type(name).__name__}")
+    if levels is None:
+        return Column(name)
+    column = Column(name, _sequence(f"levels of {name!r}", levels, str))
+    _require_distinct(f"levels of {name!r}", levels)
+    if len(levels) < 2:
+        raise ValueError(f"schema: levels of {name!r} must be two at least, got {len(levels)}")
+    return column
+
+
+def _require_distinct(name: str, values: Collection[str]) -> None:
+    if len(set(values)) < len(values):
+        raise ValueError(f"schema: {name} must be distinct")
 
 
 def require_complete(frame: "pd.DataFrame", names: list[str]) -> None:

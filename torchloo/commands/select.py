@@ -22,7 +22,16 @@ from torchloo.commands.predict import require_device
 from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.reading import read_table
 from torchloo.commands.schema import CLASSIFICATION, REGRESSION
-from torchloo.commands.shell import UserError, count, first_line, folder, new_folder, positive, whole
+from torchloo.commands.shell import (
+    UserError,
+    comma_separated,
+    count,
+    first_line,
+    folder,
+    new_folder,
+    positive,
+    whole,
+)
 from torchloo.commands.splitting import outer_splits
 from torchloo.commands.tables import Prepared, Roles, prepare
 from torchloo.commands.telling import described, held_out, summary
@@ -45,7 +54,9 @@ def add(commands: Any) -> None:
         description="Choose the hyper-parameters of a kernel machine by leave-one-out, estimate how well it "
         "predicts unseen rows by repeating the whole selection in outer splits, and write a folder with "
         "model.pt, held_out.csv and report.html. Text columns are coded, constant ones left out, inputs "
-        "standardised; whether the target is a number or a class is told from its values.",
+        "standardised; whether the target is a number or a class is told from its values. Numbers in CSV may "
+        "have a decimal comma or marks between thousands; a note names the columns read so. Text that a "
+        "spreadsheet would run as a formula, such as =A1, has a single quote in front in held_out.csv.",
     )
     parser.add_argument("data", type=Path, metavar="data.csv", help="the table: .csv, .parquet or .npz")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
@@ -113,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     page = report.page(findings, source)
     with new_folder(out) as part:
         save(part / "model.pt", plan.spec, prepared.schema, findings.choice.machine)
-        held_out(findings).to_csv(part / "held_out.csv", index=False)
+        (part / "held_out.csv").write_bytes(comma_separated(held_out(findings)).encode())
         (part / "report.html").write_text(page, encoding="utf-8")
     print(f"\n{summary(findings)}\n\nreport: {out / 'report.html'}")
     return 0

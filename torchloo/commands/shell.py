@@ -1,22 +1,34 @@
-"""What the subcommands share: errors of one line, arguments, files written whole, tables of text."""
+"""What the subcommands share: errors of one line, arguments, files written whole, tables as text."""
 
 import argparse
+import csv
 import math
 import os
 import re
+import secrets
 import shutil
-import tempfile
+import signal
+import stat
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "UserError",
+    "comma_separated",
     "count",
     "first_line",
     "folder",
+    "listed",
     "new_folder",
     "positive",
+    "require_other_file",
     "table",
     "whole",
     "writable",
@@ -62,23 +74,34 @@ def writable(suffix: str) -> "type[Path] | object":
             raise argparse.ArgumentTypeError(f"must end in {suffix}, got {text!r}")
         if path.is_dir():
             raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
-        _require_folder(path.parent)
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise argparse.ArgumentTypeError(f"must be a file that can be written to, got {text!r}")
+        _require_folder(_behind_link(path).parent)
         return path
 
     return check
 
 
+def require_other_file(out: Path, *inputs: Path) -> None:
+    """Refuse to write over what is read, by whatever path or link it is named."""
+    for path in inputs:
+        if out.exists() and path.exists() and out.samefile(path):
+            raise UserError(f"--out {str(out)!r} would overwrite the input {str(path)!r}; name another file")
+
+
 def folder(text: str) -> Path:
     """An argument that is a folder to be made: it is not there yet, or is empty."""
     path = Path(text)
-    if path.resolve() == Path.cwd() or os.path.ismount(path):
+    real = Path(os.path.realpath(path))
+    if real == Path.cwd() or os.path.ismount(real):
         raise argparse.ArgumentTypeError(f"must be a folder to be made, got {text!r}; name a new one")
     if path.is_dir():
         if any(path.iterdir()):
             raise argparse.ArgumentTypeError(f"the folder {text!r} is not empty; remove it, or name another")
+        _require_folder(path)
     elif path.exists():
         raise argparse.ArgumentTypeError(f"must be a folder, got the file {text!r}")
-    _require_folder(path.absolute().parent)
+    _require_folder(_behind_link(path).absolute().parent)
     return path
 
 
@@ -89,39 +112,97 @@ def _require_folder(path: Path) -> None:
         raise argparse.ArgumentTypeError(f"the folder {str(path)!r} cannot be written to")
 
 
+def _behind_link(path: Path) -> Path:
+    """Where a link leads to; a path that is no link stays as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def write(path: Path, content: bytes) -> None:
     """Write all of a file or nothing: a failure leaves what was there before."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from error
+    with _part_of(path) as part, part.open("xb") as file:
+        _take_permissions(part, path)
+        file.write(content)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that becomes `path` once all of it is written, and vanishes if that fails."""
-    parent = path.absolute().parent
-    try:
-        part = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=parent))
-        part.chmod(0o777 & ~_umask())
-    except OSError as error:
-        raise UserError(f"cannot write into {str(parent)!r}: {error.strerror}") from error
-    try:
+    with _part_of(path) as part:
+        part.mkdir()
+        _take_permissions(part, path)
         yield part
-        part.replace(path)  # takes the place of an empty folder too
+
+
+@contextmanager
+def _part_of(path: Path) -> Iterator[Path]:
+    """A new name beside `path`: what is written there takes its place at the end, or vanishes."""
+    final = _behind_link(path.absolute())
+    part = final.with_name(f".torchloo-{secrets.token_hex(8)}")
+    try:
+        with _removed_on_termination(part):
+            yield part
+            part.replace(final)  # takes the place of an empty folder too
     except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _removed_on_termination(part: Path) -> Iterator[None]:
+    """Remove a part however its writing ends, also where the default of a signal would end the process.
+
+    A signal that is ignored, or has a handler of its own, is left as it is.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _remove(part)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    handled = []
+    if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
+        known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in handled:
+            signal.signal(number, handle)
+        yield
     finally:
+        _remove(part)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
         shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.unlink(missing_ok=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _take_permissions(part: Path, path: Path) -> None:
+    """Those of what is there already; else the part has what the system gives to a new file."""
+    if path.exists():
+        part.chmod(stat.S_IMODE(path.stat().st_mode))
+
+
+def comma_separated(frame: "pd.DataFrame") -> str:
+    """A table as CSV without formulas: text that a spreadsheet would run has a single quote in front."""
+    frame = frame.rename(columns=_inert)
+    texts = [name for name in frame if frame[name].dtype.kind == "O"]
+    for name in texts:
+        frame[name] = frame[name].map(_inert)
+    cells = [*frame.columns, *(cell for name in texts for cell in frame[name].unique())]
+    # Python before 3.13 does not see by itself that a carriage return must be quoted.
+    quoting = csv.QUOTE_NONNUMERIC if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
+    return frame.to_csv(index=False, quoting=quoting)
+
+
+def _inert(cell: object) -> object:
+    """Text that a spreadsheet takes for text; numbers such as -1.5 and +3e5 stay as they are."""
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return cell
+    number = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", cell)
+    return cell if number else f"'{cell}"
 
 
 def first_line(error: BaseException) -> str:
@@ -138,3 +219,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("   ".join([name.ljust(widths[0]), *padded]).rstrip())
     return "\n".join(lines)
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """Names in quotes, the first few of them."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchloo.commands.reading import TableError, listed, pandas
+from torchloo.commands.decimals import MARKS, fitting, looks_numeric
+from torchloo.commands.reading import TableError
 from torchloo.commands.schema import (
     REGRESSION,
     Column,
@@ -15,6 +16,7 @@ from torchloo.commands.schema import (
     require_complete,
     texts,
 )
+from torchloo.commands.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,7 +77,15 @@ def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Pr
         _require_binary(columns, raw)
     used = {column.name for column in columns}
     ignored = tuple(name for name in frame.columns if name not in used and name != roles.target)
-    schema = Schema(roles.target, columns, tuple(centre.tolist()), tuple(scale.tolist()), labels, ignored)
+    schema = Schema(
+        target=roles.target,
+        columns=columns,
+        centre=tuple(centre.tolist()),
+        scale=tuple(scale.tolist()),
+        labels=labels,
+        ignored=ignored,
+        decimals=dict(frame.attrs.get("decimals", {})),
+    )
     target = texts(frame[roles.target]) if labels else numbers(frame[roles.target])
     clusters = None if roles.clusters is None else _clusters(frame[roles.clusters])
     weight = None if roles.weights is None else _weights(frame[roles.weights])
@@ -169,15 +179,28 @@ def _text_column(series: "pd.Series") -> Column | None:
     """One-hot levels; None where nearly every row has its own, as names have."""
     if series.dtype.kind in "Mmc":
         raise TableError(f"column {series.name!r} holds {series.dtype}; turn it into numbers, or use --drop")
-    numeric = pandas().to_numeric(series, errors="coerce").notna().to_numpy()
-    if numeric.mean() > 0.5 and not numeric.all():
-        row = int((~numeric).argmax())
-        raise TableError(
-            f"column {series.name!r} mixes numbers with text, {series.iloc[row]!r} in row {row + 1}; "
-            f"mend it, or leave the column out with --drop"
-        )
+    _require_one_kind(series)
     levels = np.unique(texts(series))
     return None if len(levels) > len(series) / 2 else Column(str(series.name), tuple(levels.tolist()))
+
+
+def _require_one_kind(series: "pd.Series") -> None:
+    """Refuse numbers as text among which others are words, or are written in another way."""
+    numeric = looks_numeric(series)
+    if numeric.mean() <= 0.5:
+        return
+    remedy = "mend it, or leave the column out with --drop"
+    if not numeric.all():
+        row = int((~numeric).argmax())
+        raise TableError(
+            f"column {series.name!r} mixes numbers with text, {series.iloc[row]!r} in row {row + 1}; {remedy}"
+        )
+    if not fitting(series):
+        first = [int(series.str.contains(mark, regex=False).argmax()) for mark in MARKS]
+        shown = " and ".join(f"{series.iloc[row]!r} in row {row + 1}" for row in first)
+        raise TableError(
+            f"column {series.name!r} mixes decimal commas with decimal points, {shown}; {remedy}"
+        )
 
 
 def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:

@@ -87,7 +87,7 @@ def kendall_tau(
     n, device = rows.outputs.shape[-1], rows.outputs.device
     labels = held_out.clusters if isinstance(clusters, str) and clusters == "own" else clusters
     if labels is None:
-        cluster, sizes = torch.zeros(n, dtype=torch.int64), torch.tensor([n])
+        cluster, sizes = torch.zeros(n, dtype=torch.int64, device="cpu"), torch.tensor([n], device="cpu")
     else:
         labels = torch.from_numpy(host_labels("kendall_tau", labels, n))
         cluster, sizes = torch.unique(labels, return_inverse=True, return_counts=True)[1:]

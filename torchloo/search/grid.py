@@ -27,7 +27,7 @@ def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
         entry = space.find(name, "grid")
         size = max(1, math.prod(entry.shape))
         try:
-            values = [torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in listed]
+            values = [torch.as_tensor(value, dtype=torch.float64, device="cpu").detach() for value in listed]
             points = torch.stack([value.reshape(-1).expand(size) for value in values])
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
@@ -46,9 +46,9 @@ def default_axes(space: Space) -> Axes:
     for entry in space.entries:
         if entry.log:
             steps = (
-                torch.arange(-4, 5) * math.log(2)
+                torch.arange(-4, 5, device="cpu") * math.log(2)
                 if entry.kernel
-                else torch.arange(-12, 13) * math.log(10) / 2
+                else torch.arange(-12, 13, device="cpu") * math.log(10) / 2
             )
             axes.append((entry, steps.double().unsqueeze(-1)))
     points = math.prod(len(values) for _, values in axes)
@@ -77,7 +77,7 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
             theta[:, entry.part] = theta[:, entry.part] * relative + value
         candidates.append(torch.clamp(theta, box[0], box[1]) if relative else theta)
     theta = torch.stack(candidates, 1)  # (P, G, p)
-    problem = torch.arange(len(first)).repeat_interleave(len(candidates))
+    problem = torch.arange(len(first), device=first.device).repeat_interleave(len(candidates))
     if not by_path:
         objective(theta.flatten(0, 1), problem)
     elif not relative:
@@ -86,7 +86,7 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
         part = by_path[0][0].part
         for number, own in enumerate(first):
             logs = torch.clamp(own[part] + by_path[0][1][:, 0], box[0, number, part], box[1, number, part])
-            objective.along_reg(theta[number], torch.full((len(candidates),), number), logs.exp())
+            objective.along_reg(theta[number], torch.full((len(candidates),), number, device="cpu"), logs.exp())
 
 
 def _along_path(objective: Objective, entry: Entry) -> bool:

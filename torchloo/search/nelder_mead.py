@@ -28,7 +28,7 @@ def walk(objective: Objective, outset: Outset) -> None:
     runs, p = start.shape
     simplex = _first_simplex(start.unsqueeze(1), box.unsqueeze(2), unit)  # (R, p + 1, p)
     f = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))[0].view(runs, p + 1)
-    used = torch.full((runs,), p + 1)
+    used = torch.full((runs,), p + 1, device="cpu")
     while True:
         order = f.argsort(dim=1, stable=True)
         f = f.gather(1, order)
@@ -74,7 +74,7 @@ def _step(boxed: _Boxed, simplex: Tensor, f: Tensor, problem: Tensor) -> tuple[T
     centre = simplex[:, :-1].mean(1)
     away = centre - simplex[:, -1]
     point = centre + away
-    value = boxed(point, problem, torch.arange(len(f)))
+    value = boxed(point, problem, torch.arange(len(f), device=f.device))
     expand, contract, inside = value < f[:, 0], value >= f[:, -2], value >= f[:, -1]
     again = (expand | contract).nonzero()[:, 0]
     asked = 1 + (expand | contract).long()

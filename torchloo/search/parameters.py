@@ -169,7 +169,7 @@ class Space:
 
     def units(self) -> Tensor:
         """A natural step for every number, (p,): 1 for logarithms, the size of its tensor for weights."""
-        theta, units = self.vector(), torch.ones(self.size, dtype=torch.float64)
+        theta, units = self.vector(), torch.ones(self.size, dtype=torch.float64, device="cpu")
         for entry in self.entries:
             if not entry.log:
                 units[entry.part] = theta[entry.part].square().mean().sqrt().clamp(min=0.01)
@@ -189,10 +189,10 @@ class Space:
         self, first: Tensor, given: Mapping[str, tuple[float, float]] | None, decades: float
     ) -> Tensor:
         """Lower and upper bounds (2, ..., p) for first starts (..., p): so many decades around them."""
-        reach = torch.full((self.size,), torch.inf, dtype=torch.float64)
+        reach = torch.full((self.size,), torch.inf, dtype=torch.float64, device="cpu")
         for entry in self.entries:
             if entry.log:
-                reach[entry.part] = decades * torch.log(torch.tensor(10.0, dtype=torch.float64))
+                reach[entry.part] = decades * math.log(10.0)
         box = torch.stack([first - reach, first + reach])
         for name, pair in (given or {}).items():
             low, high = _pair(self.function, name, pair)
@@ -223,7 +223,7 @@ def _batch_shape(
 
 def _pair(function: str, name: str, pair: Iterable[float]) -> Tensor:
     try:
-        values = torch.as_tensor(tuple(pair), dtype=torch.float64)
+        values = torch.as_tensor(tuple(pair), dtype=torch.float64, device="cpu")
         good = values.shape == (2,) and bool(0 < values[0] <= values[1] < torch.inf)
     except (TypeError, ValueError):
         good = False

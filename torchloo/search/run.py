@@ -126,7 +126,7 @@ def _first_starts(plan: Plan, space: Space, problems: Problems) -> tuple[Tensor,
 def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> None:
     space = objective.space
     if objective.prior.wants_centre:
-        values, _ = objective(first, torch.arange(len(first)))
+        values, _ = objective(first, torch.arange(len(first), device=first.device))
         objective.prior.anchor(first, values)
     if plan.search == "grid":
         axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
@@ -134,7 +134,7 @@ def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> Non
         return
     starts = further_starts(space, first, plan.starts, plan.generator)  # (P, S, p)
     starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1)).flatten(0, 1)
-    problem = torch.arange(len(first)).repeat_interleave(plan.starts)
+    problem = torch.arange(len(first), device=first.device).repeat_interleave(plan.starts)
     search = gradient.descend if plan.search == "gradient" else nelder_mead.walk
     boxes = box.repeat_interleave(plan.starts, 1)
     limit = plan.evaluations(space.size)

@@ -66,7 +66,7 @@ def further_starts(space: Space, first: Tensor, count: int, generator: torch.Gen
             unit[entry.part] *= 0.5
     device = generator.device if generator is not None else None
     away = torch.randn(count - 1, space.size, dtype=torch.float64, generator=generator, device=device).cpu()
-    return first.unsqueeze(1) + torch.cat([torch.zeros(1, space.size), away * unit])
+    return first.unsqueeze(1) + torch.cat([torch.zeros_like(away[:1]), away * unit])
 
 
 def given_matrix(machine: KernelMachine) -> bool:
