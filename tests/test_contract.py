@@ -400,3 +400,87 @@ def test_gradients_reach_a_feature_extractor(case):
     for name, parameter in machine.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
+
+
+@every_machine
+def test_fit_warns_where_it_cuts_a_graph_and_nowhere_else(case):
+    X, Y, weight = problem(N)
+    y = case.targets(Y)[:, 0]
+    for given in ((X.clone().requires_grad_(), y, weight), (X, y, weight.clone().requires_grad_())):
+        with pytest.warns(UserWarning, match=r"\.fit keeps no graph.*use solve") as seen:
+            case.make().fit(*given)
+        assert len(seen) == 1
+        assert seen[0].filename == __file__
+        with torch.no_grad():
+            case.make().fit(*given)
+    case.make().fit(X, y, weight)
+
+
+@every_machine
+@pytest.mark.parametrize("clusters", [None, RAGGED], ids=["rows", "ragged"])
+def test_what_was_computed_does_not_change_with_the_tensors_it_came_from(case, clusters):
+    X, Y, weight = problem(N)
+    y = case.targets(Y)[:, 0]
+    result = held_out(case.make(), X, y, clusters, weight)
+    before = [field.clone() if isinstance(field, torch.Tensor) else field for field in result]
+    y.neg_()
+    weight.add_(1.0)
+    X.zero_()
+    for field, kept in zip(result, before, strict=True):
+        assert_close(field, kept, equal_nan=True)
+
+
+@every_smoother
+def test_a_fit_keeps_its_targets_and_notices_changed_inputs(case):
+    X, Y, weight = problem(N)
+    y = case.targets(Y)[:, 0]
+    expected = case.make().loo(X, y, weight)
+    fit = case.make().solve(X, y, weight)
+    y.neg_()
+    weight.add_(1.0)
+    assert_close(fit.held_out().outputs, expected.outputs)
+    X.mul_(2.0)
+    if "linear" in case.name:  # the others have made kernel matrices of their own from X
+        for call in (fit.held_out, lambda: fit.leverage, fit.annihilator):
+            with pytest.raises(RuntimeError, match="the inputs were changed in place after solve"):
+                call()
+    else:
+        assert_close(fit.held_out().outputs, expected.outputs)
+
+
+def test_a_basis_is_copied_unless_it_is_a_parameter():
+    X, Y, _ = problem(N)
+    basis = X[:4].clone()
+    parameter = torch.nn.Parameter(basis.clone())
+    machine = tl.SparseLSSVM(tl.kernels.RBF(), basis=basis)
+    before = machine.loo(X, Y).outputs
+    basis.zero_()
+    assert_close(machine.loo(X, Y).outputs, before)
+    assert tl.SparseLSSVM(tl.kernels.RBF(), basis=parameter).basis is parameter
+
+
+@every_machine
+def test_targets_of_too_few_axes_are_refused_by_their_shape(case):
+    X, Y, _ = problem(N)
+    y = case.targets(Y)[:, 0]
+    for batch in (X.expand(3, N, 3), X.reshape(N, 1, 3, 1).expand(N, 1, 3, 2)):
+        with pytest.raises(ValueError, match=r"y must have \d+ rows to match X.*got shape \(12,\)"):
+            case.make().loo(batch, y)
+
+
+@every_machine
+def test_rows_of_another_width_are_refused_by_the_name_that_the_caller_knows(case):
+    X, Y, _ = problem(N)
+    machine = case.make().fit(X, case.targets(Y))
+    with pytest.raises(ValueError, match=r"X must have 3 columns, as in fit, got shape \(12, 2\)"):
+        machine(X[:, :2])
+
+
+def test_a_fit_gives_outputs_from_kernel_rows_by_a_name_that_says_so():
+    K = torch.eye(4, dtype=torch.float64)
+    for fit in (
+        tl.functional.rls(K, K, 1.0),
+        tl.functional.svm(K, torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), 1.0),
+    ):
+        assert not hasattr(fit, "predict")
+        assert fit.from_kernel(K).shape[0] == 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from cases import gram
+from cases import gram, relative
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchloo as tl
@@ -183,9 +183,11 @@ def test_a_step_of_refinement_is_applied_where_it_matters(monkeypatch):
     )
     received = machine.loo(tl.Stream(X, Y, weight, block=64, progress=False))
     assert corrected
-    # The condition number is 1e9: leverages are known to 1e-10 by either route, outputs without the step to
-    # 3e-9 only.
-    assert_same(received, machine.loo(X, Y, weight), relative=1e-9)
+    # The condition number is 1e9: outputs without the step are known to 3e-9 only. Leverages are known to
+    # 1e-9 from sums over blocks; rows in memory are factorised themselves and know theirs better.
+    expected = machine.loo(X, Y, weight)
+    assert relative(received.outputs, expected.outputs) <= 1e-9
+    assert_same(received, expected, relative=5e-9)
 
 
 def test_float32_rows_are_added_up_in_float64():

@@ -1,6 +1,7 @@
 """The parameters of a machine as one vector, and many vectors as one machine with a batch of parameters."""
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -64,9 +64,9 @@ def further_starts(space: Space, first: Tensor, count: int, generator: torch.Gen
     for entry in space.entries:
         if not entry.log:
             unit[entry.part] *= 0.5
-    device = generator.device if generator is not None else None
+    device = generator.device if generator is not None else "cpu"
     away = torch.randn(count - 1, space.size, dtype=torch.float64, generator=generator, device=device).cpu()
-    return first.unsqueeze(1) + torch.cat([torch.zeros_like(away[:1]), away * unit])
+    return first.unsqueeze(1) + torch.cat([away.new_zeros(1, space.size), away * unit])
 
 
 def given_matrix(machine: KernelMachine) -> bool:
