@@ -103,6 +103,34 @@ def test_streamed_path_equals_the_whole(make, regs, clusters):
     assert_same(machine.path(stream, None, regs, clusters), machine.path(X, Y, regs, clusters, weight))
 
 
+class Refilled:
+    """Batches that all come in the same buffers, of tensors or arrays, which are filled anew for each."""
+
+    def __init__(self, tensors, size, arrays=False):
+        self.tensors, self.size, self.arrays = tensors, size, arrays
+
+    def __iter__(self):
+        buffers = [torch.zeros_like(t[: self.size]) for t in self.tensors]
+        for start in range(0, ROWS, self.size):
+            parts = [t[start : start + self.size] for t in self.tensors]
+            filled = [b[: len(part)].copy_(part) for b, part in zip(buffers, parts, strict=True)]
+            yield [t.numpy() for t in filled] if self.arrays else filled
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("arrays", [False, True], ids=["tensors", "arrays"])
+@pytest.mark.parametrize("size", [1, 5, 13, 16, 32, 40, ROWS])
+def test_a_source_may_refill_its_buffers(size, arrays):
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    for block in (3, 16, 2 * ROWS):  # of which the first gives the basis in several blocks
+        stream = tl.Stream(Refilled((X, Y, weight), size, arrays), block=block, progress=False)
+        assert_same(machine.loo(stream), machine.loo(X, Y, weight))
+        labels = CLUSTERS["straddling blocks"]
+        assert_same(machine.lco(stream, clusters=labels), machine.lco(X, Y, labels, weight))
+
+
 @pytest.mark.parametrize("clusters", [None, CLUSTERS["ragged"]], ids=["single", "ragged"])
 def test_streamed_held_out_is_delete_and_refit(clusters):
     X, Y, weight = rows()

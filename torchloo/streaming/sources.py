@@ -117,6 +117,7 @@ class Batches:
                 yield start, self._same(function, start, (X[:size], y[:size], _part(weight, 0, size)))
                 start, count = start + size, count - size
                 waiting = [(X[size:], y[size:], _part(weight, size, None))] if count else []
+            waiting[-1:] = map(_copied, waiting[-1:])  # the source may fill the same memory with the next one
         if count:
             yield start, self._same(function, start, _joined(waiting))
         n = start + count
@@ -197,6 +198,11 @@ def _as_raw(function: str, batch: Any, row: int) -> Raw:
 
 def _part(tensor: Tensor | None, start: int, stop: int | None) -> Tensor | None:
     return None if tensor is None else tensor[start:stop]
+
+
+def _copied(raw: Raw) -> Raw:
+    X, y, weight = raw
+    return X.clone(), y.clone(), None if weight is None else weight.clone()
 
 
 def _joined(waiting: list[Raw]) -> Raw:

@@ -105,7 +105,7 @@ class Stream:
         """The first rows of X, (count, d)."""
         parts, found = [], 0
         for start, raw in self._source.blocks(function, self.block or count):
-            parts.append(self._checked(function, raw, start).X[: count - found])
+            parts.append(self._checked(function, raw, start).X[: count - found].clone())
             found += len(parts[-1])
             if found == count:
                 return torch.cat(parts)
