@@ -145,8 +145,10 @@ class StreamFit:
         return checked.detach()
 
     def blocks(self, what: str) -> Iterator[Block]:
-        """The blocks of one pass, under a bar that says what it is for."""
-        return self.stream.blocks(self.function, self.size, what)
+        """The blocks of one pass, found to be those of the first, under a bar that says what it is for."""
+        for part in self.stream.blocks(self.function, self.size, what):
+            self.moments.seen.require_same(self.function, part)
+            yield part
 
     @property
     def per_weight(self) -> Tensor:
@@ -285,6 +287,7 @@ def gather_moments(function: str, stream: Stream, expansion: Expansion, bias: bo
         Z = expansion.features(expansion.columns(part.X))
         if moments is None:
             moments = Moments(Z, len(Z), part.Y.shape[1], part.X.dtype, centre=bias)
+        moments.seen.note(part)
         moments.add(Z, part.Y.double(), part.weight.double())
     assert moments is not None
     return moments

@@ -64,7 +64,8 @@ class Arrays:
         assert y is not None
         _check_shapes("Stream", X, y, weight)
         self.X, self.y, self.weight = X, y, weight
-        self.n: int | None = len(X)
+        self._rows = len(X)
+        self.n: int | None = self._rows
         self.flat = y.ndim == 1
 
     def pick(self, index: slice | Tensor) -> Raw:
@@ -74,12 +75,12 @@ class Arrays:
 
     def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
         """Number of the first row, and rows."""
-        for start in range(0, len(self.X), size):
+        for start in range(0, self._rows, size):
             yield start, self.pick(slice(start, start + size))
 
 
 class Batches:
-    """Batches (X, y) or (X, y, weight) of any sizes, found to be the same in every pass."""
+    """Batches (X, y) or (X, y, weight) of any sizes, as many rows in every pass."""
 
     def __init__(self, batches: Any, y: object, weight: object) -> None:
         if not isinstance(batches, Iterable):
@@ -98,7 +99,6 @@ class Batches:
         self.batches = batches
         self.n: int | None = None
         self._flat: bool | None = None
-        self._sums: dict[tuple[int, int], float] = {}
 
     @property
     def flat(self) -> bool:
@@ -114,12 +114,12 @@ class Batches:
             count += len(batch[0])
             while count >= size:
                 X, y, weight = _joined(waiting)
-                yield start, self._same(function, start, (X[:size], y[:size], _part(weight, 0, size)))
+                yield start, (X[:size], y[:size], _part(weight, 0, size))
                 start, count = start + size, count - size
                 waiting = [(X[size:], y[size:], _part(weight, size, None))] if count else []
             waiting[-1:] = map(_copied, waiting[-1:])  # the source may fill the same memory with the next one
         if count:
-            yield start, self._same(function, start, _joined(waiting))
+            yield start, _joined(waiting)
         n = start + count
         if n == 0 or self.n not in (None, n):
             before = "" if self.n is None else f" after {self.n} in the first"
@@ -152,33 +152,6 @@ class Batches:
             self._flat = raw[1].ndim == 1
             yield raw
             row += len(raw[0])
-
-    def _same(self, function: str, start: int, raw: Raw) -> Raw:
-        """The block, once its sum is found to be that of the first pass; NaN is told of elsewhere."""
-        stop = start + len(raw[0])
-        total = _fingerprint(start, raw)
-        before = self._sums.setdefault((start, stop), total)
-        if before != total and total == total:
-            raise ValueError(
-                f"{function}: every pass over the stream must give the same rows in the same order, but rows "
-                f"{start} to {stop - 1} have changed; do not shuffle or augment them"
-            )
-        return raw
-
-
-def _fingerprint(start: int, raw: Raw) -> float:
-    """A sum of all entries of rows from a number on, weighted so that no two rows or columns count alike."""
-    total, column = 0.0, 0
-    for t in raw:
-        if t is not None:
-            values = t.double().reshape(len(t), -1)
-            rows, columns = (
-                torch.arange(first, first + count, dtype=torch.float64, device=t.device).cos()
-                for first, count in zip((start, column), values.shape, strict=True)
-            )
-            total += float(((values * columns).sum(1) * rows).sum())
-            column += len(columns)
-    return total
 
 
 def _as_raw(function: str, batch: Any, row: int) -> Raw:

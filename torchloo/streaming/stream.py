@@ -41,7 +41,8 @@ class Stream:
     Args:
         X: inputs (n, d) as a tensor or a NumPy array, memory-mapped or not; or an iterable of batches
             (X, y) or (X, y, weight), such as a DataLoader, that brings the same rows in the same order
-            every time it is iterated.
+            every time it is iterated. No row may change between `solve` and the passes that come later
+            (`held_out`, `path`, `fit`): these raise ValueError if one has.
         y: targets (n,) or (n, c), of the dtype of X; None where the batches bring them.
         weight: row weights (n,), positive.
         block: rows read at once; None takes as many as make 16 MB of features.
@@ -116,13 +117,16 @@ class Stream:
         assert isinstance(self._source, Arrays)
         return self._checked(function, self._source.pick(index.cpu()), index)
 
-    def spool(self, function: str, size: int) -> None:
-        """Write batches, if that is what there is, to temporary files, whose rows `take` can reach."""
+    def spool(self, parts: Iterator[Block]) -> None:
+        """Write batches, if that is what there is, to temporary files, whose rows `take` can reach.
+
+        Args:
+            parts: all rows, in a pass over this stream.
+        """
         if isinstance(self._source, Arrays):
             return
-        flat = self.flat
-        arrays: list[np.ndarray] = []
-        for part in self.blocks(function, size, "spooling"):
+        flat, arrays = self.flat, list[np.ndarray]()
+        for part in parts:
             self.device = self.device or part.X.device  # files are on the host, rows stay where they were
             values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
             if not arrays:
