@@ -475,6 +475,14 @@ def test_fit_and_path_find_rows_that_have_changed():
     assert_same(machine.loo(stream), machine.loo(X, Y, weight))
 
 
+def test_a_tensor_that_has_shrunk_is_found():
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(X, Y, weight, block=16, progress=False))
+    Y.resize_(64, 2)
+    with pytest.raises(ValueError, match="must give the same rows, got 64 after 90 in the first"):
+        solved.held_out()
+
+
 def test_labels_exchanged_within_a_block_are_found():
     X, Y, _ = rows(c=1)
     labels = torch.ones_like(Y[:, 0])
@@ -520,7 +528,7 @@ def test_rows_that_change_between_passes_are_found():
             order = torch.cat([torch.arange(10).roll(self.turns), torch.arange(10, ROWS)])
             yield (X[order] > 0).double(), (Y[order] > 0).double()
 
-    with pytest.raises(ValueError, match="but X and y of rows 0 to 15 changed after the first; do not shuffle"):
+    with pytest.raises(ValueError, match="X and y of rows 0 to 15 changed after the first; do not shuffle"):
         MACHINES["lssvm"]().loo(tl.Stream(Shuffled(), block=16, progress=False))
     with pytest.raises(ValueError, match="X and y of rows 0 to 15 changed"):
         MACHINES["lssvm"]().loo(tl.Stream(Turned(), block=16, progress=False))

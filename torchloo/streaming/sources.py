@@ -64,8 +64,7 @@ class Arrays:
         assert y is not None
         _check_shapes("Stream", X, y, weight)
         self.X, self.y, self.weight = X, y, weight
-        self._rows = len(X)
-        self.n: int | None = self._rows
+        self.n: int | None = len(X)
         self.flat = y.ndim == 1
 
     def pick(self, index: slice | Tensor) -> Raw:
@@ -75,7 +74,10 @@ class Arrays:
 
     def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
         """Number of the first row, and rows."""
-        for start in range(0, self._rows, size):
+        for rows in (self.X, self.y, self.weight):
+            if rows is not None:
+                _require_rows(function, len(rows), self.n)
+        for start in range(0, len(self.X), size):
             yield start, self.pick(slice(start, start + size))
 
 
@@ -120,13 +122,7 @@ class Batches:
             waiting[-1:] = map(_copied, waiting[-1:])  # the source may fill the same memory with the next one
         if count:
             yield start, _joined(waiting)
-        n = start + count
-        if n == 0 or self.n not in (None, n):
-            before = "" if self.n is None else f" after {self.n} in the first"
-            raise ValueError(
-                f"{function}: every pass over the stream must give the same rows, got {n}{before}"
-            )
-        self.n = n
+        self.n = _require_rows(function, start + count, self.n)
 
     def _each(self, function: str) -> Iterator[Raw]:
         """The batches as tensors of equal kinds; a failing source is told where it failed."""
@@ -152,6 +148,16 @@ class Batches:
             self._flat = raw[1].ndim == 1
             yield raw
             row += len(raw[0])
+
+
+def _require_rows(function: str, count: int, before: int | None) -> int:
+    """The number of rows of a pass, the same as before, where that is known."""
+    if count == 0 or before not in (None, count):
+        first = "" if before is None else f" after {before} in the first"
+        raise ValueError(
+            f"{function}: every pass over the stream must give the same rows, got {count}{first}"
+        )
+    return count
 
 
 def _as_raw(function: str, batch: Any, row: int) -> Raw:
