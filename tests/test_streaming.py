@@ -2,8 +2,14 @@
 
 import contextlib
 import copy
+import errno
 import gc
+import os
+import re
 import resource
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -507,6 +513,106 @@ def test_rows_are_the_same_in_any_layout_and_number_of_threads():
         solved.held_out(torch.arange(3000) % 2)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+FULL_DISK = """
+import errno, os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import torchloo as tl
+
+def unsupported(*given):
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+if sys.argv[2] == "zeros written":
+    os.posix_fallocate = unsupported
+X = torch.arange(60_000.0).sin().reshape(30_000, 2)
+stream = tl.Stream(DataLoader(TensorDataset(X, X[:, 0]), batch_size=5000), progress=False)
+solved = tl.LSSVM(tl.kernels.Linear()).solve(stream)
+try:
+    if sys.argv[1] == "out":
+        solved.held_out(out=os.path.join(sys.argv[3], "deep", "rows"))
+    else:
+        solved.held_out(torch.arange(30_000) // 2)
+except OSError as error:
+    print(error.errno == errno.ENOSPC, error)
+print(tl.LSSVM(tl.kernels.Linear()).loo(stream).outputs.shape)
+"""
+
+
+@pytest.mark.parametrize("reserved", ["fallocate", "zeros written"])
+@pytest.mark.parametrize(("what", "needed"), [("out", 630_000), ("spool", 480_000)])
+def test_a_full_disk_is_told_of_before_any_work(small_disk, what, needed, reserved):
+    (small_disk / "kept.npy").write_bytes(bytes(700_000))
+    command = [sys.executable, "-c", FULL_DISK, what, reserved, str(small_disk)]
+    environment = os.environ | {"TMPDIR": str(small_disk), "PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert job.returncode == 0, (job.returncode, job.stderr)
+    full, after = job.stdout.splitlines()
+    assert re.fullmatch(
+        rf"True \[Errno 28\] lssvm: .* needs {needed} bytes, where \d+ are free .*with more room", full
+    )
+    assert after == "torch.Size([30000])"
+    assert [path.name for path in small_disk.iterdir()] == ["kept.npy"]
+
+
+def refuse(code):
+    def posix_fallocate(*given):
+        raise OSError(code, os.strerror(code))
+
+    return posix_fallocate
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_files_without_room_leave_nothing_behind(tmp_path, monkeypatch, made_before):
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(batches(X, Y, weight), progress=False))
+    folder = tmp_path / "a" / "b"
+    if made_before:
+        solved.held_out(out=folder)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.npy")}
+    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"lssvm: out=.*/a/b.* needs 5850 bytes, where \d+ are free \(No space"):
+        solved.held_out(out=folder)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.npy")} == before
+    assert made_before or list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match=r"lssvm: spooling .* needs 4320 bytes, .*; set TMPDIR, now .*, to"):
+        solved.held_out(CLUSTERS["ragged"])
+
+
+@pytest.mark.parametrize("code", [None, errno.EOPNOTSUPP, errno.EINVAL])
+def test_files_are_made_where_room_cannot_be_reserved(tmp_path, monkeypatch, code):
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    if code is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refuse(code))
+    solved = machine.solve(tl.Stream(batches(X, Y, weight), progress=False))
+    assert_same(solved.held_out(out=tmp_path / "loo"), machine.loo(X, Y, weight))
+    labels = CLUSTERS["ragged"]
+    assert_same(solved.held_out(labels, out=tmp_path / "lco"), machine.lco(X, Y, labels, weight))
+
+
+def test_a_failed_pass_leaves_no_folder_behind(tmp_path):
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(X, Y, weight, progress=False))
+    X[5] = torch.nan
+    with pytest.raises(ValueError, match="at row 5"):
+        solved.held_out(out=tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_that_change_between_passes_are_found():

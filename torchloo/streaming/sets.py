@@ -51,7 +51,7 @@ def _partition(solved: "StreamFit", clusters: object) -> Partition:
 def _visits(visit: "_Visit", partition: Partition) -> None:
     """Go to all sets, under a bar."""
     stream = visit.solved.stream
-    stream.spool(visit.solved.blocks("spooling"))
+    stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
     small, large = partition.split(visit.f.shape[-1])
     with stream.bar("clusters") as bar:
         for sets in small.groups:

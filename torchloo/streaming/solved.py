@@ -117,7 +117,8 @@ class StreamFit:
                 are first spooled to a temporary file, of n (d + c + 1) numbers.
             out: folder for outputs.npy, residuals.npy, variance.npy, refitted.npy, targets.npy and
                 weight.npy, whose memory the HeldOut then shares; None keeps everything in memory. One
-                of its own for each process, where there are several.
+                of its own for each process, where there are several. Their room is reserved first:
+                OSError where the disk has too little, and then nothing is left behind.
 
         Returns:
             HeldOut in the order of the rows.
@@ -165,7 +166,8 @@ class StreamFit:
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
         kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
-        with self.others.together(lambda: Sink((R, n, c), *kind, out)) as sink:
+        with Sink(self.function, (R, n, c), *kind, out) as sink:
+            self.others.together(sink.open)
             labels = None
             if clusters is None:
                 self._leave_one_out(machines, sink)

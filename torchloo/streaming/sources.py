@@ -1,8 +1,6 @@
 """Where the rows of a stream come from: arrays that can be indexed, or batches that come in order."""
 
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,26 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-__all__ = ["Arrays", "Batches", "Raw", "Rows", "open_array", "temporary_array"]
+__all__ = ["Arrays", "Batches", "Raw", "Rows"]
 
 Rows = Tensor | np.ndarray
 """Rows in a tensor or in an array, memory-mapped or not."""
 
 Raw = tuple[Tensor, Tensor, Tensor | None]
 """X (b, d), y (b,) or (b, c), and the weights (b,) where there are any."""
-
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-
-
-def open_array(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """A new memory-mapped .npy file."""
-    return np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
-
-
-def temporary_array(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """A memory-mapped array in a file without a name, which is gone when the array is."""
-    with tempfile.TemporaryFile() as file:
-        return np.memmap(file, mode="w+", dtype=_NUMPY[dtype], shape=shape)
 
 
 def _pick(array: Rows, index: slice | Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.guards import Guard, require_floating
-from torchloo.streaming.sources import Arrays, Batches, Raw, Rows, temporary_array
+from torchloo.streaming.files import Field, mapped_files
+from torchloo.streaming.sources import Arrays, Batches, Raw, Rows
 
 __all__ = ["Block", "Stream"]
 
@@ -117,24 +118,26 @@ class Stream:
         assert isinstance(self._source, Arrays)
         return self._checked(function, self._source.pick(index.cpu()), index)
 
-    def spool(self, parts: Iterator[Block]) -> None:
+    def spool(self, function: str, parts: Iterator[Block]) -> None:
         """Write batches, if that is what there is, to temporary files, whose rows `take` can reach.
 
         Args:
+            function: name that errors carry.
             parts: all rows, in a pass over this stream.
         """
         if isinstance(self._source, Arrays):
             return
-        flat, arrays = self.flat, list[np.ndarray]()
+        flat, device, arrays = self.flat, self.device, list[np.ndarray]()
         for part in parts:
-            self.device = self.device or part.X.device  # files are on the host, rows stay where they were
+            device = device or part.X.device  # files are on the host, rows stay where they were
             values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
             if not arrays:
                 assert self.n is not None
-                arrays = [temporary_array((self.n, *v.shape[1:]), v.dtype) for v in values]
+                fields = [Field("", (self.n, *v.shape[1:]), v.dtype) for v in values]
+                arrays = mapped_files(function, "spooling the batches", None, fields)
             for array, v in zip(arrays, values, strict=True):
                 array[part.rows] = v.numpy(force=True)
-        self._source = Arrays(*arrays)
+        self._source, self.device = Arrays(*arrays), device
 
     def _checked(self, function: str, raw: Raw, place: int | Tensor) -> Block:
         """A block of rows with a first number, or with a number for each."""
