@@ -171,7 +171,34 @@ def calls(X, Y, second):
     def loo_or_lco():
         return distributed.lco(make(), X, Y, labels) if second else distributed.loo(make(), X, Y)
 
+    by_cluster = distributed.lco(make(), X, Y, labels)
+    asking = distributed.loo(machine := make(), X.clone().requires_grad_(), Y).outputs.sum()
+
     return {
+        "loo and gather": message(
+            lambda: distributed.gather(by_cluster) if second else distributed.loo(make(), X, Y)
+        ),
+        "share and select": message(
+            lambda: (
+                distributed.select(make(), X, Y, grid={"reg": [1.0]})
+                if second
+                else distributed.share(str, range(2))
+            )
+        ),
+        "backward and sum": message(
+            lambda: distributed.sum_gradients(machine) if second else asking.backward()
+        ),
+        "held_out and path": message(lambda: solved.path(regs) if second else solved.held_out()),
+        "held_out and fit": message(lambda: solved.coef if second else solved.held_out()),
+        "gathered clusters": message(
+            lambda: distributed.gather(by_cluster._replace(clusters=None) if second else by_cluster)
+        ),
+        "gathered nothing": message(lambda: distributed.gather(None if second else by_cluster)),
+        "no grid": message(
+            lambda: distributed.select(make(), X, Y, grid={"reg": [] if second else [1.0]}, progress=False)
+        ),
+        "no items": message(lambda: distributed.share(str, None if second else [1, 2])),
+        "no parameters": message(lambda: distributed.sum_gradients(None if second else machine)),
         "stream's outputs": message(lambda: distributed.loo(make(), narrow)),
         "empty shard": message(lambda: distributed.fit(make(), X[empty], Y[empty])),
         "call": message(loo_or_lco),

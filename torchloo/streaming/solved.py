@@ -101,12 +101,12 @@ class StreamFit:
     @property
     def coef(self) -> Tensor:
         """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
-        return self.refined(self._machine).coefficients()[0]
+        return self._called("coef").refined(self._machine).coefficients()[0]
 
     @property
     def offset(self) -> Tensor:
         """Output at the mean of the features, (c,)."""
-        return self.refined(self._machine).offset[0]
+        return self._called("offset").refined(self._machine).offset[0]
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
@@ -125,7 +125,7 @@ class StreamFit:
 
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
-        return self._held_out(self._machine, clusters, out, path=False)
+        return self._called("held_out")._held_out(self._machine, clusters, out, path=False)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -133,10 +133,16 @@ class StreamFit:
         One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
         machine's own reg is not used.
         """
+        self._called("path")
         checked = self.others.together(lambda: self._checked_regs(regs))
         require_same(self.function, self.others, "regs", checked.tolist())
         machines = path_machines(self.expansion, self.moments, checked)
         return self._held_out(machines, clusters, out, path=True)
+
+    def _called(self, name: str) -> Self:
+        """The same; what is asked of other processes from now on carries the name."""
+        self.others = self.others.named(f"StreamFit.{name}")
+        return self
 
     def _checked_regs(self, regs: Tensor) -> Tensor:
         """Regularisations (R, 1) or (R, c)."""
