@@ -40,6 +40,7 @@ MACHINES = {
     "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
     "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
 }
+LOST = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=0.2), reg=1e-8, basis=BASIS)
 CLUSTERS = {
     "straddling blocks": torch.arange(ROWS) * 7 % 11 - 5,
     "larger than the features": torch.arange(ROWS) % 2,
@@ -188,10 +189,9 @@ def test_features_far_from_the_origin_keep_their_digits():
 @pytest.mark.parametrize("name", [None, "straddling blocks", "larger than the features"])
 def test_lost_rows_are_refitted_as_in_the_whole(name):
     X, Y, weight = rows()
-    machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=0.2), reg=1e-8, basis=BASIS)
     clusters = CLUSTERS.get(name)
-    received = machine.solve(tl.Stream(X, Y, weight, block=16, progress=False)).held_out(clusters)
-    expected = machine.solve(X, Y, weight).held_out(clusters)
+    received = LOST.solve(tl.Stream(X, Y, weight, block=16, progress=False)).held_out(clusters)
+    expected = LOST.solve(X, Y, weight).held_out(clusters)
     assert expected.refitted.any()
     # 1 - h is about 1e-8 here, and so are the digits that the problem itself leaves.
     assert_same(received, expected, relative=1e-7)
@@ -290,6 +290,37 @@ def test_what_was_solved_does_not_follow_the_machine(make):
         machine.log_reg.add_(0.5)
     with pytest.raises(ValueError, match="log_reg of the machine has changed since solve"):
         machine.fit(solved)
+
+
+def every_call(machine, source, regs, out):
+    """All that can be asked of a stream."""
+
+    def stream():
+        return tl.Stream(*source, block=16, progress=False)
+
+    solved = machine.solve(stream())
+    return [
+        machine.loo(stream()),
+        *(machine.lco(stream(), clusters=labels) for labels in CLUSTERS.values()),
+        machine.path(stream(), None, regs),
+        machine.path(stream(), None, regs, CLUSTERS["ragged"]),
+        solved.held_out(out=out),
+        machine.fit(solved).coef,
+    ]
+
+
+@pytest.mark.parametrize("make", [*MACHINES.values(), lambda: LOST], ids=[*MACHINES, "lost"])
+def test_streams_stay_on_the_device_of_their_rows(make, tmp_path):
+    X, Y, weight = rows()
+    machine, regs = make(), torch.tensor([0.1, 1.0], dtype=torch.float64)
+    parts = [tuple(t[k : k + 13] for t in (X, Y, weight)) for k in range(0, ROWS, 13)]
+    expected = every_call(machine, (X, Y, weight), regs, None)
+    for k, source in enumerate([(X, Y, weight), mapped(tmp_path, X, Y, weight), [parts]]):
+        with torch.device("meta"):  # what torch.set_default_device sets
+            *received, coef = every_call(machine, source, regs, tmp_path / str(k))
+        for a, b in zip(received, expected, strict=False):
+            assert_same(a, b)
+        torch.testing.assert_close(coef, expected[-1])
 
 
 def test_the_input_is_left_alone():
@@ -660,6 +691,21 @@ def test_streams_refuse_what_they_cannot_read(arguments, error, message):
     X, Y, _ = rows()
     with pytest.raises(error, match=message):
         tl.Stream(*arguments(X, Y))
+
+
+@pytest.mark.parametrize("block", [True, False, np.True_, 0, -1, 16.0, "16"])
+def test_a_block_is_a_number_of_rows(block):
+    X, Y, _ = rows()
+    with pytest.raises(ValueError, match=f"Stream: block must be a whole number, 1 or more, got {block!r}"):
+        tl.Stream(X, Y, block=block)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_numbers_of_rows_may_be_integers_of_numpy(integer):
+    X, Y, weight = rows()
+    machine = tl.SparseLSSVM(tl.kernels.RBF(), basis=integer(BASIS))
+    received = machine.loo(tl.Stream(X, Y, weight, block=integer(16), progress=False))
+    assert_same(received, machine.loo(X, Y, weight))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _factor(K: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     M = _shifted(K, ridge).mT  # column by column, as LAPACK wants it
     if K.device.type != "cpu" or not values_visible(K, ridge):
         return torch.linalg.cholesky_ex(M)
-    info = torch.empty(M.shape[:-2], dtype=torch.int32)
+    info = torch.empty(M.shape[:-2], dtype=torch.int32, device=K.device)
     return torch.linalg.cholesky_ex(M, out=(M, info))
 
 

@@ -209,7 +209,8 @@ class StreamFit:
             one.masked_fill_(cancelled, 1.0)
             sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
             for r, j, i in cancelled.nonzero().tolist():
-                lost.setdefault((r, j), []).append((torch.tensor([part.start + i]), True))
+                row = torch.tensor([part.start + i], device="cpu")
+                lost.setdefault((r, j), []).append((row, True))
             factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
             worst = torch.maximum(worst, factors)
             gradient.add(u, e.mul_(zeta))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, require_floating, whole_number
 from torchloo.streaming.files import Field, mapped_files
 from torchloo.streaming.sources import Arrays, Batches, Raw, Rows
 
@@ -66,9 +66,8 @@ class Stream:
         device: torch.device | str | None = None,
         progress: bool = True,
     ) -> None:
-        if block is not None and (not isinstance(block, int) or block < 1):
-            raise ValueError(f"Stream: block must be a positive number of rows, got {block!r}")
-        self.block, self.device, self.progress = block, device, progress
+        self.block = None if block is None else whole_number("Stream", "block", block)
+        self.device, self.progress = device, progress
         self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
 
     @property
