@@ -12,11 +12,23 @@ import torchloo as tl
 ROWS, FIRST = 60, 35  # process 0 has the first 35 rows
 REGS = torch.tensor([0.01, 0.3, 4.0], dtype=torch.float64)
 DTYPES = (torch.float32, torch.float64, torch.float32)
+
+
+def on_the_cpu(make):
+    """The function, with what it makes on the CPU whatever the default device."""
+
+    def made():
+        with torch.device("cpu"):
+            return make()
+
+    return made
+
+
 MACHINES = {
-    "sparse": lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1),
-    "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.1, 1e-8),
-    "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
-    "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
+    "sparse": on_the_cpu(lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1)),
+    "sparse, refitted": on_the_cpu(lambda: sparse(rows()[0][30:38], 0.1, 1e-8)),
+    "lssvm": on_the_cpu(lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3)),
+    "rls": on_the_cpu(lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3)),
 }
 
 
@@ -24,6 +36,7 @@ def sparse(basis, lengthscale, reg):
     return tl.SparseLSSVM(tl.kernels.RBF(lengthscale), reg, basis=torch.nn.Parameter(basis))
 
 
+@on_the_cpu
 def rows():
     generator = torch.Generator().manual_seed(5)
     X = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
@@ -32,6 +45,7 @@ def rows():
     return X, Y, weight
 
 
+@on_the_cpu
 def clusters():
     """Small ones, and in process 0 two with more rows than features; none in both processes."""
     number = torch.arange(ROWS)
@@ -264,6 +278,10 @@ def main(folder, rank):
         "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, interrupted, errors)}
+    torch.set_default_device("meta")
+    results["meta"] = {f.__name__: f() for f in (sharded, streamed, gathered)}
+    results["meta"]["share"] = tl.distributed.share(lambda k: (k, dist.get_rank()), range(5))
+    torch.set_default_device("cpu")
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

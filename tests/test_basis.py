@@ -507,11 +507,13 @@ def test_a_fitted_machine_with_a_selector_survives_its_state():
 def test_choices_do_not_depend_on_the_default_device(name, sparse):
     X = points(40)
     kernel, rows = RBF(0.8), X.to_sparse_csr() if sparse else X
-    expected = MAKERS[name](6)(kernel, rows, X[:, 0])
+    machine = tl.SparseLSSVM(kernel, basis=MAKERS[name](6))
+    expected, held_out = MAKERS[name](6)(kernel, rows, X[:, 0]), machine.loo(rows, X[:, 0])
     with torch.device("meta"):  # what torch.set_default_device sets
-        received = MAKERS[name](6)(kernel, rows, X[:, 0])
+        received, again = MAKERS[name](6)(kernel, rows, X[:, 0]), machine.loo(rows, X[:, 0])
     assert torch.equal(received.indices, expected.indices)
     assert_close(received.errors, expected.errors)
+    assert_close(again.outputs, held_out.outputs)
 
 
 def test_seeds_are_drawn_whatever_the_default_device():

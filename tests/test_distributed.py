@@ -97,6 +97,15 @@ def test_sharded_streams_equal_the_whole(results, name):
         torch.testing.assert_close(received["fit"], outputs, rtol=0, atol=1e-10)
 
 
+def test_shards_stay_on_the_device_of_their_rows(results):
+    """Whatever the default device."""
+    for rank in range(2):
+        received = results[rank]["meta"]
+        for name in ("sharded", "streamed", "gathered"):
+            torch.testing.assert_close(received[name], results[rank][name], msg=name)
+        assert received["share"] == results[rank]["shared_out"]["share"]
+
+
 def test_one_loss_of_gathered_rows_has_the_gradient_of_one_process(results):
     machine, (X, Y, weight) = worker.MACHINES["sparse"](), worker.rows()
     X.requires_grad_()
