@@ -188,10 +188,12 @@ def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> N
     without a gradient in any process stay without.
     """
     processes = Processes("distributed.sum_gradients", group)
-    parameters = processes.together(
-        lambda: list(machine.parameters() if isinstance(machine, nn.Module) else machine)
-    )
-    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+
+    def own() -> tuple[list[Tensor], list[Any]]:
+        parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
+        return parameters, [(tuple(p.shape), str(p.dtype)) for p in parameters]
+
+    parameters, shapes = processes.together(own)
     require_same("distributed.sum_gradients", processes, "shapes and dtypes of parameters", shapes)
     has = processes.gather([p.grad is not None for p in parameters])
     used = [p for p, *flags in zip(parameters, *has, strict=True) if any(flags)]
