@@ -12,11 +12,23 @@ import torchloo as tl
 ROWS, FIRST = 60, 35  # process 0 has the first 35 rows
 REGS = torch.tensor([0.01, 0.3, 4.0], dtype=torch.float64)
 DTYPES = (torch.float32, torch.float64, torch.float32)
+
+
+def on_the_cpu(make):
+    """The function, with what it makes on the CPU whatever the default device."""
+
+    def made():
+        with torch.device("cpu"):
+            return make()
+
+    return made
+
+
 MACHINES = {
-    "sparse": lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1),
-    "sparse, refitted": lambda: sparse(rows()[0][30:38], 0.1, 1e-8),
-    "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
-    "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
+    "sparse": on_the_cpu(lambda: sparse(rows()[0][:8] + 0.1, 1.4, 0.1)),
+    "sparse, refitted": on_the_cpu(lambda: sparse(rows()[0][30:38], 0.1, 1e-8)),
+    "lssvm": on_the_cpu(lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3)),
+    "rls": on_the_cpu(lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3)),
 }
 
 
@@ -24,6 +36,7 @@ def sparse(basis, lengthscale, reg):
     return tl.SparseLSSVM(tl.kernels.RBF(lengthscale), reg, basis=torch.nn.Parameter(basis))
 
 
+@on_the_cpu
 def rows():
     generator = torch.Generator().manual_seed(5)
     X = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
@@ -32,6 +45,7 @@ def rows():
     return X, Y, weight
 
 
+@on_the_cpu
 def clusters():
     """Small ones, and in process 0 two with more rows than features; none in both processes."""
     number = torch.arange(ROWS)
@@ -171,7 +185,34 @@ def calls(X, Y, second):
     def loo_or_lco():
         return distributed.lco(make(), X, Y, labels) if second else distributed.loo(make(), X, Y)
 
+    by_cluster = distributed.lco(make(), X, Y, labels)
+    asking = distributed.loo(machine := make(), X.clone().requires_grad_(), Y).outputs.sum()
+
     return {
+        "loo and gather": message(
+            lambda: distributed.gather(by_cluster) if second else distributed.loo(make(), X, Y)
+        ),
+        "share and select": message(
+            lambda: (
+                distributed.select(make(), X, Y, grid={"reg": [1.0]})
+                if second
+                else distributed.share(str, range(2))
+            )
+        ),
+        "backward and sum": message(
+            lambda: distributed.sum_gradients(machine) if second else asking.backward()
+        ),
+        "held_out and path": message(lambda: solved.path(regs) if second else solved.held_out()),
+        "held_out and fit": message(lambda: solved.coef if second else solved.held_out()),
+        "gathered clusters": message(
+            lambda: distributed.gather(by_cluster._replace(clusters=None) if second else by_cluster)
+        ),
+        "gathered nothing": message(lambda: distributed.gather(None if second else by_cluster)),
+        "no grid": message(
+            lambda: distributed.select(make(), X, Y, grid={"reg": [] if second else [1.0]}, progress=False)
+        ),
+        "no items": message(lambda: distributed.share(str, None if second else [1, 2])),
+        "no parameters": message(lambda: distributed.sum_gradients(None if second else machine)),
         "stream's outputs": message(lambda: distributed.loo(make(), narrow)),
         "empty shard": message(lambda: distributed.fit(make(), X[empty], Y[empty])),
         "call": message(loo_or_lco),
@@ -237,6 +278,10 @@ def main(folder, rank):
         "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, interrupted, errors)}
+    torch.set_default_device("meta")
+    results["meta"] = {f.__name__: f() for f in (sharded, streamed, gathered)}
+    results["meta"]["share"] = tl.distributed.share(lambda k: (k, dist.get_rank()), range(5))
+    torch.set_default_device("cpu")
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

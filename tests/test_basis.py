@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -500,6 +501,32 @@ def test_a_fitted_machine_with_a_selector_survives_its_state():
     assert_close(twin(X), machine(X))
 
 
+@every_selector
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse rows"])
+def test_choices_do_not_depend_on_the_default_device(name, sparse):
+    X = points(40)
+    kernel, rows = RBF(0.8), X.to_sparse_csr() if sparse else X
+    machine = tl.SparseLSSVM(kernel, basis=MAKERS[name](6))
+    expected, held_out = MAKERS[name](6)(kernel, rows, X[:, 0]), machine.loo(rows, X[:, 0])
+    with torch.device("meta"):  # what torch.set_default_device sets
+        received, again = MAKERS[name](6)(kernel, rows, X[:, 0]), machine.loo(rows, X[:, 0])
+    assert torch.equal(received.indices, expected.indices)
+    assert_close(received.errors, expected.errors)
+    assert_close(again.outputs, held_out.outputs)
+
+
+def test_seeds_are_drawn_whatever_the_default_device():
+    with torch.device("meta"):
+        assert len({basis.random(3).seed for _ in range(3)}) == 3
+
+
+def test_sizes_may_be_integers_of_numpy():
+    received = basis.stochastic(np.int64(4), candidates=np.int32(5), rows=np.uint8(10), generator=seeded())
+    assert received == basis.stochastic(4, candidates=5, rows=10, generator=seeded())
+    assert all(type(size) is int for size in (received.m, received.candidates, received.rows))
+
+
 def wrong(K):
     return basis.pivoted(3)(tl.kernels.Precomputed(), K)
 
@@ -507,11 +534,12 @@ def wrong(K):
 X = points(6)
 K = RBF()(X).detach()
 ERRORS = [
-    ("m zero", lambda: basis.greedy(0), ValueError, "greedy: m must be a positive integer, got 0"),
-    ("m a float", lambda: basis.random(2.0), ValueError, "random: m must be a positive integer, got 2.0"),
-    ("m true", lambda: basis.pivoted(True), ValueError, "pivoted: m must be a positive integer"),
+    ("m zero", lambda: basis.greedy(0), ValueError, "greedy: m must be a whole number, 1 or more, got 0"),
+    ("m a float", lambda: basis.random(2.0), ValueError, "m must be a whole number, 1 or more, got 2.0"),
+    ("m true", lambda: basis.pivoted(True), ValueError, "pivoted: m must be a whole number"),
     ("tolerance", lambda: basis.pivoted(3, tolerance=1.0), ValueError, "tolerance must be from 0 to below 1"),
     ("candidates", lambda: basis.stochastic(3, candidates=0), ValueError, "stochastic: candidates must be"),
+    ("candidates true", lambda: basis.stochastic(3, candidates=True), ValueError, "candidates must be a wh"),
     ("rows", lambda: basis.stochastic(3, rows=-1), ValueError, "stochastic: rows must be"),
     ("drop", lambda: basis.pruned(3, drop=1.0), ValueError, "pruned: drop must be between 0 and 1"),
     ("too many", lambda: basis.greedy(7)(RBF(), X), ValueError, "at most the number of rows, 6, got 7"),
@@ -543,6 +571,7 @@ ERRORS = [
         ValueError,
         "kernel must be finite",
     ),
+    ("basis true", lambda: tl.SparseLSSVM(RBF(), basis=True), ValueError, "number of rows.* got True"),
     (
         "machine",
         lambda: tl.SparseLSSVM(RBF(), basis=basis.greedy),

@@ -74,6 +74,14 @@ def test_any_index_type_and_dtype(index, dtype):
     assert_close(csr.select(S, chosen).to_dense(), X[chosen])
 
 
+def test_selected_rows_stay_on_the_device_of_all_rows():
+    X, chosen = rows(), torch.tensor([3, 0, 7])
+    S = X.to_sparse_csr()
+    with torch.device("meta"):  # what torch.set_default_device sets
+        received = csr.select(S, chosen)
+    assert_close(received.to_dense(), X[chosen])
+
+
 def test_equal_rows_have_distance_zero_on_the_diagonal():
     assert (RBF(0.01)(rows().to_sparse_csr()).diagonal() == 1).all()
 

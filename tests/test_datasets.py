@@ -72,6 +72,53 @@ def test_a_bad_size_raises(make, n):
         make(n)
 
 
+@pytest.mark.parametrize("make", [*GENERATORS, datasets.clustered])
+def test_a_size_may_be_an_integer_of_numpy(make):
+    expected, received = make(30, generator=seeded()), make(np.int32(30), generator=seeded())
+    assert all(torch.equal(a, b) for a, b in zip(received, expected, strict=True))
+
+
+def test_a_class_of_waveform_is_a_number():
+    with pytest.raises(ValueError, match="waveform: positive must be class 1, 2 or 3, got True"):
+        datasets.waveform(5, positive=True)
+    received = datasets.waveform(5, positive=np.int64(3), generator=seeded())[1]
+    assert torch.equal(received, datasets.waveform(5, positive=3, generator=seeded())[1])
+
+
+@pytest.mark.parametrize("make", [*GENERATORS, datasets.clustered])
+def test_points_are_made_on_the_cpu_unless_told_otherwise(make):
+    expected = make(30, generator=seeded())
+    torch.manual_seed(4)
+    without = make(30)
+    torch.manual_seed(4)
+    with torch.device("meta"):  # what torch.set_default_device sets
+        received, again = make(30, generator=seeded()), make(30)
+        elsewhere = make(30, generator=seeded(), device="meta")
+    for a, b in zip((*received, *again), (*expected, *without), strict=True):
+        assert a.device.type == "cpu"
+        assert torch.equal(a, b)
+    assert elsewhere[0].is_meta
+    assert elsewhere[1].is_meta
+
+
+def test_data_are_read_to_the_cpu_unless_told_otherwise(tmp_path):
+    (tmp_path / "toy").mkdir()
+    rows = {"X": np.eye(3), "y": np.arange(3), "group": np.array([4, 4, 5])}
+    np.savez(tmp_path / "toy" / "line.npz", **rows, train_own=np.array([[0, 2]]))
+    with torch.device("meta"):
+        line = datasets.benchmark("line", tmp_path)
+        split = datasets.ida("line", tmp_path, np.int64(0), own=True)
+        head = datasets.motorcycle()
+        far = datasets.motorcycle(device="meta")
+    assert line.X.sum() == 3
+    assert line.clusters.tolist() == [4, 4, 5]
+    assert split[3].tolist() == [1.0]
+    assert torch.equal(head[1], datasets.motorcycle()[1])
+    assert far[0].is_meta
+    with pytest.raises(ValueError, match="ida: split must be a whole number, 0 or more, got True"):
+        datasets.ida("line", tmp_path, True, own=True)
+
+
 def test_options_are_keywords_and_alike():
     for make in [*GENERATORS, datasets.clustered]:
         parameters = inspect.signature(make).parameters
@@ -175,6 +222,8 @@ def test_clustered_is_ragged_where_asked():
     assert y.shape == (7,)
     assert labels.tolist() == [0, 1, 1, 1, 1, 2, 2]
     assert labels.dtype == torch.int64
+    for sizes in (np.array([2, 2]), np.int64(2), (np.int16(2), 2)):
+        assert datasets.clustered(2, sizes)[2].tolist() == [0, 0, 1, 1]
     assert datasets.clustered()[0].shape == (200, 3)
     still = datasets.clustered(2, 3, spread=0, effect=0, noise=0, generator=seeded())
     assert_close(still[1], torch.sin(2 * still[0][:, 0]))
@@ -185,6 +234,9 @@ def test_clustered_is_ragged_where_asked():
     [
         ({"clusters": 0}, "clusters must be a whole number"),
         ({"size": 0}, "size must be a whole number"),
+        ({"size": True}, "size must be a whole number"),
+        ({"clusters": 2, "size": [3, True]}, "size must be a whole number"),
+        ({"clusters": True}, "clusters must be a whole number"),
         ({"clusters": 3, "size": [1, 2]}, "size must be a number or 3 numbers"),
         ({"features": 0}, "features must be a whole number"),
         ({"noise": -1.0}, "noise must be finite and not negative"),

@@ -2,8 +2,14 @@
 
 import contextlib
 import copy
+import errno
 import gc
+import os
+import re
 import resource
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -34,6 +40,7 @@ MACHINES = {
     "rls": lambda: tl.RLS(2.0 * tl.kernels.Linear(), reg=0.3),
     "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), reg=0.3),
 }
+LOST = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=0.2), reg=1e-8, basis=BASIS)
 CLUSTERS = {
     "straddling blocks": torch.arange(ROWS) * 7 % 11 - 5,
     "larger than the features": torch.arange(ROWS) % 2,
@@ -103,6 +110,34 @@ def test_streamed_path_equals_the_whole(make, regs, clusters):
     assert_same(machine.path(stream, None, regs, clusters), machine.path(X, Y, regs, clusters, weight))
 
 
+class Refilled:
+    """Batches that all come in the same buffers, of tensors or arrays, which are filled anew for each."""
+
+    def __init__(self, tensors, size, arrays=False):
+        self.tensors, self.size, self.arrays = tensors, size, arrays
+
+    def __iter__(self):
+        buffers = [torch.zeros_like(t[: self.size]) for t in self.tensors]
+        for start in range(0, ROWS, self.size):
+            parts = [t[start : start + self.size] for t in self.tensors]
+            filled = [b[: len(part)].copy_(part) for b, part in zip(buffers, parts, strict=True)]
+            yield [t.numpy() for t in filled] if self.arrays else filled
+        for buffer in buffers:
+            buffer.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("arrays", [False, True], ids=["tensors", "arrays"])
+@pytest.mark.parametrize("size", [1, 5, 13, 16, 32, 40, ROWS])
+def test_a_source_may_refill_its_buffers(size, arrays):
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    for block in (3, 16, 2 * ROWS):  # of which the first gives the basis in several blocks
+        stream = tl.Stream(Refilled((X, Y, weight), size, arrays), block=block, progress=False)
+        assert_same(machine.loo(stream), machine.loo(X, Y, weight))
+        labels = CLUSTERS["straddling blocks"]
+        assert_same(machine.lco(stream, clusters=labels), machine.lco(X, Y, labels, weight))
+
+
 @pytest.mark.parametrize("clusters", [None, CLUSTERS["ragged"]], ids=["single", "ragged"])
 def test_streamed_held_out_is_delete_and_refit(clusters):
     X, Y, weight = rows()
@@ -154,10 +189,9 @@ def test_features_far_from_the_origin_keep_their_digits():
 @pytest.mark.parametrize("name", [None, "straddling blocks", "larger than the features"])
 def test_lost_rows_are_refitted_as_in_the_whole(name):
     X, Y, weight = rows()
-    machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=0.2), reg=1e-8, basis=BASIS)
     clusters = CLUSTERS.get(name)
-    received = machine.solve(tl.Stream(X, Y, weight, block=16, progress=False)).held_out(clusters)
-    expected = machine.solve(X, Y, weight).held_out(clusters)
+    received = LOST.solve(tl.Stream(X, Y, weight, block=16, progress=False)).held_out(clusters)
+    expected = LOST.solve(X, Y, weight).held_out(clusters)
     assert expected.refitted.any()
     # 1 - h is about 1e-8 here, and so are the digits that the problem itself leaves.
     assert_same(received, expected, relative=1e-7)
@@ -258,6 +292,37 @@ def test_what_was_solved_does_not_follow_the_machine(make):
         machine.log_reg.add_(0.5)
     with pytest.raises(ValueError, match="log_reg of the machine has changed since solve"):
         machine.fit(solved)
+
+
+def every_call(machine, source, regs, out):
+    """All that can be asked of a stream."""
+
+    def stream():
+        return tl.Stream(*source, block=16, progress=False)
+
+    solved = machine.solve(stream())
+    return [
+        machine.loo(stream()),
+        *(machine.lco(stream(), clusters=labels) for labels in CLUSTERS.values()),
+        machine.path(stream(), None, regs),
+        machine.path(stream(), None, regs, CLUSTERS["ragged"]),
+        solved.held_out(out=out),
+        machine.fit(solved).coef,
+    ]
+
+
+@pytest.mark.parametrize("make", [*MACHINES.values(), lambda: LOST], ids=[*MACHINES, "lost"])
+def test_streams_stay_on_the_device_of_their_rows(make, tmp_path):
+    X, Y, weight = rows()
+    machine, regs = make(), torch.tensor([0.1, 1.0], dtype=torch.float64)
+    parts = [tuple(t[k : k + 13] for t in (X, Y, weight)) for k in range(0, ROWS, 13)]
+    expected = every_call(machine, (X, Y, weight), regs, None)
+    for k, source in enumerate([(X, Y, weight), mapped(tmp_path, X, Y, weight), [parts]]):
+        with torch.device("meta"):  # what torch.set_default_device sets
+            *received, coef = every_call(machine, source, regs, tmp_path / str(k))
+        for a, b in zip(received, expected, strict=False):
+            assert_same(a, b)
+        torch.testing.assert_close(coef, expected[-1])
 
 
 def test_the_input_is_left_alone():
@@ -393,6 +458,196 @@ def test_files_of_a_failed_pass_do_not_appear(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def exchange(t, a=17, b=18):
+    t[[a, b]] = t[[b, a]]
+
+
+CHANGES = {
+    "one entry": ("X", lambda X, Y, weight: X[17, 1].mul_(1 + 1e-15)),
+    "two signs": ("X", lambda X, Y, weight: X[17, :2].neg_()),
+    "two inputs": ("X", lambda X, Y, weight: exchange(X)),
+    "two inputs far apart": ("X", lambda X, Y, weight: exchange(X, 3, 80)),
+    "one target": ("y", lambda X, Y, weight: Y[17, 1].add_(1e-9)),
+    "two targets": ("y", lambda X, Y, weight: exchange(Y)),
+    "one weight": ("weight", lambda X, Y, weight: weight[17].mul_(2.0)),
+    "two rows": ("X and y and weight", lambda *tensors: [exchange(t) for t in tensors]),
+}
+
+
+def shared(folder, source, X, Y, weight):
+    """A stream, and tensors that share the memory of its rows."""
+    quiet = {"block": 16, "progress": False}
+    if source == "tensors":
+        return tl.Stream(X, Y, weight, **quiet), (X, Y, weight)
+    if source == "arrays":
+        return tl.Stream(X.numpy(), Y.numpy(), weight.numpy(), **quiet), (X, Y, weight)
+    if source == "batches":
+        return tl.Stream(batches(X, Y, weight), **quiet), (X, Y, weight)
+    stream = tl.Stream(*mapped(folder, X, Y, weight), **quiet)
+    return stream, [torch.from_numpy(np.load(folder / f"{k}.npy", mmap_mode="r+")) for k in range(3)]
+
+
+@pytest.mark.parametrize("clusters", [None, *CLUSTERS.values()], ids=["single", *CLUSTERS])
+@pytest.mark.parametrize("source", ["tensors", "arrays", "memory maps", "batches"])
+@pytest.mark.parametrize(("names", "change"), CHANGES.values(), ids=CHANGES)
+def test_rows_that_change_after_solve_are_found(source, names, change, clusters, tmp_path):
+    stream, tensors = shared(tmp_path, source, *rows())
+    for passes_before in (0, 1):  # a machine that was refined by an earlier pass visits clusters only
+        solved = MACHINES["sparse"]().solve(stream)
+        for _ in range(passes_before):
+            solved.held_out()
+        change(*tensors)
+        with pytest.raises(ValueError, match=f"in the same order, but {names}( of rows .*)? changed after"):
+            solved.held_out(clusters, out=tmp_path / "rows")
+        assert not (tmp_path / "rows" / "outputs.npy").exists()
+
+
+def test_fit_and_path_find_rows_that_have_changed():
+    X, Y, weight = rows()
+    machine, stream = MACHINES["lssvm"](), tl.Stream(X, Y, weight, block=16, progress=False)
+    solved = machine.solve(stream)
+    Y[70] += 1.0
+    for call in (machine.fit, lambda solved: solved.path(torch.ones(1, dtype=torch.float64))):
+        with pytest.raises(ValueError, match=r"y of rows 64 to 79 changed after .*; solve the stream again"):
+            call(solved)
+    assert machine.coef is None
+    assert_same(machine.loo(stream), machine.loo(X, Y, weight))
+
+
+def test_a_tensor_that_has_shrunk_is_found():
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(X, Y, weight, block=16, progress=False))
+    Y.resize_(64, 2)
+    with pytest.raises(ValueError, match="must give the same rows, got 64 after 90 in the first"):
+        solved.held_out()
+
+
+def test_labels_exchanged_within_a_block_are_found():
+    X, Y, _ = rows(c=1)
+    labels = torch.ones_like(Y[:, 0])
+    labels[1::2] = -1.0
+    machine, stream = MACHINES["lssvm"](), tl.Stream(X, labels, block=ROWS, progress=False)
+    solved = machine.solve(stream)
+    labels[4:8] = torch.tensor([-1.0, 1.0, -1.0, 1.0], dtype=labels.dtype)
+    with pytest.raises(ValueError, match="but y of rows 0 to 89 changed"):
+        solved.held_out()
+
+
+def test_rows_are_the_same_in_any_layout_and_number_of_threads():
+    X, Y, weight = rows(n=3000)
+    by_column = X.T.contiguous().T
+    stream = tl.Stream(by_column, Y, weight, block=1000, progress=False)
+    solved = MACHINES["lssvm"]().solve(stream)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        solved.held_out()
+        solved.held_out(torch.arange(3000) * 7 % 50)  # picks rows, which are then contiguous
+        solved.held_out(torch.arange(3000) % 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+FULL_DISK = """
+import errno, os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import torchloo as tl
+
+def unsupported(*given):
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+if sys.argv[2] == "zeros written":
+    os.posix_fallocate = unsupported
+X = torch.arange(60_000.0).sin().reshape(30_000, 2)
+stream = tl.Stream(DataLoader(TensorDataset(X, X[:, 0]), batch_size=5000), progress=False)
+solved = tl.LSSVM(tl.kernels.Linear()).solve(stream)
+try:
+    if sys.argv[1] == "out":
+        solved.held_out(out=os.path.join(sys.argv[3], "deep", "rows"))
+    else:
+        solved.held_out(torch.arange(30_000) // 2)
+except OSError as error:
+    print(error.errno == errno.ENOSPC, error)
+print(tl.LSSVM(tl.kernels.Linear()).loo(stream).outputs.shape)
+"""
+
+
+@pytest.mark.parametrize("reserved", ["fallocate", "zeros written"])
+@pytest.mark.parametrize(("what", "needed"), [("out", 630_000), ("spool", 480_000)])
+def test_a_full_disk_is_told_of_before_any_work(small_disk, what, needed, reserved):
+    (small_disk / "kept.npy").write_bytes(bytes(700_000))
+    command = [sys.executable, "-c", FULL_DISK, what, reserved, str(small_disk)]
+    environment = os.environ | {"TMPDIR": str(small_disk), "PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert job.returncode == 0, (job.returncode, job.stderr)
+    full, after = job.stdout.splitlines()
+    assert re.fullmatch(
+        rf"True \[Errno 28\] lssvm: .* needs {needed} bytes, where \d+ are free .*with more room", full
+    )
+    assert after == "torch.Size([30000])"
+    assert [path.name for path in small_disk.iterdir()] == ["kept.npy"]
+
+
+def refuse(code):
+    def posix_fallocate(*given):
+        raise OSError(code, os.strerror(code))
+
+    return posix_fallocate
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_files_without_room_leave_nothing_behind(tmp_path, monkeypatch, made_before):
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(batches(X, Y, weight), progress=False))
+    folder = tmp_path / "a" / "b"
+    if made_before:
+        solved.held_out(out=folder)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.npy")}
+    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    with pytest.raises(OSError, match=r"lssvm: out=.*/a/b.* needs 5850 bytes, where \d+ are free \(No space"):
+        solved.held_out(out=folder)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.npy")} == before
+    assert made_before or list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match=r"lssvm: spooling .* needs 4320 bytes, .*; set TMPDIR, now .*, to"):
+        solved.held_out(CLUSTERS["ragged"])
+
+
+@pytest.mark.parametrize("code", [None, errno.EOPNOTSUPP, errno.EINVAL])
+def test_files_are_made_where_room_cannot_be_reserved(tmp_path, monkeypatch, code):
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    if code is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refuse(code))
+    solved = machine.solve(tl.Stream(batches(X, Y, weight), progress=False))
+    assert_same(solved.held_out(out=tmp_path / "loo"), machine.loo(X, Y, weight))
+    labels = CLUSTERS["ragged"]
+    assert_same(solved.held_out(labels, out=tmp_path / "lco"), machine.lco(X, Y, labels, weight))
+
+
+def test_a_failed_pass_leaves_no_folder_behind(tmp_path):
+    X, Y, weight = rows()
+    solved = MACHINES["lssvm"]().solve(tl.Stream(X, Y, weight, progress=False))
+    X[5] = torch.nan
+    with pytest.raises(ValueError, match="at row 5"):
+        solved.held_out(out=tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rows_that_change_between_passes_are_found():
     X, Y, _ = rows()
 
@@ -412,9 +667,9 @@ def test_rows_that_change_between_passes_are_found():
             order = torch.cat([torch.arange(10).roll(self.turns), torch.arange(10, ROWS)])
             yield (X[order] > 0).double(), (Y[order] > 0).double()
 
-    with pytest.raises(ValueError, match="same order, but rows 0 to 15 have changed; do not shuffle"):
+    with pytest.raises(ValueError, match="X and y of rows 0 to 15 changed after the first; do not shuffle"):
         MACHINES["lssvm"]().loo(tl.Stream(Shuffled(), block=16, progress=False))
-    with pytest.raises(ValueError, match="rows 0 to 15 have changed"):
+    with pytest.raises(ValueError, match="X and y of rows 0 to 15 changed"):
         MACHINES["lssvm"]().loo(tl.Stream(Turned(), block=16, progress=False))
     loader = DataLoader(TensorDataset(X, Y), shuffle=True)
     with pytest.raises(ValueError, match="shuffle=False"):
@@ -438,6 +693,21 @@ def test_streams_refuse_what_they_cannot_read(arguments, error, message):
     X, Y, _ = rows()
     with pytest.raises(error, match=message):
         tl.Stream(*arguments(X, Y))
+
+
+@pytest.mark.parametrize("block", [True, False, np.True_, 0, -1, 16.0, "16"])
+def test_a_block_is_a_number_of_rows(block):
+    X, Y, _ = rows()
+    with pytest.raises(ValueError, match=f"Stream: block must be a whole number, 1 or more, got {block!r}"):
+        tl.Stream(X, Y, block=block)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_numbers_of_rows_may_be_integers_of_numpy(integer):
+    X, Y, weight = rows()
+    machine = tl.SparseLSSVM(tl.kernels.RBF(), basis=integer(BASIS))
+    received = machine.loo(tl.Stream(X, Y, weight, block=integer(16), progress=False))
+    assert_same(received, machine.loo(X, Y, weight))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 from interrupts import interrupted_press
@@ -342,6 +343,49 @@ def test_bad_splits_are_named():
         tl.splits.k_fold(5, 6)
     with pytest.raises(ValueError, match="leave_cluster_out: clusters must have at least 2 labels"):
         tl.splits.leave_cluster_out([1, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tl.folds(True, 2), "folds: n must be a whole number"),
+        (lambda: tl.folds(5, True), "folds: k must be an integer from 2 to n = 5, got True"),
+        (lambda: tl.splits.hold_out(True, 2), "hold_out: n must be a whole number"),
+        (lambda: tl.splits.hold_out(5, True), "hold_out: repeats must be a whole number"),
+        (lambda: tl.splits.k_fold(5, 2, True), "k_fold: repeats must be a whole number"),
+        (lambda: tl.splits.k_fold(5, 2, 0), "k_fold: repeats must be a whole number, 1 or more, got 0"),
+    ],
+)
+def test_numbers_of_splits_are_whole(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def every_split(integer):
+    def seeded():
+        return torch.Generator().manual_seed(0)
+
+    splits = [
+        *tl.splits.hold_out(integer(12), integer(3), generator=seeded()),
+        *tl.splits.k_fold(integer(12), integer(3), integer(2), generator=seeded()),
+        *tl.splits.leave_cluster_out([0, 0, 1, 1]),
+        *tl.splits.resolve(integer(2), 12, None, seeded()),
+        *tl.splits.resolve([([0, 1, 2], [3])], 12, None, None),
+    ]
+    return [tl.folds(integer(12), integer(5), seeded()), *(rows for split in splits for rows in split)]
+
+
+def test_splits_are_on_the_host_whatever_the_default_device():
+    expected = every_split(int)
+    with torch.device("meta"):  # what torch.set_default_device sets
+        received = every_split(int)
+    for a, b in zip(received, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_numbers_of_splits_may_be_integers_of_numpy():
+    for a, b in zip(every_split(np.int64), every_split(int), strict=True):
+        assert torch.equal(a, b)
 
 
 def held_out_of(f, y):

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchloo.guards import host_labels
+from torchloo.guards import host_labels, is_whole, whole_number
 
-__all__ = ["Partition", "folds"]
+__all__ = ["Partition", "folds", "random_order"]
 
 
 class Partition:
@@ -93,7 +93,7 @@ class Partition:
 
 
 def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Random labels (n,) of k folds whose sizes differ by at most one: plain k-fold through `lco`.
+    """Random labels (n,) of k folds whose sizes differ by at most one, on the host: k-fold through `lco`.
 
     Args:
         n: number of rows.
@@ -104,6 +104,13 @@ def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:
         >>> torch.bincount(folds(10, 3))
         tensor([4, 3, 3])
     """
-    if not isinstance(k, int) or not 2 <= k <= n:
+    n = whole_number("folds", "n", n)
+    if not is_whole(k) or not 2 <= k <= n:
         raise ValueError(f"folds: k must be an integer from 2 to n = {n}, got {k}")
-    return (torch.arange(n) % k)[torch.randperm(n, generator=generator)]
+    return random_order(n, generator) % k
+
+
+def random_order(n: int, generator: torch.Generator | None) -> Tensor:
+    """The numbers from 0 to n - 1, drawn on the device of the generator, on the host."""
+    device = "cpu" if generator is None else generator.device
+    return torch.randperm(n, generator=generator, device=device).cpu()

@@ -67,7 +67,8 @@ def select(X: Tensor, rows: Tensor) -> Tensor:
 
 def _matrix(X: Tensor, crow: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     size = (len(crow) - 1, X.shape[-1])
-    return torch.sparse_csr_tensor(crow.to(columns.dtype), columns, values, size, check_invariants=False)
+    crow, device = crow.to(columns.dtype), values.device
+    return torch.sparse_csr_tensor(crow, columns, values, size, device=device, check_invariants=False)
 
 
 def square_length(X: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """Data: the motorcycle readings, generators of test problems, and readers of a folder of benchmarks.
 
 Everything returns tensors, X (n, d) and y (n,), labels in {-1, +1}. Options are keywords: ``dtype`` and
-``device`` of the result, and for the generators a ``generator``; numbers are always drawn in float64, on
-the device of the generator, so that a seed gives the same points in every dtype.
+``device`` of the result, the CPU unless given, and for the generators a ``generator``; numbers are always
+drawn in float64, on the device of the generator, so that a seed gives the same points in every dtype, and
+stay there unless a device is given.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from torchloo.guards import is_whole, whole_number
 
 __all__ = [
     "Benchmark",
@@ -42,7 +45,7 @@ def motorcycle(*, dtype: torch.dtype = torch.float64, device: Device = None) -> 
     """
     text = (resources.files("torchloo") / "data" / "motorcycle.csv").read_text(encoding="utf-8")
     readings = np.loadtxt(text.splitlines(), delimiter=",", skiprows=1)
-    table = torch.as_tensor(readings, dtype=dtype, device=device)  # (133, 2)
+    table = torch.as_tensor(readings, dtype=dtype, device=device or "cpu")  # (133, 2)
     return table[:, :1], table[:, 1]
 
 
@@ -53,7 +56,7 @@ class _Draw:
         self.options: dict[str, Any] = {
             "generator": generator,
             "dtype": torch.float64,
-            "device": device if generator is None else generator.device,
+            "device": device or "cpu" if generator is None else generator.device,
         }
 
     def normal(self, *shape: int) -> Tensor:
@@ -64,13 +67,6 @@ class _Draw:
 
     def order(self, n: int) -> Tensor:
         return self.uniform(n).argsort()
-
-
-def _count(function: str, name: str, value: object, least: int = 1) -> int:
-    """A whole number that is large enough."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{function}: {name} must be a whole number, {least} or more, got {value!r}")
-    return int(value)
 
 
 def _signs(positive: Tensor) -> Tensor:
@@ -90,7 +86,7 @@ def twonorm(
     Class +1 has mean (a, ..., a), class -1 mean (-a, ..., -a), a = 2 / sqrt(20), each with probability
     1/2. The best possible error is 2.3 %. Reference: Breiman 1996, "Bias, variance, and arcing classifiers".
     """
-    n, draw = _count("twonorm", "n", n), _Draw(generator, device)
+    n, draw = whole_number("twonorm", "n", n), _Draw(generator, device)
     y = _signs(draw.uniform(n) < 0.5)
     X = draw.normal(n, 20) + y[:, None] * (2 / math.sqrt(20))
     return X.to(device, dtype), y.to(device, dtype)
@@ -109,7 +105,7 @@ def ringnorm(
     in the IDA benchmark; a = 1 / sqrt(20) is also found in the literature. The best possible error is 1.2 %.
     Reference: Breiman 1996, "Bias, variance, and arcing classifiers".
     """
-    n, draw = _count("ringnorm", "n", n), _Draw(generator, device)
+    n, draw = whole_number("ringnorm", "n", n), _Draw(generator, device)
     y = _signs(draw.uniform(n) < 0.5)
     Z, wide = draw.normal(n, 20), y[:, None] > 0
     X = torch.where(wide, 2 * Z, Z + 2 / math.sqrt(20))
@@ -137,9 +133,9 @@ def waveform(
     Args: positive, the class labelled +1; the other two are -1. Class 2 is the +1 of the IDA benchmark
     (which standardised the features). Reference: Breiman, Friedman, Olshen, Stone 1984, page 49.
     """
-    if positive not in (1, 2, 3):
+    if not is_whole(positive) or positive not in (1, 2, 3):
         raise ValueError(f"waveform: positive must be class 1, 2 or 3, got {positive!r}")
-    n, draw = _count("waveform", "n", n), _Draw(generator, device)
+    n, draw = whole_number("waveform", "n", n), _Draw(generator, device)
     u, noise = draw.uniform(n, 1), draw.normal(n, 21)
     kind = (3 * draw.uniform(n)).long()  # (n,), 0 to 2
     peaks = torch.tensor(_WAVES, dtype=u.dtype, device=u.device)[kind]  # (n, 2)
@@ -161,7 +157,7 @@ def annulus(
     A quarter of the points (rounded, one at least) is class +1, unit normal in the plane; the others, class
     -1, have radii from N(5, 1) and uniform angles. Reference: Cawley, Talbot 2003, section 5.1.
     """
-    n, draw = _count("annulus", "n", n, 2), _Draw(generator, device)
+    n, draw = whole_number("annulus", "n", n, 2), _Draw(generator, device)
     inner = max(1, round(n / 4))
     radius, angle = 5 + draw.normal(n - inner), 2 * math.pi * draw.uniform(n - inner)
     ring = radius[:, None] * torch.stack([angle.cos(), angle.sin()], -1)  # (n - inner, 2)
@@ -194,15 +190,16 @@ def clustered(
         size: points in each; a sequence of that length gives every cluster its own.
         features: d. spread, effect, noise: standard deviations, not negative.
     """
-    k, d = _count("clustered", "clusters", clusters), _count("clustered", "features", features)
-    sizes = [size] * k if isinstance(size, int) else list(size)
+    k, d = whole_number("clustered", "clusters", clusters), whole_number("clustered", "features", features)
+    sizes = list(size) if isinstance(size, Iterable) else [size] * k
     if len(sizes) != k:
         raise ValueError(f"clustered: size must be a number or {k} numbers, one a cluster, got {len(sizes)}")
-    sizes = [_count("clustered", "size", entry) for entry in sizes]
+    sizes = [whole_number("clustered", "size", entry) for entry in sizes]
     for name, scale in (("spread", spread), ("effect", effect), ("noise", noise)):
         if not 0 <= scale < math.inf:
             raise ValueError(f"clustered: {name} must be finite and not negative, got {scale}")
-    labels = torch.repeat_interleave(torch.arange(k), torch.tensor(sizes))  # (n,)
+    numbers, counts = torch.arange(k, device="cpu"), torch.tensor(sizes, device="cpu")
+    labels = torch.repeat_interleave(numbers, counts)  # (n,)
     n, draw = len(labels), _Draw(generator, device)
     centre, shared = draw.normal(k, d), effect * draw.normal(k)
     member = labels.to(centre.device)
@@ -240,9 +237,9 @@ def benchmark(
         raise ValueError(f"benchmark: name must be a data set in {os.fspath(data)} ({known}), got {name!r}")
     with np.load(files[name], allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
-    X, y = (torch.as_tensor(arrays.pop(key), dtype=dtype, device=device) for key in ("X", "y"))
+    X, y = (torch.as_tensor(arrays.pop(key), dtype=dtype, device=device or "cpu") for key in ("X", "y"))
     key = next((key for key in ("group", "query") if key in arrays), None)
-    labels = None if key is None else torch.as_tensor(arrays.pop(key), dtype=torch.int64)
+    labels = None if key is None else torch.as_tensor(arrays.pop(key), dtype=torch.int64, device="cpu")
     return Benchmark(X, y, labels, arrays)
 
 
@@ -269,7 +266,7 @@ def ida(
     if "train_own" not in arrays:
         raise ValueError(f"ida: name must be an IDA set, got {name!r}, which has no splits")
     splits = arrays["train_own" if own else "train"]
-    if not 0 <= split < len(splits):
+    if whole_number("ida", "split", split, 0) >= len(splits):
         remedy = "" if own else "; own=True has more"
         raise ValueError(f"ida: split must be under {len(splits)} for {name}, got {split}{remedy}")
     train = splits[split].astype(np.int64)

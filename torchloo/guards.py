@@ -3,13 +3,22 @@
 import numbers
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Guard", "broadcast_shapes", "host_labels", "require_floating", "values_visible"]
+__all__ = [
+    "Guard",
+    "broadcast_shapes",
+    "host_labels",
+    "is_whole",
+    "require_floating",
+    "values_visible",
+    "whole_number",
+]
 
 _FLOATING = (torch.float32, torch.float64)
 
@@ -50,6 +59,18 @@ def require_floating(function: str, **tensors: Tensor) -> None:
 def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
     """As `torch.broadcast_shapes`, whose first call takes half a second to import what it does not need."""
     return torch.broadcast_tensors(*(torch.empty(shape, device="meta") for shape in shapes))[0].shape
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or of NumPy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def whole_number(function: str, name: str, value: Any, least: int = 1) -> int:
+    """A whole number that is large enough."""
+    if not is_whole(value) or value < least:
+        raise ValueError(f"{function}: {name} must be a whole number, {least} or more, got {value!r}")
+    return int(value)
 
 
 def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:

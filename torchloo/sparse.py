@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.basis import Selector
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, is_whole, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import LeastSquares
@@ -171,8 +171,8 @@ class SparseLSSVM(LeastSquares):
             self.basis: Tensor | None = basis
         elif isinstance(basis, Tensor):
             self.register_buffer("basis", basis.clone())
-        elif isinstance(basis, Selector) or (type(basis) is int and basis > 0):
-            self.rows = basis
+        elif isinstance(basis, Selector) or (is_whole(basis) and basis > 0):
+            self.rows = basis if isinstance(basis, Selector) else int(basis)
             self.basis = None
         else:
             raise ValueError(

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchloo.clusters import folds
-from torchloo.guards import host_labels
+from torchloo.clusters import folds, random_order
+from torchloo.guards import host_labels, is_whole, whole_number
 
 __all__ = ["Split", "hold_out", "k_fold", "leave_cluster_out", "require_whole_clusters", "resolve"]
 
@@ -38,8 +38,7 @@ def hold_out(
             that no row is tested by a machine that saw its cluster. Splits then differ in size.
         generator: source of randomness; None takes torch's global one.
     """
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"hold_out: repeats must be a whole number from 1 on, got {repeats!r}")
+    n, repeats = whole_number("hold_out", "n", n, 0), whole_number("hold_out", "repeats", repeats)
     if not 0 < fraction < 1:
         raise ValueError(f"hold_out: fraction must lie between 0 and 1, got {fraction!r}")
     labels = np.arange(n) if clusters is None else host_labels("hold_out", clusters, n)
@@ -50,15 +49,15 @@ def hold_out(
     held = min(units - 1, max(1, round(fraction * units)))
     splits = []
     for _ in range(repeats):
-        chosen = torch.zeros(units, dtype=torch.bool)
-        chosen[torch.randperm(units, generator=generator)[:held]] = True
+        chosen = torch.zeros(units, dtype=torch.bool, device="cpu")
+        chosen[random_order(units, generator)[:held]] = True
         splits.append(_split(chosen[member]))
     return splits
 
 
 def k_fold(n: int, k: int, repeats: int = 1, *, generator: torch.Generator | None = None) -> list[Split]:
     """Every row is tested on once: k random folds whose sizes differ by at most one; so many times."""
-    labels = [folds(n, k, generator) for _ in range(repeats)]
+    labels = [folds(n, k, generator) for _ in range(whole_number("k_fold", "repeats", repeats))]
     return [_split(label == fold) for label in labels for fold in range(k)]
 
 
@@ -74,7 +73,7 @@ def leave_cluster_out(clusters: object) -> list[Split]:
 
 def resolve(splits: Any, n: int, clusters: object | None, generator: torch.Generator | None) -> list[Split]:
     """The splits that the argument of `validate` stands for, checked."""
-    if isinstance(splits, int) and not isinstance(splits, bool):
+    if is_whole(splits):
         return hold_out(n, splits, clusters=clusters, generator=generator)
     if isinstance(splits, str):
         if splits != "leave-cluster-out" or clusters is None:
@@ -126,7 +125,7 @@ def require_whole_clusters(pairs: list[Split], clusters: object, n: int) -> None
 
 
 def _index(rows: Any, n: int) -> Tensor:
-    index = torch.as_tensor(rows).detach().cpu()
+    index = torch.as_tensor(rows, device="cpu").detach()
     if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
         raise ValueError(f"expected integer row numbers, got {index.dtype} of shape {tuple(index.shape)}")
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < n:

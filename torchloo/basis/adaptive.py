@@ -65,8 +65,8 @@ class stochastic(Seeded):  # noqa: N801
 
     def __post_init__(self, generator: torch.Generator | None) -> None:
         super().__post_init__(generator)
-        self._count(candidates=self.candidates)
-        self._count(rows=self.rows)
+        self._count("candidates")
+        self._count("rows")
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
         draw, gram = self._draw(), factor.gram

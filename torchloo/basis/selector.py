@@ -8,7 +8,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.basis.pivots import Basis, Factor, NormalisedKernel, Proposal
-from torchloo.guards import Guard, values_visible
+from torchloo.guards import Guard, values_visible, whole_number
 from torchloo.kernels import Kernel
 
 __all__ = ["BLOCK", "Propose", "Seeded", "Selector"]
@@ -35,7 +35,7 @@ class Selector:
 
     def __post_init__(self) -> None:
         if self.m is not None:
-            self._count(m=self.m)
+            self._count("m")
         if not isinstance(self.tolerance, float | int) or not 0 <= self.tolerance < 1:
             raise ValueError(f"{self._name}: tolerance must be from 0 to below 1, got {self.tolerance}")
 
@@ -64,10 +64,9 @@ class Selector:
     def _name(self) -> str:
         return type(self).__name__
 
-    def _count(self, **count: object) -> None:
-        ((name, value),) = count.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self._name}: {name} must be a positive integer, got {value!r}")
+    def _count(self, name: str) -> None:
+        """Demand that an argument is a whole number, and keep it as an int."""
+        object.__setattr__(self, name, whole_number(self._name, name, getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Seeded(Selector):
 
     def __post_init__(self, generator: torch.Generator | None) -> None:
         super().__post_init__()
-        device = None if generator is None else generator.device
+        device = "cpu" if generator is None else generator.device
         drawn = torch.randint(2**62, (), generator=generator, device=device)
         object.__setattr__(self, "seed", int(drawn) if values_visible(drawn) else 0)
 

@@ -1,4 +1,4 @@
-"""What must be the same in all processes before they set to work: the call, and the machine."""
+"""What must be the same in all processes before they set to work: the machine."""
 
 from typing import Any, NamedTuple
 
@@ -36,26 +36,25 @@ class _Trait(NamedTuple):
         return near or repr(self) == repr(other)  # NaN everywhere is told of elsewhere
 
 
-def _traits(machine: LeastSquares, call: str) -> dict[str, Any]:
-    """Tensors by name, the kinds of all parts, and what was called."""
+def _traits(machine: LeastSquares) -> dict[str, Any]:
+    """Tensors by name, and the kinds of all parts."""
     tensors = dict(machine.named_parameters()) | dict(machine.kernel.named_buffers("kernel"))
     if isinstance(basis := getattr(machine, "basis", None), Tensor):
         tensors["basis"] = basis
     kinds = ", ".join(f"{type(part).__name__}({part.extra_repr()})" for part in machine.modules())
-    return {"call": call} | {name: _Trait.of(value) for name, value in tensors.items()} | {"kind": kinds}
+    return {name: _Trait.of(value) for name, value in tensors.items()} | {"kind": kinds}
 
 
-def require_alike(processes: Processes, machine: LeastSquares, of: str = "") -> None:
-    """The same call, parameters, basis and kinds in all processes: one verdict in all, against process 0.
+def require_alike(processes: Processes, machine: LeastSquares) -> None:
+    """The same parameters, basis and kinds in all processes: one verdict in all, against process 0.
 
     Args:
         processes: all of them.
         machine: that of this process.
-        of: what the function is called with, if that must be the same too.
     """
 
     def own() -> tuple[bool, dict[str, Any]]:
-        return getattr(machine, "basis", 0) is None, _traits(machine, processes.function + of)
+        return getattr(machine, "basis", 0) is None, _traits(machine)
 
     everyone = processes.gather(processes.together(own))
     for rank, (chosen, _) in enumerate(everyone):
@@ -72,6 +71,6 @@ def require_alike(processes: Processes, machine: LeastSquares, of: str = "") -> 
             if not (a.like(b) if isinstance(a, _Trait) else a == b):
                 shown = f", {b} from {a}" if isinstance(a, str) else ""
                 raise ValueError(
-                    f"{processes.function}: calls and machines must be alike in all processes, but {name} of "
+                    f"{processes.function}: machines must be alike in all processes, but {name} of "
                     f"process {rank} differs from that of process 0{shown}"
                 )

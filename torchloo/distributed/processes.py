@@ -6,8 +6,9 @@ is added up over the processes enters all losses, so its cotangent is the sum of
 an all-reduce is an all-reduce. All processes must therefore call backward, on losses made in the same way.
 """
 
+import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,19 +22,27 @@ __all__ = ["Processes"]
 T = TypeVar("T")
 
 
+class _Told(NamedTuple):
+    """What a process tells the others."""
+
+    call: str
+    value: Any
+
+
 class _Sum(Function):
     """Sum over the processes; Note [sums over processes]."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, tensor: Tensor) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, processes: "Processes", tensor: Tensor) -> Tensor:
+        ctx.processes = processes.backward()
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=processes.group)
         return total
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[None, Tensor]:
-        return None, _Sum.apply(ctx.group, bar)
+        ctx.processes.meet()
+        return None, _Sum.apply(ctx.processes, bar)
 
 
 class _Rows(Function):
@@ -45,17 +54,22 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx: Any, processes: "Processes", shared: bool, counts: list[int], rows: Tensor) -> Tensor:
-        ctx.processes, ctx.shared, ctx.counts = processes, shared, counts
+        ctx.processes, ctx.shared, ctx.counts = processes.backward(), shared, counts
         return processes.padded(rows, counts)
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[None, None, None, Tensor]:
-        total = bar if ctx.shared else _Sum.apply(ctx.processes.group, bar)
-        return None, None, None, total.split(ctx.counts)[ctx.processes.rank]
+        if not ctx.shared:
+            ctx.processes.meet()
+            bar = _Sum.apply(ctx.processes, bar)
+        return None, None, None, bar.split(ctx.counts)[ctx.processes.rank]
 
 
 class Processes(Alone):
     """The processes of a group, each with rows of its own.
+
+    What they gather carries the name of the public call that asks for it: processes that have made different
+    calls all raise ValueError, which names them, instead of taking the values of one for those of another.
 
     Args:
         function: name that errors carry.
@@ -70,14 +84,35 @@ class Processes(Alone):
             )
         if dist.get_rank(group) < 0:
             raise RuntimeError(f"{function}: this process is not in the group")
-        self.function, self.group = function, group
+        self.function, self.call, self.group = function, function, group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+
+    def named(self, call: str) -> Self:
+        """The same processes in another public call."""
+        twin = copy.copy(self)
+        twin.call = call
+        return twin
+
+    def backward(self) -> Self:
+        """The same processes in the backward of the call."""
+        return self.named(f"backward of {self.call}")
+
+    def meet(self) -> None:
+        """Raise, in all processes, unless they have all come to the same call."""
+        self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in their order."""
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        told: list[Any] = [None] * self.count
+        dist.all_gather_object(told, _Told(self.call, value), group=self.group)
+        calls = [one.call if isinstance(one, _Told) else "something else" for one in told]
+        for rank, call in enumerate(calls):
+            if call != calls[0]:
+                raise ValueError(
+                    f"{self.function}: all processes must make the same calls in the same order, but process "
+                    f"0 called {calls[0]} and process {rank} called {call}"
+                )
+        return [one.value for one in told]
 
     def together(self, work: Callable[[], T]) -> T:
         """What the work of this process gives; an error in any of them is raised in all.
@@ -100,7 +135,7 @@ class Processes(Alone):
     def sums(self, *tensors: Tensor) -> list[Tensor]:
         """Each tensor added up over the processes, differentiably, by one all-reduce of them all."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        parts = _Sum.apply(self.group, flat).split([tensor.numel() for tensor in tensors])
+        parts = _Sum.apply(self, flat).split([tensor.numel() for tensor in tensors])
         return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def rows(self, rows: Tensor, shared: bool) -> Tensor:

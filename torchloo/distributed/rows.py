@@ -132,8 +132,9 @@ def _held_out(
     clusters: object | None,
     group: Any,
 ) -> HeldOut:
-    processes = Processes(function, group)
-    require_alike(processes, machine, " of a Stream" if isinstance(X, Stream) else " of tensors")
+    rows = "a Stream" if isinstance(X, Stream) else "tensors"
+    processes = Processes(function, group).named(f"{function} of {rows}")
+    require_alike(processes, machine)
     processes.together(lambda: _require_clusters(function, clusters))
     if isinstance(X, Stream):
         stream = processes.together(lambda: _stream(machine, X, y, weight))
@@ -187,8 +188,12 @@ def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> N
     without a gradient in any process stay without.
     """
     processes = Processes("distributed.sum_gradients", group)
-    parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
-    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+
+    def own() -> tuple[list[Tensor], list[Any]]:
+        parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
+        return parameters, [(tuple(p.shape), str(p.dtype)) for p in parameters]
+
+    parameters, shapes = processes.together(own)
     require_same("distributed.sum_gradients", processes, "shapes and dtypes of parameters", shapes)
     has = processes.gather([p.grad is not None for p in parameters])
     used = [p for p, *flags in zip(parameters, *has, strict=True) if any(flags)]
@@ -208,7 +213,11 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
     For a loss of all rows that is computed alike in every process. Memory: n c numbers in each.
     """
     processes = Processes("distributed.gather", group)
-    rows = held_out.weight.ndim - 1
+    rows = processes.together(lambda: _axis_of_rows(held_out))
+    outputs = held_out.outputs
+    others = [size for axis, size in enumerate(outputs.shape) if axis != rows]
+    kind = (held_out.clusters is not None, others, str(outputs.dtype))
+    require_same("distributed.gather", processes, "whether there are clusters, other axes and dtype", kind)
 
     def every(values: Tensor) -> Tensor:
         return processes.rows(values.movedim(rows, 0).contiguous(), shared=True).movedim(0, rows)
@@ -223,3 +232,9 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
         variance=every(held_out.variance),
         refitted=every(held_out.refitted.double()) > 0,
     )
+
+
+def _axis_of_rows(held_out: HeldOut) -> int:
+    if not isinstance(getattr(held_out, "weight", None), Tensor):
+        raise TypeError(f"distributed.gather: held_out must be a HeldOut, got {type(held_out).__name__}")
+    return held_out.weight.ndim - 1

@@ -32,7 +32,8 @@ def share(function: Callable[[Any], T], items: Iterable[Any], group: Any = None)
         items: the same in all processes; process r of w takes items r, r + w, r + 2 w and so on.
         group: a process group; None: all processes.
     """
-    return _share(Processes("distributed.share", group), function, list(items))
+    processes = Processes("distributed.share", group)
+    return _share(processes, function, processes.together(lambda: list(items)))
 
 
 def _share(processes: Processes, function: Callable[[Any], T], items: list[Any]) -> list[T]:
@@ -68,10 +69,8 @@ def select(
         options: clusters, weight, criterion_weight, start, prior, progress of `tl.select`.
     """
     processes = Processes("distributed.select", group)
-    axes = {name: list(values) for name, values in grid.items()}
-    name = max(axes, key=lambda axis: (axis != "reg", len(axes[axis])), default="")
-    if not axes or not axes[name]:
-        raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {dict(grid)!r}")
+    axes = processes.together(lambda: _axes(grid))
+    name = max(axes, key=lambda axis: (axis != "reg", len(axes[axis])))
 
     def one(part: list[Any]) -> Selection | NoCandidateError:
         try:
@@ -92,6 +91,14 @@ def select(
     twin = copy.deepcopy(machine)
     twin.load_state_dict(best.machine.state_dict())
     return Selection(twin, best.value, history, len(history))
+
+
+def _axes(grid: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
+    """The values of a grid, of which each parameter has some."""
+    axes = {name: list(values) for name, values in grid.items()} if isinstance(grid, Mapping) else {}
+    if not axes or not all(axes.values()):
+        raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {grid!r}")
+    return axes
 
 
 def validate(

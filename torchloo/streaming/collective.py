@@ -1,7 +1,7 @@
 """What passes over rows ask of the other processes, and the answers where there are none."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,10 @@ class Alone:
 
     rank = 0
     count = 1
+
+    def named(self, call: str) -> Self:
+        """The same in another public call, whose name goes with what is gathered."""
+        return self
 
     def together(self, work: Callable[[], T]) -> T:
         """What the work of this process gives; an error in any of them is raised in all."""

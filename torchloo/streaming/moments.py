@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchloo.streaming.collective import Alone
+from torchloo.streaming.seen import Seen
 
 __all__ = ["LowerInverse", "Moments", "add_symmetric", "times_lower"]
 
@@ -99,6 +100,7 @@ class Moments:
         self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
         self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
         self.squares = like.new_zeros(c)
+        self.seen = Seen()
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
         """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""

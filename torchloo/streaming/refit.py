@@ -84,7 +84,7 @@ class _Round:
         self.solved, self.reg, self.outputs, self.rows, self.large = solved, reg, outputs, sets, large
         n, S, T = solved.stream.n, solved.moments.S, solved.moments.T[:, outputs]
         assert n is not None
-        self.number = torch.full((n,), -1, dtype=torch.int32)  # which set a row is in
+        self.number = torch.full((n,), -1, dtype=torch.int32, device="cpu")  # which set a row is in
         for k, rows in enumerate(sets):
             self.number[rows] = k
         p = len(S) + solved.moments.centre

@@ -19,6 +19,7 @@ from torchloo.streaming.collective import require_own
 from torchloo.streaming.machines import Machines
 from torchloo.streaming.moments import add_symmetric
 from torchloo.streaming.refit import Lost, refit
+from torchloo.streaming.seen import checksum
 from torchloo.streaming.sink import Sink
 from torchloo.streaming.stream import Block
 from torchloo.sums import REFIT_BELOW
@@ -50,7 +51,7 @@ def _partition(solved: "StreamFit", clusters: object) -> Partition:
 def _visits(visit: "_Visit", partition: Partition) -> None:
     """Go to all sets, under a bar."""
     stream = visit.solved.stream
-    stream.spool(visit.solved.function, visit.solved.size)
+    stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
     small, large = partition.split(visit.f.shape[-1])
     with stream.bar("clusters") as bar:
         for sets in small.groups:
@@ -61,6 +62,7 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
             for rows in sets:
                 visit.large(rows)
                 bar.update(len(rows))
+    visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
 
 
 class _Visit:
@@ -70,6 +72,7 @@ class _Visit:
         self.solved, self.machines, self.sink = solved, machines, sink
         self.size = solved.stream.block or solved.size
         self.lost: Lost = {}
+        self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
         self.f = machines.f  # (R, c', p')
         if solved.moments.centre:
             self.f = torch.cat([self.f, solved.per_weight.expand_as(self.f[..., :1])], -1)
@@ -98,6 +101,11 @@ class _Visit:
             L = torch.where(lost[:, None, None], unit, L)
         return L
 
+    def _write(self, part: Block, residuals: Tensor, variance: Tensor, rows: Tensor) -> None:
+        """Held-out residuals (R, c, b) and variances (R, c', b) of rows (b,), each of them once."""
+        self.sink.write(part, residuals, variance, rows)
+        self.read += checksum(part, rows)
+
     def small(self, sets: Tensor) -> None:
         """Sets (g, s) of no more rows than features."""
         g, s = sets.shape
@@ -113,7 +121,7 @@ class _Visit:
             residuals[r, outputs] = solved / root
             inverse = torch.cholesky_inverse(L).diagonal(dim1=-2, dim2=-1).flatten()
             variance[r, j] = self.machines.regs[r, j] * inverse / zeta
-        self.sink.write(part, residuals, variance, sets.flatten())
+        self._write(part, residuals, variance, sets.flatten())
 
     def large(self, rows: Tensor) -> None:
         """One set (s,) of more rows than features."""
@@ -138,4 +146,4 @@ class _Visit:
             for (r, j, outputs), factor, solution in zip(self.each, factors, solutions, strict=True):
                 e[r, outputs] += solution @ U
                 variance[r, j] = self.machines.regs[r, j] * (1 / zeta + (factor @ U).square().sum(0))
-            self.sink.write(part, e, variance, some)
+            self._write(part, e, variance, some)

@@ -1,5 +1,6 @@
 """Where held-out rows are written as they come: in memory, or in memory-mapped files."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torchloo.held_out import HeldOut
 from torchloo.streaming.collective import Alone
-from torchloo.streaming.sources import open_array
+from torchloo.streaming.files import Field, mapped_files
 from torchloo.streaming.stream import Block
 
 __all__ = ["Sink", "require_folders"]
@@ -30,9 +31,11 @@ def require_folders(function: str, others: Alone, out: str | Path | None) -> Non
 class Sink:
     """Fields of a HeldOut of n rows, R regularisations and c outputs, filled block by block.
 
-    Files appear under their names when all is well at the end of the `with`, and not otherwise.
+    Files appear under their names when all is well at the end of the `with`. Otherwise nothing is left of
+    them, nor of the folders made for them.
 
     Args:
+        function: name that errors carry.
         shape: (R, n, c).
         own: c' = 1, or c where every output has a regularisation of its own and so a variance.
         dtype: of the targets.
@@ -40,8 +43,16 @@ class Sink:
         folder: where files are made, or None.
     """
 
+    outputs: Tensor
+    residuals: Tensor
+    variance: Tensor
+    refitted: Tensor
+    targets: Tensor
+    weight: Tensor
+
     def __init__(
         self,
+        function: str,
         shape: tuple[int, int, int],
         own: int,
         dtype: torch.dtype,
@@ -49,21 +60,33 @@ class Sink:
         folder: str | Path | None,
     ) -> None:
         R, n, c = shape
+        self._function, self._device = function, device
+        self._fields = [
+            Field("outputs", shape, dtype),
+            Field("residuals", shape, dtype),
+            Field("variance", (R, n, own), dtype),
+            Field("refitted", (R, n), torch.bool),
+            Field("targets", (n, c), dtype),
+            Field("weight", (n,), dtype),
+        ]
         self._folder = None if folder is None else Path(folder)
+        self._made: list[Path] = []
         self._partial: tempfile.TemporaryDirectory[str] | None = None
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._partial = tempfile.TemporaryDirectory(prefix=".partial-", dir=self._folder)
-        self._device = device
-        self.outputs, self.residuals = (self._new(name, shape, dtype) for name in ("outputs", "residuals"))
-        self.variance = self._new("variance", (R, n, own), dtype)
-        self.refitted = self._new("refitted", (R, n), torch.bool)
-        self.targets, self.weight = self._new("targets", (n, c), dtype), self._new("weight", (n,), dtype)
 
-    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self._partial is None:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-        return torch.from_numpy(open_array(Path(self._partial.name) / f"{name}.npy", shape, dtype))
+    def open(self) -> None:
+        """Make the fields, zero everywhere, in files that do not have their names yet."""
+        for field, tensor in zip(self._fields, self._zeros(), strict=True):
+            setattr(self, field.name, tensor)
+
+    def _zeros(self) -> list[Tensor]:
+        if self._folder is None:
+            return [torch.zeros(f.shape, dtype=f.dtype, device=self._device) for f in self._fields]
+        self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._partial = tempfile.TemporaryDirectory(prefix=".partial-", dir=self._folder)
+        what = f"out={str(self._folder)!r}"
+        arrays = mapped_files(self._function, what, Path(self._partial.name), self._fields)
+        return [torch.from_numpy(array) for array in arrays]
 
     def write(self, part: Block, residuals: Tensor, variance: Tensor, rows: slice | Tensor) -> None:
         """Held-out residuals (R, c, b) and variances (R, c', b) of a block of rows with their numbers."""
@@ -105,9 +128,11 @@ class Sink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._partial is None or self._folder is None:
-            return
-        if kind is None:
+        if kind is None and self._partial is not None and self._folder is not None:
             for file in Path(self._partial.name).iterdir():
                 file.replace(self._folder / file.name)
-        self._partial.cleanup()
+        if self._partial is not None:
+            self._partial.cleanup()
+        for path in self._made if kind is not None else []:
+            with contextlib.suppress(OSError):  # as others may have put something there
+                path.rmdir()

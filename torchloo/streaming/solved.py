@@ -101,12 +101,12 @@ class StreamFit:
     @property
     def coef(self) -> Tensor:
         """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
-        return self.refined(self._machine).coefficients()[0]
+        return self._called("coef").refined(self._machine).coefficients()[0]
 
     @property
     def offset(self) -> Tensor:
         """Output at the mean of the features, (c,)."""
-        return self.refined(self._machine).offset[0]
+        return self._called("offset").refined(self._machine).offset[0]
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
@@ -117,14 +117,15 @@ class StreamFit:
                 are first spooled to a temporary file, of n (d + c + 1) numbers.
             out: folder for outputs.npy, residuals.npy, variance.npy, refitted.npy, targets.npy and
                 weight.npy, whose memory the HeldOut then shares; None keeps everything in memory. One
-                of its own for each process, where there are several.
+                of its own for each process, where there are several. Their room is reserved first:
+                OSError where the disk has too little, and then nothing is left behind.
 
         Returns:
             HeldOut in the order of the rows.
 
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
-        return self._held_out(self._machine, clusters, out, path=False)
+        return self._called("held_out")._held_out(self._machine, clusters, out, path=False)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -132,10 +133,16 @@ class StreamFit:
         One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
         machine's own reg is not used.
         """
+        self._called("path")
         checked = self.others.together(lambda: self._checked_regs(regs))
         require_same(self.function, self.others, "regs", checked.tolist())
         machines = path_machines(self.expansion, self.moments, checked)
         return self._held_out(machines, clusters, out, path=True)
+
+    def _called(self, name: str) -> Self:
+        """The same; what is asked of other processes from now on carries the name."""
+        self.others = self.others.named(f"StreamFit.{name}")
+        return self
 
     def _checked_regs(self, regs: Tensor) -> Tensor:
         """Regularisations (R, 1) or (R, c)."""
@@ -145,8 +152,10 @@ class StreamFit:
         return checked.detach()
 
     def blocks(self, what: str) -> Iterator[Block]:
-        """The blocks of one pass, under a bar that says what it is for."""
-        return self.stream.blocks(self.function, self.size, what)
+        """The blocks of one pass, found to be those of the first, under a bar that says what it is for."""
+        for part in self.stream.blocks(self.function, self.size, what):
+            self.moments.seen.require_same(self.function, part)
+            yield part
 
     @property
     def per_weight(self) -> Tensor:
@@ -163,7 +172,8 @@ class StreamFit:
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
         kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
-        with self.others.together(lambda: Sink((R, n, c), *kind, out)) as sink:
+        with Sink(self.function, (R, n, c), *kind, out) as sink:
+            self.others.together(sink.open)
             labels = None
             if clusters is None:
                 self._leave_one_out(machines, sink)
@@ -199,7 +209,8 @@ class StreamFit:
             one.masked_fill_(cancelled, 1.0)
             sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
             for r, j, i in cancelled.nonzero().tolist():
-                lost.setdefault((r, j), []).append((torch.tensor([part.start + i]), True))
+                row = torch.tensor([part.start + i], device="cpu")
+                lost.setdefault((r, j), []).append((row, True))
             factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
             worst = torch.maximum(worst, factors)
             gradient.add(u, e.mul_(zeta))
@@ -285,6 +296,7 @@ def gather_moments(function: str, stream: Stream, expansion: Expansion, bias: bo
         Z = expansion.features(expansion.columns(part.X))
         if moments is None:
             moments = Moments(Z, len(Z), part.Y.shape[1], part.X.dtype, centre=bias)
+        moments.seen.note(part)
         moments.add(Z, part.Y.double(), part.weight.double())
     assert moments is not None
     return moments

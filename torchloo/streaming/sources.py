@@ -1,8 +1,6 @@
 """Where the rows of a stream come from: arrays that can be indexed, or batches that come in order."""
 
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,26 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-__all__ = ["Arrays", "Batches", "Raw", "Rows", "open_array", "temporary_array"]
+__all__ = ["Arrays", "Batches", "Raw", "Rows"]
 
 Rows = Tensor | np.ndarray
 """Rows in a tensor or in an array, memory-mapped or not."""
 
 Raw = tuple[Tensor, Tensor, Tensor | None]
 """X (b, d), y (b,) or (b, c), and the weights (b,) where there are any."""
-
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-
-
-def open_array(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """A new memory-mapped .npy file."""
-    return np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
-
-
-def temporary_array(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """A memory-mapped array in a file without a name, which is gone when the array is."""
-    with tempfile.TemporaryFile() as file:
-        return np.memmap(file, mode="w+", dtype=_NUMPY[dtype], shape=shape)
 
 
 def _pick(array: Rows, index: slice | Tensor) -> Tensor:
@@ -74,12 +59,15 @@ class Arrays:
 
     def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
         """Number of the first row, and rows."""
+        for rows in (self.X, self.y, self.weight):
+            if rows is not None:
+                _require_rows(function, len(rows), self.n)
         for start in range(0, len(self.X), size):
             yield start, self.pick(slice(start, start + size))
 
 
 class Batches:
-    """Batches (X, y) or (X, y, weight) of any sizes, found to be the same in every pass."""
+    """Batches (X, y) or (X, y, weight) of any sizes, as many rows in every pass."""
 
     def __init__(self, batches: Any, y: object, weight: object) -> None:
         if not isinstance(batches, Iterable):
@@ -98,7 +86,6 @@ class Batches:
         self.batches = batches
         self.n: int | None = None
         self._flat: bool | None = None
-        self._sums: dict[tuple[int, int], float] = {}
 
     @property
     def flat(self) -> bool:
@@ -114,18 +101,13 @@ class Batches:
             count += len(batch[0])
             while count >= size:
                 X, y, weight = _joined(waiting)
-                yield start, self._same(function, start, (X[:size], y[:size], _part(weight, 0, size)))
+                yield start, (X[:size], y[:size], _part(weight, 0, size))
                 start, count = start + size, count - size
                 waiting = [(X[size:], y[size:], _part(weight, size, None))] if count else []
+            waiting[-1:] = map(_copied, waiting[-1:])  # the source may fill the same memory with the next one
         if count:
-            yield start, self._same(function, start, _joined(waiting))
-        n = start + count
-        if n == 0 or self.n not in (None, n):
-            before = "" if self.n is None else f" after {self.n} in the first"
-            raise ValueError(
-                f"{function}: every pass over the stream must give the same rows, got {n}{before}"
-            )
-        self.n = n
+            yield start, _joined(waiting)
+        self.n = _require_rows(function, start + count, self.n)
 
     def _each(self, function: str) -> Iterator[Raw]:
         """The batches as tensors of equal kinds; a failing source is told where it failed."""
@@ -152,32 +134,15 @@ class Batches:
             yield raw
             row += len(raw[0])
 
-    def _same(self, function: str, start: int, raw: Raw) -> Raw:
-        """The block, once its sum is found to be that of the first pass; NaN is told of elsewhere."""
-        stop = start + len(raw[0])
-        total = _fingerprint(start, raw)
-        before = self._sums.setdefault((start, stop), total)
-        if before != total and total == total:
-            raise ValueError(
-                f"{function}: every pass over the stream must give the same rows in the same order, but rows "
-                f"{start} to {stop - 1} have changed; do not shuffle or augment them"
-            )
-        return raw
 
-
-def _fingerprint(start: int, raw: Raw) -> float:
-    """A sum of all entries of rows from a number on, weighted so that no two rows or columns count alike."""
-    total, column = 0.0, 0
-    for t in raw:
-        if t is not None:
-            values = t.double().reshape(len(t), -1)
-            rows, columns = (
-                torch.arange(first, first + count, dtype=torch.float64, device=t.device).cos()
-                for first, count in zip((start, column), values.shape, strict=True)
-            )
-            total += float(((values * columns).sum(1) * rows).sum())
-            column += len(columns)
-    return total
+def _require_rows(function: str, count: int, before: int | None) -> int:
+    """The number of rows of a pass, the same as before, where that is known."""
+    if count == 0 or before not in (None, count):
+        first = "" if before is None else f" after {before} in the first"
+        raise ValueError(
+            f"{function}: every pass over the stream must give the same rows, got {count}{first}"
+        )
+    return count
 
 
 def _as_raw(function: str, batch: Any, row: int) -> Raw:
@@ -197,6 +162,11 @@ def _as_raw(function: str, batch: Any, row: int) -> Raw:
 
 def _part(tensor: Tensor | None, start: int, stop: int | None) -> Tensor | None:
     return None if tensor is None else tensor[start:stop]
+
+
+def _copied(raw: Raw) -> Raw:
+    X, y, weight = raw
+    return X.clone(), y.clone(), None if weight is None else weight.clone()
 
 
 def _joined(waiting: list[Raw]) -> Raw:

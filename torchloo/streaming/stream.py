@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torchloo.guards import Guard, require_floating
-from torchloo.streaming.sources import Arrays, Batches, Raw, Rows, temporary_array
+from torchloo.guards import Guard, require_floating, whole_number
+from torchloo.streaming.files import Field, mapped_files
+from torchloo.streaming.sources import Arrays, Batches, Raw, Rows
 
 __all__ = ["Block", "Stream"]
 
@@ -41,7 +42,8 @@ class Stream:
     Args:
         X: inputs (n, d) as a tensor or a NumPy array, memory-mapped or not; or an iterable of batches
             (X, y) or (X, y, weight), such as a DataLoader, that brings the same rows in the same order
-            every time it is iterated.
+            every time it is iterated. No row may change between `solve` and the passes that come later
+            (`held_out`, `path`, `fit`): these raise ValueError if one has.
         y: targets (n,) or (n, c), of the dtype of X; None where the batches bring them.
         weight: row weights (n,), positive.
         block: rows read at once; None takes as many as make 16 MB of features.
@@ -64,9 +66,8 @@ class Stream:
         device: torch.device | str | None = None,
         progress: bool = True,
     ) -> None:
-        if block is not None and (not isinstance(block, int) or block < 1):
-            raise ValueError(f"Stream: block must be a positive number of rows, got {block!r}")
-        self.block, self.device, self.progress = block, device, progress
+        self.block = None if block is None else whole_number("Stream", "block", block)
+        self.device, self.progress = device, progress
         self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
 
     @property
@@ -105,7 +106,7 @@ class Stream:
         """The first rows of X, (count, d)."""
         parts, found = [], 0
         for start, raw in self._source.blocks(function, self.block or count):
-            parts.append(self._checked(function, raw, start).X[: count - found])
+            parts.append(self._checked(function, raw, start).X[: count - found].clone())
             found += len(parts[-1])
             if found == count:
                 return torch.cat(parts)
@@ -116,21 +117,26 @@ class Stream:
         assert isinstance(self._source, Arrays)
         return self._checked(function, self._source.pick(index.cpu()), index)
 
-    def spool(self, function: str, size: int) -> None:
-        """Write batches, if that is what there is, to temporary files, whose rows `take` can reach."""
+    def spool(self, function: str, parts: Iterator[Block]) -> None:
+        """Write batches, if that is what there is, to temporary files, whose rows `take` can reach.
+
+        Args:
+            function: name that errors carry.
+            parts: all rows, in a pass over this stream.
+        """
         if isinstance(self._source, Arrays):
             return
-        flat = self.flat
-        arrays: list[np.ndarray] = []
-        for part in self.blocks(function, size, "spooling"):
-            self.device = self.device or part.X.device  # files are on the host, rows stay where they were
+        flat, device, arrays = self.flat, self.device, list[np.ndarray]()
+        for part in parts:
+            device = device or part.X.device  # files are on the host, rows stay where they were
             values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
             if not arrays:
                 assert self.n is not None
-                arrays = [temporary_array((self.n, *v.shape[1:]), v.dtype) for v in values]
+                fields = [Field("", (self.n, *v.shape[1:]), v.dtype) for v in values]
+                arrays = mapped_files(function, "spooling the batches", None, fields)
             for array, v in zip(arrays, values, strict=True):
                 array[part.rows] = v.numpy(force=True)
-        self._source = Arrays(*arrays)
+        self._source, self.device = Arrays(*arrays), device
 
     def _checked(self, function: str, raw: Raw, place: int | Tensor) -> Block:
         """A block of rows with a first number, or with a number for each."""
