@@ -86,7 +86,8 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
         part = by_path[0][0].part
         for number, own in enumerate(first):
             logs = torch.clamp(own[part] + by_path[0][1][:, 0], box[0, number, part], box[1, number, part])
-            objective.along_reg(theta[number], torch.full((len(candidates),), number, device="cpu"), logs.exp())
+            problem = torch.full((len(candidates),), number, device="cpu")
+            objective.along_reg(theta[number], problem, logs.exp())
 
 
 def _along_path(objective: Objective, entry: Entry) -> bool:
