@@ -88,6 +88,12 @@ def compare(problem):
     solver = make(machine, kernel, reg, len(X))
     fit = solver.solve(X, y, weight)
     received = fit.held_out(clusters)
+    for form in (received, solver.lco(X, y, clusters, weight)):  # all rows at once, and by blocks
+        compare_outputs(form, problem, solver, fit)
+
+
+def compare_outputs(received, problem, solver, fit):
+    machine, kernel, X, y, reg, weight, clusters = problem
     basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
     exact = [digits.exact(t) for t in (X, y)], mp.mpf(solver.reg.item()), digits.exact(weight)
     (rows, targets), exact_reg, exact_weight = exact

@@ -199,7 +199,7 @@ def test_an_interrupted_process_gives_the_splits_it_came_to(results):
         ("basis", "ValueError: .*basis must be a tensor, the same in all processes", None),
         ("one basis", "ValueError: .*basis must be a tensor, .* as in process 1", None),
         ("kernel", "TypeError: .*SparseLSSVM", None),
-        ("columns", "ValueError: .*features, outputs and dtype must be alike", None),
+        ("columns", "ValueError: .*features, outputs, dtype and bias must be alike", None),
         ("stream's outputs", "ValueError: .*features, outputs, dtype and bias must be alike", None),
         ("empty shard", "process 1 failed with ValueError: Stream: X must be .*one row", "Stream: X"),
         ("call", r"process 0 called distributed\.loo of tensors and process 1 .*\.lco of tensors$", None),

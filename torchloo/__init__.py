@@ -7,11 +7,11 @@ from torchloo.decision import threshold
 from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
+from torchloo.primal.solved import StreamFit
 from torchloo.rls import RLS
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
-from torchloo.streaming.solved import StreamFit
 from torchloo.streaming.stream import Stream
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
 from torchloo.validation import Validation, validate

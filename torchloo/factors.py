@@ -6,10 +6,16 @@ from torch import Tensor
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.guards import Guard
 
-__all__ = ["ILL_CONDITIONED", "condition", "lower_factor", "triangle"]
+__all__ = ["ILL_CONDITIONED", "REFIT_BELOW", "condition", "lower_factor", "triangle", "trusted"]
 
 # Above this condition of A, its Cholesky factorisation loses more digits than leave-one-out can spare.
 ILL_CONDITIONED = 1e6
+
+# Below this 1 - h the closed form has lost too many of the 16 digits, however well conditioned the matrix.
+REFIT_BELOW = 1e-4
+
+# 1 - h is trusted where it is this many times the error that the condition may have given it.
+_DIGITS = 1e8
 
 # Steps of the power iteration that estimates the condition.
 _STEPS = 3
@@ -28,6 +34,14 @@ def condition(L: Tensor) -> Tensor:
         v = scale * torch.linalg.solve_triangular(L.mT, half, upper=True)
         size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
     return size[..., 0, 0]
+
+
+def trusted(condition: Tensor) -> Tensor:
+    """The 1 - h that leverages from a matrix of some condition can still tell from 0, of its shape.
+
+    Below it, rows and sets are refitted.
+    """
+    return (_DIGITS * torch.finfo(condition.dtype).eps * condition).clamp(min=REFIT_BELOW)
 
 
 def lower_factor(rows: Tensor, guard: Guard) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
+from torchloo.primal.machines import Expansion
 from torchloo.problem import check_dual
 from torchloo.smoothers import Fit, solve_features
 from torchloo.spectral import path_features
-from torchloo.streaming.machines import Expansion
 from torchloo.streaming.stream import Stream
 
 __all__ = ["KFD", "kfd"]
@@ -77,7 +77,7 @@ class KFD(LeastSquares):
     """
 
     _function = "kfd"
-    _has_bias = True
+    has_bias = True
 
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
         return _solve(guard, self.kernel(X), Y, self.reg, weight)
@@ -87,6 +87,12 @@ class KFD(LeastSquares):
     ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
         K = self.kernel(X)
         return path_features, K, _code(guard, K, Y, weight)
+
+    def _explicit(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Expansion] | None:
+        """None: there are as many features as rows."""
+        return None
 
     def _expansion(self, stream: Stream) -> Expansion:
         raise TypeError(

@@ -51,4 +51,4 @@ class LSSVM(LeastSquares):
     """
 
     _function = "lssvm"
-    _has_bias = True
+    has_bias = True

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 
-__all__ = ["Problem", "check_dual", "check_features", "check_regs"]
+__all__ = ["Problem", "check_dual", "check_features", "check_regs", "check_rows"]
 
 
 class Given(NamedTuple):
@@ -116,6 +116,11 @@ def check_features(guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weig
     problem = _check(guard, "Z", Z, Y, reg, weight)
     problem.guard.finite(Z=Z)
     return problem
+
+
+def check_rows(guard: Guard, X: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
+    """The problem of rows X, (..., n, d), whose values are looked at elsewhere."""
+    return _check(guard, "X", X, Y, reg, weight)
 
 
 def check_regs(guard: Guard, regs: Tensor, outputs: int, like: Tensor) -> Tensor:

@@ -49,4 +49,4 @@ class RLS(LeastSquares):
     """
 
     _function = "rls"
-    _has_bias = False
+    has_bias = False

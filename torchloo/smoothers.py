@@ -25,7 +25,7 @@ from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
-from torchloo.primal import Primal, primal
+from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
 
 __all__ = [
@@ -196,29 +196,6 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
     coef = form.coef.to(Y.dtype)
     return Fit(form, problem, coef, torch.zeros_like(coef[..., 0, :]))
-
-
-def centred(Z: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """Features (..., n, d) about their weighted mean (..., 1, d), which is held constant.
-
-    An unpenalised bias absorbs any shift of the features, so this changes no output and no
-    gradient; it keeps features far from the origin from losing their digits. Without a bias the
-    shift is zero.
-    """
-    if not bias:
-        return Z, torch.zeros_like(Z[..., :1, :]).detach()
-    zeta = weight.detach().unsqueeze(-1)
-    mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
-    return Z - mean, mean
-
-
-def with_ones(Z: Tensor, reg: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """Features with a column of ones for the bias, and the penalty R = reg diag(1, ..., 1, 0)."""
-    penalised = torch.ones_like(Z[..., 0, :])
-    if bias:
-        Z = torch.cat([Z, torch.ones_like(Z[..., :1])], -1)
-        penalised = torch.cat([penalised, torch.zeros_like(penalised[..., :1])], -1)
-    return Z, torch.diag_embed(reg.unsqueeze(-1) * penalised)
 
 
 def solve_features(

@@ -1,7 +1,7 @@
 """The sparse least-squares support vector machine: an expansion over few basis vectors."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -13,12 +13,13 @@ from torchloo.basis import Selector
 from torchloo.guards import Guard, is_whole, require_floating, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
+from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares
 from torchloo.precision import full_precision
+from torchloo.primal.machines import Expansion, transposed
+from torchloo.primal.solved import StreamFit
 from torchloo.smoothers import Fit, solve_features
 from torchloo.spectral import path_features
-from torchloo.streaming.machines import Expansion
-from torchloo.streaming.solved import StreamFit
 from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
@@ -153,7 +154,7 @@ class SparseLSSVM(LeastSquares):
     """
 
     _function = "sparse_lssvm"
-    _has_bias = True
+    has_bias = True
     _fitted = (*LeastSquares._fitted, "kept")
 
     kept: Tensor | None
@@ -218,25 +219,60 @@ class SparseLSSVM(LeastSquares):
             assert self.rows is not None
             basis = stream.head(self._function, self.rows)
         # Later passes must find what was solved, whatever becomes of the machine.
-        kernel, basis = copy.deepcopy(self.kernel), basis.detach().clone()
+        evaluate, tensors = pure(copy.deepcopy(self.kernel), self.kernel, "forward")
         guard = Guard(self._function)
-        Kzz = kernel(basis)
+        with torch.no_grad():
+            Kzz = self.kernel(basis)
         if Kzz.ndim > 2:
             raise ValueError(
                 f"{self._function}: basis must be (m, d) for a stream, got shape {tuple(basis.shape)}"
             )
         guard.symmetric(Kzz=Kzz)
-        L, kept = _factor(guard, Kzz)
+        expansion = self._expanded(guard, Kzz, evaluate, [basis, *tensors])
         guard.check()
-        mask = kept.double().unsqueeze(-1)
+        return expansion
 
-        def columns(X: Tensor) -> Tensor:
+    def _expanded(
+        self, guard: Guard, Kzz: Tensor, evaluate: Callable[..., Tensor], tensors: list[Tensor]
+    ) -> Expansion:
+        """Features from kernel columns evaluate(tensors, basis, X), where the basis is the first of the tensors."""
+        with torch.no_grad():
+            L, kept = _factor(guard, Kzz)
+
+        def columns(X: Tensor, given: Sequence[Tensor]) -> Tensor:
+            basis, *others = given
             require_floating(self._function, basis=basis, X=X)
-            K = kernel(basis, X).double()  # (m, b)
-            return K if all_kept else K * mask
+            return evaluate(others, basis, X)  # (m, b)
 
-        all_kept = bool(kept.all())
-        return Expansion(columns, L, basis, kept)
+        def gram(given: Sequence[Tensor]) -> Tensor:
+            basis, *others = given
+            return evaluate(others, basis)
+
+        return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept)
+
+    def _explicit(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Expansion] | None:
+        """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
+        basis = self._basis_of(X, Y, weight)
+        if basis.ndim > 2:
+            return None
+        if csr.is_csr(X) or self.kernel.is_embedding_inside:
+            Kzz, Kxz = self.kernel(basis), self.kernel(X, basis)
+            if Kxz.ndim > 2:
+                return None
+            with torch.no_grad():
+                guard.symmetric(Kzz=Kzz)
+                L, kept = _factor(guard, Kzz.detach())
+            return Kxz, Expansion(transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept)
+        require_floating(self._function, basis=basis, X=X)
+        inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
+        evaluate, tensors = pure(self.kernel, self.kernel, "between")
+        with torch.no_grad():
+            Kzz = self.kernel.between(centres)
+        if Kzz.ndim > 2 or inputs.ndim > 2:
+            return None
+        return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors])
 
     def _basis_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:

@@ -16,7 +16,7 @@ from measure import Table, best_times, peak_bytes
 from torch import Tensor
 
 import torchloo as tl
-from torchloo.streaming.moments import add_symmetric
+from torchloo.primal.moments import add_symmetric
 
 COLUMNS = 20
 

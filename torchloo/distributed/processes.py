@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.streaming.collective import Alone
+from torchloo.primal.collective import Alone
 
 __all__ = ["Processes"]
 

@@ -6,17 +6,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchloo.clusters import Partition
 from torchloo.distributed.alike import require_alike
 from torchloo.distributed.processes import Processes
-from torchloo.distributed.sharded import solve_shard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
-from torchloo.problem import Problem, check_features
-from torchloo.smoothers import assemble
-from torchloo.spectral import path_features
-from torchloo.streaming.collective import require_own, require_same
-from torchloo.streaming.solved import StreamFit
+from torchloo.primal.collective import require_same
+from torchloo.primal.solved import StreamFit
 from torchloo.streaming.stream import Stream
 
 __all__ = ["fit", "gather", "lco", "loo", "path", "solve", "sum_gradients"]
@@ -39,7 +34,7 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
     """
     processes = Processes("distributed.solve", group)
     require_alike(processes, machine)
-    return machine._solve_stream(stream, processes)
+    return machine.solve_rows(stream, processes)
 
 
 def _stream(machine: LeastSquares, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
@@ -56,7 +51,7 @@ def fit(
     processes = Processes("distributed.fit", group)
     require_alike(processes, machine)
     stream = processes.together(lambda: _stream(machine, X, y, weight))
-    return machine.fit(machine._solve_stream(stream, processes))
+    return machine.fit(machine.solve_rows(stream, processes))
 
 
 def path(
@@ -78,7 +73,7 @@ def path(
         return _stream(machine, X, y, weight), regs
 
     stream, given = processes.together(own)
-    return machine._solve_stream(stream, processes).path(given, clusters)
+    return machine.solve_rows(stream, processes).path(given, clusters)
 
 
 def loo(
@@ -138,47 +133,13 @@ def _held_out(
     processes.together(lambda: _require_clusters(function, clusters))
     if isinstance(X, Stream):
         stream = processes.together(lambda: _stream(machine, X, y, weight))
-        return machine._solve_stream(stream, processes).held_out(clusters)
-    problem, Z, partition, flat = processes.together(lambda: _own(machine, X, y, weight, clusters))
-    _require_fit_together(processes, problem, Z)
-    if partition.labels is not None:
-        require_own(function, processes, partition)
-    shard = solve_shard(processes, problem, Z, machine._has_bias)
-    parts = shard.held_out(partition, problem.guard)
-    processes.together(problem.guard.check)
-    return assemble(problem.Y, problem.weight, partition.labels, parts, flat)
+        return machine.solve_rows(stream, processes).held_out(clusters)
+    return machine.solve_shard(X, y, weight, processes).held_out(clusters)
 
 
 def _require_clusters(function: str, clusters: object | None) -> None:
     if clusters is None and function == "distributed.lco":
         raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
-
-
-def _own(
-    machine: LeastSquares, X: Tensor, y: Any, weight: Tensor | None, clusters: object | None
-) -> tuple[Problem, Tensor, Partition, bool]:
-    """Everything about the rows of this process that can be wrong without the others."""
-    guard, Y, flat = machine._checked(X, y)
-    route, Z, _ = machine._route(guard, X, Y, weight)
-    if route is not path_features:
-        raise TypeError(
-            f"{machine._function}: rows can be shared out only for a machine with few features: a linear "
-            f"kernel, or SparseLSSVM(kernel, reg, basis=...); got {machine}"
-        )
-    problem = check_features(guard, Z, Y, machine.reg, weight)
-    if problem.reg.ndim:
-        raise ValueError(f"{machine._function}: X and reg must be without batch dimensions, got X {X.shape}")
-    guard.check()
-    return problem, Z, Partition.of(machine._function, clusters, len(Y), Y.device, alone=False), flat
-
-
-def _require_fit_together(processes: Processes, problem: Problem, Z: Tensor) -> None:
-    """The same features and outputs in all processes, and more than one row."""
-    kind = (Z.shape[-1], problem.Y.shape[-1], str(Z.dtype))
-    require_same(processes.function, processes, "features, outputs and dtype", kind)
-    rows = sum(processes.gather(len(Z)))
-    if rows < 2:
-        raise ValueError(f"{processes.function}: leave-one-out needs at least 2 rows, got {rows}")
 
 
 def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> None:

@@ -74,6 +74,23 @@ class Kernel(nn.Module):
         with full_precision(X):
             return self._evaluate(left, right)
 
+    def embed(self, X: Tensor) -> Tensor:
+        """What `features` make of X, (..., n, p); X itself without."""
+        return self._embed("X", X)
+
+    def between(self, F: Tensor, G: Tensor | None = None) -> Tensor:
+        """The kernel matrix (..., n, m) of rows that went through `embed` already."""
+        with full_precision(F):
+            return self._evaluate(F, G)
+
+    @property
+    def is_embedding_inside(self) -> bool:
+        """Whether parts of the kernel have features of their own, which `embed` does not know."""
+        return any(isinstance(part, Kernel) and part.features is not None for part in self._parts())
+
+    def _parts(self) -> list[nn.Module]:
+        return [part for part in self.modules() if part is not self]
+
     def diagonal(self, X: Tensor) -> Tensor:
         """k(x_i, x_i), (..., n), without the matrix."""
         X = self._embed("X", X)

@@ -12,13 +12,16 @@ from torchloo import csr
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
+from torchloo.kernels.pure import pure
 from torchloo.machine.kernel_machine import KernelMachine, log_parameter
+from torchloo.primal.backward import Graph
+from torchloo.primal.block import Memory
+from torchloo.primal.collective import Alone
+from torchloo.primal.machines import Expansion, transposed
+from torchloo.primal.solved import StreamFit
+from torchloo.problem import check_rows
 from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral import path_dual, path_features
-from torchloo.streaming.collective import Alone, require_same
-from torchloo.streaming.machines import Expansion
-from torchloo.streaming.moments import Moments
-from torchloo.streaming.solved import StreamFit, gather_moments
 from torchloo.streaming.stream import Stream
 
 __all__ = ["LeastSquares"]
@@ -32,7 +35,7 @@ class LeastSquares(KernelMachine):
         reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
     """
 
-    _has_bias: bool
+    has_bias: bool
 
     def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0) -> None:
         super().__init__(kernel)
@@ -54,18 +57,18 @@ class LeastSquares(KernelMachine):
     ) -> Fit | StreamFit:
         """The solved machine, differentiable in X, y, weight and all parameters.
 
-        From a `Stream`, which brings y and weight, a StreamFit, without a graph.
+        From a `Stream`, which brings y and weight, a StreamFit.
         """
         if isinstance(X, Stream):
             self._only_stream(y, weight)
-            return self._solve_stream(X)
+            return self.solve_rows(X, Alone())
         guard, Y, flat = self._checked(X, y)
         return replace(self._solve(guard, X, Y, weight), flat=flat).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
 
-        From a `Stream` without a graph; see `StreamFit.held_out`.
+        From a `Stream`, whose rows are not differentiated; see `StreamFit.held_out`.
         """
         return self._held_out(X, y, weight, None)
 
@@ -89,6 +92,9 @@ class LeastSquares(KernelMachine):
             self._only_stream(y, weight)
             return self.solve(X).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
+        rows = self._rows(guard, X, Y, weight, flat)
+        if rows is not None:
+            return rows.held_out(clusters)
         return replace(self._solve(guard, X, Y, weight), flat=flat).held_out(clusters)
 
     def path(
@@ -102,8 +108,7 @@ class LeastSquares(KernelMachine):
         """Held-out outputs for every regularisation, (R,) or (R, c), in front of all other axes.
 
         The machine's own reg is not used. One decomposition serves them all, and a few are factorised
-        one by one. Differentiable, but on the decomposition only once; see `path_dual`. From a `Stream`
-        without a graph.
+        one by one. Differentiable, but on the decomposition only once; see `path_dual`.
         """
         if regs is None:
             raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
@@ -111,8 +116,72 @@ class LeastSquares(KernelMachine):
             self._only_stream(y, weight)
             return self.solve(X).path(regs, clusters)
         guard, Y, flat = self._checked(X, y)
+        rows = self._rows(guard, X, Y, weight, flat)
+        if rows is not None:
+            return rows.path(regs, clusters)
         path, matrix, targets = self._route(guard, X, Y, weight)
-        return path(guard, matrix, targets, regs, weight, self._has_bias, clusters, flat)
+        return path(guard, matrix, targets, regs, weight, self.has_bias, clusters, flat)
+
+    def _rows(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, flat: bool
+    ) -> StreamFit | None:
+        """The machine solved from rows in memory by their features, where it has fewer of them than rows.
+
+        None for batches of problems, for more features than rows, and where values cannot be looked at.
+        """
+        one = X.ndim == 2 and (weight is None or weight.ndim == 1) and self.log_reg.ndim == 0
+        if not one or not values_visible(X, Y, self.log_reg):
+            return None
+        found = self._explicit(guard, X, Y, weight)
+        if found is None or found[1].count + self.has_bias >= len(X):
+            return None
+        return self._in_memory(guard, *found, Y, weight, flat, Alone())
+
+    def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
+        """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
+
+        def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
+            guard, Y, flat = self._checked(X, y)
+            if X.ndim != 2 or self.log_reg.ndim:
+                raise ValueError(
+                    f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
+                )
+            found = self._explicit(guard, X, Y, weight)
+            if found is None:
+                raise TypeError(
+                    f"{self._function}: rows can be shared out only for a machine with few features: a linear "
+                    f"kernel, or SparseLSSVM(kernel, reg, basis=...); got {self}"
+                )
+            check_rows(guard, found[0], Y, self.reg, weight)
+            guard.check()
+            return guard, *found, Y, flat
+
+        guard, inputs, expansion, Y, flat = others.together(own)
+        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others)
+
+    def _in_memory(
+        self,
+        guard: Guard,
+        inputs: Tensor,
+        expansion: Expansion,
+        Y: Tensor,
+        weight: Tensor | None,
+        flat: bool,
+        others: Alone,
+    ) -> StreamFit:
+        problem = check_rows(guard, inputs, Y, self.reg, weight)
+        memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat)
+        graph = Graph(inputs, problem.Y, problem.weight)
+        return StreamFit(self, guard, memory, expansion, problem.reg, others, graph, others.call)
+
+    def _explicit(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Expansion] | None:
+        """Rows (n, d) with their graph and features, where the machine has such and there is no batch."""
+        if not self._by_features(X):
+            return None
+        Z = self.kernel.feature_map(X)
+        return None if Z.ndim > 2 else (Z, Expansion(transposed, Z.shape[-1]))
 
     def fit(
         self, X: Tensor | Stream | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
@@ -149,19 +218,10 @@ class LeastSquares(KernelMachine):
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
         self._store(centre, coef, offset, solved.stream.flat, linear=True)
 
-    @torch.no_grad()
-    def _solve_stream(self, stream: Stream, others: Alone | None = None) -> StreamFit:
+    def solve_rows(self, stream: Stream, others: Alone) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have."""
-        others = others or Alone()
-
-        def first_pass() -> tuple[Expansion, Moments]:
-            expansion = self._expansion(stream)
-            return expansion, gather_moments(self._function, stream, expansion, self._has_bias)
-
-        expansion, moments = others.together(first_pass)
-        kind = (*moments.T.shape, str(moments.dtype), moments.centre)
-        require_same(self._function, others, "features, outputs, dtype and bias", kind)
-        return StreamFit(self, self._function, stream, expansion, moments, self.reg, others)
+        expansion = others.together(lambda: self._expansion(stream))
+        return StreamFit(self, Guard(self._function), stream, expansion, self.reg, others)
 
     def _only_stream(self, y: object, weight: object) -> None:
         if y is not None or weight is not None:
@@ -174,8 +234,8 @@ class LeastSquares(KernelMachine):
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "
                 f"SparseLSSVM(kernel, reg, basis=...); got the kernel {self.kernel}"
             )
-        kernel = copy.deepcopy(self.kernel)  # later passes must find the one that was solved
-        return Expansion(lambda X: kernel.feature_map(X).to(torch.float64, copy=True).mT)
+        evaluate, tensors = pure(copy.deepcopy(self.kernel), self.kernel, "feature_map")
+        return Expansion(lambda X, given: evaluate(given, X).mT, 0, tensors)
 
     def extra_repr(self) -> str:
         """Current regularisation."""
@@ -184,14 +244,14 @@ class LeastSquares(KernelMachine):
 
     def _by_features(self, X: Tensor) -> bool:
         """Whether to work with explicit features: not with sparse rows of which they would be too many."""
-        fewer = X.shape[-1] + self._has_bias < X.shape[-2]
+        fewer = X.shape[-1] + self.has_bias < X.shape[-2]
         return self.kernel.is_linear and (fewer or not csr.is_csr(X))
 
     def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
         if self._by_features(X):
             Z = self.kernel.feature_map(X)
-            return solve_features(guard, Z, Y, self.reg, weight, self._has_bias)
-        return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self._has_bias)
+            return solve_features(guard, Z, Y, self.reg, weight, self.has_bias)
+        return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self.has_bias)
 
     def _route(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

@@ -1,7 +1,7 @@
 """Rows that need not fit in memory: tensors, memory-mapped arrays or a DataLoader, block by block."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,28 +9,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.guards import Guard, require_floating, whole_number
-from torchloo.streaming.files import Field, mapped_files
+from torchloo.primal.block import Block
+from torchloo.primal.files import Field, mapped_files
 from torchloo.streaming.sources import Arrays, Batches, Raw, Rows
 
-__all__ = ["Block", "Stream"]
-
-
-class Block(NamedTuple):
-    """Rows of a stream, looked at and found good."""
-
-    start: int
-    """Number of the first row, where they are consecutive."""
-    X: Tensor
-    """Inputs, (b, d)."""
-    Y: Tensor
-    """Targets, (b, c)."""
-    weight: Tensor
-    """Row weights, (b,); ones where none were given."""
-
-    @property
-    def rows(self) -> slice:
-        """Where consecutive rows stand among all."""
-        return slice(self.start, self.start + len(self.X))
+__all__ = ["Stream"]
 
 
 class Stream:
@@ -69,6 +52,8 @@ class Stream:
         self.block = None if block is None else whole_number("Stream", "block", block)
         self.device, self.progress = device, progress
         self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
+
+    lasting = False
 
     @property
     def n(self) -> int | None:

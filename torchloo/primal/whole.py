@@ -32,11 +32,10 @@ from torch.autograd.function import Function
 
 from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
-from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
+from torchloo.factors import ILL_CONDITIONED, REFIT_BELOW, condition, lower_factor, trusted
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
-from torchloo.sums import (
-    REFIT_BELOW,
+from torchloo.primal.sums import (
     is_lost,
     leave_out_large,
     leave_out_lost,
@@ -45,10 +44,7 @@ from torchloo.sums import (
     whitened,
 )
 
-__all__ = ["Primal", "primal"]
-
-# 1 - h is trusted where it is this many times the error that the condition of C may have given it.
-_DIGITS = 1e8
+__all__ = ["Primal", "centred", "primal", "with_ones"]
 
 _Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
 """Held-out residuals (..., g, s, c), variances (..., g, s, 1) and lost sets (..., g) for each size."""
@@ -235,7 +231,7 @@ def _factor(Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor,
         L = lower_factor(torch.cat([weight.sqrt().unsqueeze(-1) * Z, root_of(R, guard)], -2), guard)
         return L, torch.full_like(estimate, REFIT_BELOW)
     guard.require(info == 0, NOT_DEFINITE)
-    return L, (_DIGITS * torch.finfo(L.dtype).eps * estimate).clamp(min=REFIT_BELOW)
+    return L, trusted(estimate)
 
 
 def primal(
@@ -265,3 +261,26 @@ def primal(
             factor, least = _factor(Z, R, weight, guard)
     p, a = _Coefficients.apply(Z, R, weight, Y, factor)
     return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, least)
+
+
+def centred(Z: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    """Features (..., n, d) about their weighted mean (..., 1, d), which is held constant.
+
+    An unpenalised bias absorbs any shift of the features, so this changes no output and no
+    gradient; it keeps features far from the origin from losing their digits. Without a bias the
+    shift is zero.
+    """
+    if not bias:
+        return Z, torch.zeros_like(Z[..., :1, :]).detach()
+    zeta = weight.detach().unsqueeze(-1)
+    mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
+    return Z - mean, mean
+
+
+def with_ones(Z: Tensor, reg: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    """Features with a column of ones for the bias, and the penalty R = reg diag(1, ..., 1, 0)."""
+    penalised = torch.ones_like(Z[..., 0, :])
+    if bias:
+        Z = torch.cat([Z, torch.ones_like(Z[..., :1])], -1)
+        penalised = torch.cat([penalised, torch.zeros_like(penalised[..., :1])], -1)
+    return Z, torch.diag_embed(reg.unsqueeze(-1) * penalised)

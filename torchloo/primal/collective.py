@@ -18,9 +18,14 @@ class Alone:
 
     rank = 0
     count = 1
+    call = ""
 
     def named(self, call: str) -> Self:
         """The same in another public call, whose name goes with what is gathered."""
+        return self
+
+    def backward(self) -> Self:
+        """The same in the backward of the call."""
         return self
 
     def together(self, work: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import leaky_relu_
 
-from torchloo.streaming.stream import Block
+from torchloo.primal.block import Block
 
 __all__ = ["Seen", "checksum"]
 

@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from torchloo.clusters import Partition
+from torchloo.factors import triangle
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
+from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
+from torchloo.primal.block import Block, Rows
+from torchloo.primal.collective import Alone, require_own, require_same
+from torchloo.primal.machines import Expansion, Machines, one_machine, path_machines
+from torchloo.primal.moments import Moments
+from torchloo.primal.refit import Lost, Refitted, refit
+from torchloo.primal.sets import leave_out_sets
+from torchloo.primal.sink import Sink, require_folders
+from torchloo.primal.whole import centred, primal, with_ones
 from torchloo.problem import check_regs
-from torchloo.streaming.collective import Alone, require_same
-from torchloo.streaming.machines import Expansion, Machines, one_machine, path_machines
-from torchloo.streaming.moments import Moments
-from torchloo.streaming.refit import Lost, refit
-from torchloo.streaming.sets import leave_out_sets
-from torchloo.streaming.sink import Sink, require_folders
-from torchloo.streaming.stream import Block, Stream
-from torchloo.sums import REFIT_BELOW
 
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
 
-__all__ = ["StreamFit", "gather_moments"]
+__all__ = ["StreamFit"]
 
 # Part of the spread of the targets by which no held-out output may be in doubt: by a bound for all rows,
 # which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
@@ -49,32 +52,72 @@ class StreamFit:
 
     Args:
         machine: whose it is.
-        function: name that errors carry.
+        guard: demands on values that were not looked at yet, and the name that errors carry.
         stream: the rows.
         expansion: their features.
-        moments: what the first pass gathered of them.
         reg: regularisation, a 0-dimensional tensor.
         others: the processes that hold the other rows.
+        graph: rows in memory with the graph that they belong to.
+        call: name of the public call, where it is not one of this object.
     """
 
     def __init__(
         self,
         machine: "LeastSquares",
-        function: str,
-        stream: Stream,
+        guard: Guard,
+        stream: Rows,
         expansion: Expansion,
-        moments: Moments,
         reg: Tensor,
         others: Alone,
+        graph: Graph | None = None,
+        call: str = "",
     ) -> None:
+        self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if reg.ndim:
-            raise ValueError(f"{function}: reg must be one number for a stream, got shape {tuple(reg.shape)}")
-        moments.join(others)
-        self.function, self.stream, self.expansion, self.moments = function, stream, expansion, moments
-        self.others, self._owner, self._solved_with = others, machine, _settings(machine)
-        self._machine = others.together(
-            lambda: one_machine(Guard(function), expansion, moments, reg.to(moments.S))
+            raise ValueError(
+                f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
+            )
+        self.graph, self._call = graph or Graph(), call
+        self._owner, self._solved_with = machine, _settings(machine)
+        with torch.no_grad():
+            self.moments = others.together(lambda: self._gather(machine.has_bias))
+            moments = self.moments
+            kind = (*moments.T.shape, str(moments.dtype), moments.centre)
+            require_same(self.function, others, "features, outputs, dtype and bias", kind)
+            moments.join(others)
+            self.reg = reg.to(moments.S)
+            self._machine = one_machine(guard, expansion, moments, self.reg.detach(), self._triangle)
+
+    def _gather(self, bias: bool) -> Moments:
+        """The first pass of Note [passes]: n m^2 multiplications, half as many again for sparse features."""
+        moments = None
+        for part in self.stream.blocks(self.function, self.expansion.size, "normal equations"):
+            columns = self.expansion.columns(part.X)
+            if moments is None:
+                moments = Moments(columns, len(columns), part.Y.shape[1], part.X.dtype, centre=bias)
+            if self.expansion.factor is not None:
+                moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
+            if not self.stream.lasting:
+                moments.seen.note(part)
+            moments.add(self.expansion.features(columns), part.Y.double(), part.weight.double())
+        assert moments is not None
+        return moments
+
+    def _triangle(self) -> Tensor:
+        """R (p, p) with R^T R = S, by QR factorisations of the blocks of one more pass."""
+        own = self.others.together(self._own_triangle)
+        return (
+            own
+            if self.others.count == 1
+            else triangle(torch.cat([part.to(own) for part in self.others.gather(own.cpu())]))
         )
+
+    def _own_triangle(self) -> Tensor:
+        R = torch.zeros_like(self.moments.S)
+        for part in self.blocks("orthogonal factor"):
+            D = self.expansion.features(self.expansion.columns(part.X)).sub_(self.moments.mean_z)
+            R = triangle(torch.cat([R, D.mul_(part.weight.double().sqrt()).mT]))
+        return R
 
     def checked_for(self, machine: "LeastSquares") -> Self:
         """The same, if it is this machine that was solved, as it is now."""
@@ -125,7 +168,8 @@ class StreamFit:
 
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
-        return self._called("held_out")._held_out(self._machine, clusters, out, path=False)
+        self._called("held_out")
+        return self._held_out(self._machine, clusters, out, path=False, regs=self.reg.reshape(1, 1))
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -136,12 +180,14 @@ class StreamFit:
         self._called("path")
         checked = self.others.together(lambda: self._checked_regs(regs))
         require_same(self.function, self.others, "regs", checked.tolist())
-        machines = path_machines(self.expansion, self.moments, checked)
-        return self._held_out(machines, clusters, out, path=True)
+        with torch.no_grad():
+            guard = Guard(self.function)
+            machines = path_machines(guard, self.expansion, self.moments, checked.detach(), self._triangle)
+        return self._held_out(machines, clusters, out, path=True, regs=checked)
 
     def _called(self, name: str) -> Self:
         """The same; what is asked of other processes from now on carries the name."""
-        self.others = self.others.named(f"StreamFit.{name}")
+        self.others = self.others.named(self._call or f"StreamFit.{name}")
         return self
 
     def _checked_regs(self, regs: Tensor) -> Tensor:
@@ -149,12 +195,13 @@ class StreamFit:
         guard = Guard(self.function)
         checked = check_regs(guard, regs, self.moments.T.shape[1], like=self.moments.S)
         guard.check()
-        return checked.detach()
+        return checked
 
     def blocks(self, what: str) -> Iterator[Block]:
         """The blocks of one pass, found to be those of the first, under a bar that says what it is for."""
         for part in self.stream.blocks(self.function, self.size, what):
-            self.moments.seen.require_same(self.function, part)
+            if not self.stream.lasting:
+                self.moments.seen.require_same(self.function, part)
             yield part
 
     @property
@@ -162,59 +209,123 @@ class StreamFit:
         """What the bias adds to z^T C^{-1} z: 1 / w, or 0 without one."""
         return self.moments.centre / self.moments.weight
 
-    @torch.no_grad()
     def _held_out(
-        self, machines: Machines, clusters: object | None, out: str | Path | None, path: bool
+        self, machines: Machines, clusters: object | None, out: str | Path | None, path: bool, regs: Tensor
     ) -> HeldOut:
-        n = self.stream.n
-        assert n is not None
-        R, c = machines.offset.shape
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
-        kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
-        with Sink(self.function, (R, n, c), *kind, out) as sink:
-            self.others.together(sink.open)
-            labels = None
-            if clusters is None:
-                self._leave_one_out(machines, sink)
-            else:
-                labels = leave_out_sets(self, machines, clusters, sink)
-        return sink.held_out(labels, self.stream.flat, path)
+        partition = None
+        if clusters is not None:
+            partition = self.others.together(lambda: self._partition(clusters))
+            require_own(self.function, self.others, partition)
+        labels = None if partition is None else partition.labels
+        inputs = (regs, *self.graph, *self.expansion.tensors)
+        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        if len(set(self.others.gather(wanted))) > 1:
+            raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
+        if out is None and wanted:
+            fields = HeldOutRows.apply(self, machines, partition, *inputs)
+        else:
+            with torch.no_grad():
+                fields = self.run(machines, partition, out)[0].fields
+        return assemble_rows(fields, self.graph, labels, self.stream.flat, path)
 
-    def _leave_one_out(self, machines: Machines, sink: Sink) -> None:
+    def run(
+        self, machines: Machines, partition: Partition | None, out: str | Path | None = None
+    ) -> tuple[Sink, list[Refitted]]:
+        """All passes that leave rows or sets out: what they wrote, and what was refitted."""
+        n = self.stream.n
+        assert n is not None
+        kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
+        with Sink(
+            self.function, (*machines.offset.shape[:1], n, machines.offset.shape[1]), *kind, out
+        ) as sink:
+            self.others.together(sink.open)
+            if partition is None:
+                refitted = self._leave_one_out(machines, sink)
+            else:
+                refitted = leave_out_sets(self, machines, partition, sink)
+        return sink, refitted
+
+    def whole(
+        self,
+        partition: Partition | None,
+        regs: Tensor,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor,
+        tensors: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Residuals (R, n, c) and variances (R, n, c') of all rows at once, by differentiable operations."""
+        guard = Guard(self.function)
+        Z, bias = self.expansion.whole(X, tensors), self.moments.centre
+        shifted, _ = centred(Z, weight.double(), bias)
+        sets = partition or Partition.single(len(X), X.device)
+        groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
+        residuals, variances = [], []
+        for row in regs:
+            targets = [Y] if len(row) == 1 else Y.split(1, -1)
+            parts = []
+            for reg, y in zip(row, targets, strict=True):
+                design, R = with_ones(shifted, reg.double(), bias)
+                parts.append(primal(design, R, weight, y, reg, guard).held_out(groups, guard)[:2])
+            residuals.append(torch.cat([r for r, _ in parts], -1))
+            variances.append(torch.cat([variance for _, variance in parts], -1))
+        guard.check()
+        return torch.stack(residuals).to(Y.dtype), torch.stack(variances).to(Y.dtype)
+
+    def _partition(self, clusters: object) -> Partition:
+        n = self.stream.n
+        assert n is not None
+        return Partition.of(self.function, clusters, n, torch.device("cpu"), self.others.count == 1)
+
+    def _leave_one_out(self, machines: Machines, sink: Sink) -> list[Refitted]:
         n = sum(self.others.gather(self.stream.n))
         if n < 2:
             raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
         seen = self.others.together(lambda: self._visit(machines, sink))
-        step = self._step(machines, seen.gradient)
-        if not machines.refined and self._matters(machines, *step, seen):
-            self.others.together(lambda: self._correct(machines, sink, *step))
-        machines.move(*step)
-        refit(self, machines, sink, seen.lost)
+        questions = [~(seen.low > machines.least).all(), ~(seen.low > 1 - _LARGE).all()]
+        step = None
+        if not machines.refined:
+            step = self._step(machines, seen.gradient)
+            questions.append(self._matters(machines, *step, seen))
+        answers = self.others.gather(torch.stack(questions).tolist())  # one synchronisation
+        lost, large, *matters = (any(column) for column in zip(*answers, strict=True))
+        if large and machines.fold:  # Note [folding]
+            machines.fold = False
+            return self._leave_one_out(machines, sink)
+        if step is not None:
+            if any(matters):
+                self.others.together(lambda: self._correct(machines, sink, *step))
+            machines.move(*step)
+        return refit(self, machines, sink, self._lost(machines, sink)) if lost else []
+
+    def _lost(self, machines: Machines, sink: Sink) -> Lost:
+        """The rows whose 1 - h is lost to rounding."""
+        scale = machines.regs.unsqueeze(1) / sink.weight.to(machines.regs).unsqueeze(-1)  # (R, n, c')
+        one = scale / sink.variance.to(scale)
+        lost: Lost = {}
+        for r, i, j in (~(one > machines.least.unsqueeze(1))).nonzero().tolist():
+            lost.setdefault((r, j), []).append((torch.tensor([i], device="cpu"), True))
+        return lost
 
     def _visit(self, machines: Machines, sink: Sink) -> "_Seen":
         """The second pass of Note [passes]."""
         gradient = _Gradient(machines)
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
-        lost: Lost = {}
+        low = torch.full_like(machines.regs, torch.inf)
         for part in self.blocks("leave-one-out"):
             zeta = part.weight.double()
             u = machines.rotated(part.X)
             norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
-            if bool((zeta * norm).max() > _LARGE):  # Note [folding]
-                u = machines.rotated(part.X, fold=False)
-                norm = machines.norms(u).add_(self.per_weight)
             e, one = machines.residuals(u, part), 1 - zeta * norm
-            cancelled = ~(one > REFIT_BELOW)
-            one.masked_fill_(cancelled, 1.0)
+            low = torch.minimum(low, one.amin(-1))
             sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
-            for r, j, i in cancelled.nonzero().tolist():
-                row = torch.tensor([part.start + i], device="cpu")
-                lost.setdefault((r, j), []).append((row, True))
-            factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
-            worst = torch.maximum(worst, factors)
-            gradient.add(u, e.mul_(zeta))
-        return _Seen(gradient, lost, worst, u, one)
+            if not machines.refined:
+                factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
+                worst = torch.maximum(worst, factors)
+                gradient.add(u, e.mul_(zeta))
+        return _Seen(gradient, low, worst, u, one)
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
@@ -243,7 +354,7 @@ class StreamFit:
         by_feature, total = self.others.sums(gradient.by_feature, gradient.total)
         return machines.step(by_feature), total * self.per_weight
 
-    def _matters(self, machines: Machines, step: Tensor, shift: Tensor, seen: "_Seen") -> bool:
+    def _matters(self, machines: Machines, step: Tensor, shift: Tensor, seen: "_Seen") -> Tensor:
         """Whether a step could move a held-out output by more than `_SETTLED`.
 
         By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
@@ -253,8 +364,7 @@ class StreamFit:
         change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (R, c, b)
         for_all, for_last = _SETTLED[self.dtype]
         matters = (most > for_all * machines.spread).any()
-        matters |= ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
-        return any(self.others.gather(bool(matters)))
+        return matters | ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
 
 
 def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
@@ -267,8 +377,8 @@ class _Seen(NamedTuple):
     """What a pass for leave-one-out brings beside the rows."""
 
     gradient: "_Gradient"
-    lost: Lost
-    """Rows to be refitted."""
+    low: Tensor
+    """The least 1 - h of all rows, (R, c')."""
     worst: Tensor
     """The largest (sum f u^2)^{1/2} / (1 - h) and 1 / (1 - h) of all rows, (2, R, c')."""
     u: Tensor
@@ -287,16 +397,3 @@ class _Gradient:
         """Add rows with rotated features (p, b) and weighted residuals (R, c, b)."""
         self.by_feature += (weighted.flatten(0, 1) @ u.mT).unflatten(0, weighted.shape[:2])
         self.total += weighted.sum(-1)
-
-
-def gather_moments(function: str, stream: Stream, expansion: Expansion, bias: bool) -> Moments:
-    """The first pass of Note [passes]: n m^2 multiplications, half as many again for sparse features."""
-    moments = None
-    for part in stream.blocks(function, expansion.size, "normal equations"):
-        Z = expansion.features(expansion.columns(part.X))
-        if moments is None:
-            moments = Moments(Z, len(Z), part.Y.shape[1], part.X.dtype, centre=bias)
-        moments.seen.note(part)
-        moments.add(Z, part.Y.double(), part.weight.double())
-    assert moments is not None
-    return moments

@@ -15,37 +15,26 @@ import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition
-from torchloo.streaming.collective import require_own
-from torchloo.streaming.machines import Machines
-from torchloo.streaming.moments import add_symmetric
-from torchloo.streaming.refit import Lost, refit
-from torchloo.streaming.seen import checksum
-from torchloo.streaming.sink import Sink
-from torchloo.streaming.stream import Block
-from torchloo.sums import REFIT_BELOW
+from torchloo.primal.block import Block
+from torchloo.primal.machines import Machines
+from torchloo.primal.moments import add_symmetric
+from torchloo.primal.refit import Lost, Refitted, refit
+from torchloo.primal.seen import checksum
+from torchloo.primal.sink import Sink
 
 if TYPE_CHECKING:
-    from torchloo.streaming.solved import StreamFit
+    from torchloo.primal.solved import StreamFit
 
 __all__ = ["leave_out_sets"]
 
 
-def leave_out_sets(solved: "StreamFit", machines: Machines, clusters: object, sink: Sink) -> Tensor:
-    """Write the held-out rows of all clusters, which are looked at before any pass; their labels (n,)."""
-    partition = solved.others.together(lambda: _partition(solved, clusters))
-    require_own(solved.function, solved.others, partition)
+def leave_out_sets(
+    solved: "StreamFit", machines: Machines, partition: Partition, sink: Sink
+) -> list[Refitted]:
+    """Write the held-out rows of all clusters."""
     visit = _Visit(solved, solved.refined(machines), sink)
     solved.others.together(lambda: _visits(visit, partition))
-    refit(solved, machines, sink, visit.lost)
-    assert partition.labels is not None
-    return partition.labels
-
-
-def _partition(solved: "StreamFit", clusters: object) -> Partition:
-    n = solved.stream.n
-    assert n is not None
-    alone = solved.others.count == 1
-    return Partition.of(solved.function, clusters, n, torch.device("cpu"), alone)
+    return refit(solved, machines, sink, visit.lost)
 
 
 def _visits(visit: "_Visit", partition: Partition) -> None:
@@ -62,7 +51,8 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
             for rows in sets:
                 visit.large(rows)
                 bar.update(len(rows))
-    visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
+    if not stream.lasting:
+        visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
 
 
 class _Visit:
@@ -93,7 +83,7 @@ class _Visit:
         """Cholesky factors of M or N (g, k, k); sets (g, s) that are lost are noted, and get the identity."""
         L, info = torch.linalg.cholesky_ex(matrix)
         pivot = L.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-        lost = (info != 0) | ~(pivot > REFIT_BELOW)
+        lost = (info != 0) | ~(pivot > self.machines.least[r, j])
         if bool(lost.any()):
             rows = [sets[k] for k in lost.nonzero()[:, 0].tolist()]
             self.lost.setdefault((r, j), []).extend((rows_of, small) for rows_of in rows)
@@ -104,7 +94,8 @@ class _Visit:
     def _write(self, part: Block, residuals: Tensor, variance: Tensor, rows: Tensor) -> None:
         """Held-out residuals (R, c, b) and variances (R, c', b) of rows (b,), each of them once."""
         self.sink.write(part, residuals, variance, rows)
-        self.read += checksum(part, rows)
+        if not self.solved.stream.lasting:
+            self.read += checksum(part, rows)
 
     def small(self, sets: Tensor) -> None:
         """Sets (g, s) of no more rows than features."""

@@ -35,7 +35,6 @@ from torchloo.factors import lower_factor, triangle
 from torchloo.guards import Guard, values_visible
 
 __all__ = [
-    "REFIT_BELOW",
     "is_lost",
     "leave_out_large",
     "leave_out_lost",
@@ -44,10 +43,6 @@ __all__ = [
     "sum_of_others",
     "whitened",
 ]
-
-# Below this 1 - h the form has lost too many of the 16 digits, even for a well conditioned C, and the rows
-# are refitted.
-REFIT_BELOW = 1e-4
 
 # How many numbers the sets that are refitted together may take at once.
 _CHUNK = 1 << 23

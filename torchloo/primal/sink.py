@@ -9,10 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchloo.held_out import HeldOut
-from torchloo.streaming.collective import Alone
-from torchloo.streaming.files import Field, mapped_files
-from torchloo.streaming.stream import Block
+from torchloo.primal.block import Block
+from torchloo.primal.collective import Alone
+from torchloo.primal.files import Field, mapped_files
 
 __all__ = ["Sink", "require_folders"]
 
@@ -112,15 +111,10 @@ class Sink:
         self.variance[r, rows, j] = variance[:, 0].to(to, dtype)
         self.refitted[r, rows] = True
 
-    def held_out(self, labels: Tensor | None, flat: bool, path: bool) -> HeldOut:
-        """What was written, without the output axis where `flat`, and the axis R only for a path."""
-        R, n, _ = self.outputs.shape
-        targets, variance = self.targets.expand_as(self.outputs), self.variance.expand_as(self.outputs)
-        fields = (self.outputs, self.residuals, targets, variance)
-        outputs, residuals, targets, variance = (t[..., 0] if flat else t for t in fields)
-        held_out = (outputs, residuals, targets, self.weight.expand(R, n), variance, self.refitted)
-        outputs, residuals, targets, weight, variance, refitted = (t if path else t[0] for t in held_out)
-        return HeldOut(outputs, residuals, targets, weight, labels, variance, refitted)
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Residuals (R, n, c), variance (R, n, c'), refitted (R, n), targets (n, c), weight (n,), outputs."""
+        return self.residuals, self.variance, self.refitted, self.targets, self.weight, self.outputs
 
     def __enter__(self) -> Self:
         return self

@@ -15,10 +15,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchloo.streaming.collective import Alone
-from torchloo.streaming.seen import Seen
+from torchloo.primal.collective import Alone
+from torchloo.primal.seen import Seen
 
-__all__ = ["LowerInverse", "Moments", "add_symmetric", "times_lower"]
+__all__ = ["LowerInverse", "Moments", "add_symmetric", "add_weighted", "times_lower"]
 
 # Features in one panel: wide enough for full speed, narrow enough to leave out most of the triangle
 # that is not needed (scripts/bench/scale.py measures what is saved).
@@ -41,6 +41,13 @@ def add_symmetric(S: Tensor, V: Tensor) -> None:
     """
     for start, stop in _panels(len(V)):
         S[start:stop, :stop].addmm_(V[start:stop], V[:stop].mT)
+
+
+def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:
+    """The same with V diag(weight) V^T, for weights (b,) of any sign."""
+    weighted = V * weight
+    for start, stop in _panels(len(V)):
+        S[start:stop, :stop].addmm_(weighted[start:stop], V[:stop].mT)
 
 
 def times_lower(T: Tensor, V: Tensor) -> Tensor:
@@ -100,6 +107,7 @@ class Moments:
         self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
         self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
         self.squares = like.new_zeros(c)
+        self.longest = like.new_zeros(())
         self.seen = Seen()
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
@@ -141,6 +149,13 @@ class Moments:
     def spread(self) -> Tensor:
         """Root mean square of the targets about their mean, (c,)."""
         return (self.squares / self.weight).sqrt()
+
+    @property
+    def shift(self) -> Tensor:
+        """How many times their spread, at most, features may be away from the origin; at least 1."""
+        spread = (self.S.diagonal() / self.weight).sqrt()
+        apart = self.mean_z[:, 0].abs() / spread
+        return torch.where(spread > 0, apart, 0.0).max() + 1
 
     def symmetric(self) -> Tensor:
         """S with both triangles, (p, p)."""

@@ -1,0 +1,486 @@
+"""Held-out rows of the primal form as one differentiable function, whose backward goes over blocks too.
+
+Note [blockwise backward]
+Note [primal backward], in the coordinates of Note [rotated features]: rows u, extended by a 1 for the bias,
+with f extended by 1/w, and coefficients q by the offset. C^{-1} x is f u there. A cotangent rbar of the
+held-out residuals and vbar of the variances reg diag(P_LL^{-1}) become, for a set L with a_L = P_LL r_L,
+
+    abar = P_LL^{-1} rbar,    D = -(abar r^T + r abar^T) / 2 - P_LL^{-1} diag(reg vbar) P_LL^{-1}.
+
+With N = Omega U f, one pass over the rows gathers Q = sum N^T D N and t = sum U^T Omega abar; then v = -f t.
+The next pass gives, with s = abar + U v,
+
+    ubar = -2 Omega (D N - U Q) + a v^T - Omega s q^T,    Ybar = Omega s,
+    zetabar = diag(D) - 2 rowsum(U * D N) + rowsum(U * U Q) + rowsum(s * e),
+
+which goes on through A and the kernel, evaluated once more with a graph, to the inputs and to whatever else
+the features depend on. The penalty is reg K_zz on the columns k themselves, so that no factor is
+differentiated: with F = A^T L^{-1} its cotangent is F^T (Q - (v q^T + q v^T) / 2) F. For a row alone, D is a
+number.
+
+Of a set that was refitted, P_LL^{-1} is known, and so is H = C_L^{-1} X_L^T. With E = (rbar a^T + a rbar^T) / 2
++ diag(reg vbar), what it adds itself is -H E H^T to Q, 2 E H^T to ubar and -diag(E) / zeta^2 to zetabar; no
+1 - h appears. The Q of the others acts on it as on all rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from torchloo.clusters import Partition
+from torchloo.held_out import HeldOut
+from torchloo.primal.block import Block
+from torchloo.primal.moments import add_weighted
+
+if TYPE_CHECKING:
+    from torchloo.primal.machines import Machines
+    from torchloo.primal.refit import Refitted
+    from torchloo.primal.solved import StreamFit
+
+__all__ = ["Graph", "HeldOutRows", "assemble_rows"]
+
+
+class Graph(NamedTuple):
+    """Rows in memory as tensors of a graph; None where there are none."""
+
+    X: Tensor | None = None
+    """Inputs of the expansion, (n, d)."""
+    Y: Tensor | None = None
+    """Targets, (n, c)."""
+    weight: Tensor | None = None
+    """Weights, (n,)."""
+
+
+def assemble_rows(
+    fields: Sequence[Any], graph: Graph, labels: Tensor | None, flat: bool, path: bool
+) -> HeldOut:
+    """A HeldOut from the fields of a Sink, of which outputs may be None; its axis R is kept only for a path."""
+    residuals, variance, refitted, targets, weight, outputs = fields
+    targets, weight = (b if a is None else a for a, b in ((graph.Y, targets), (graph.weight, weight)))
+    if not path:
+        residuals, variance, refitted = residuals[0], variance[0], refitted[0]
+        outputs = None if outputs is None else outputs[0]
+    outputs = targets - residuals if outputs is None else outputs
+    shaped = (outputs, residuals, targets.expand_as(residuals), variance.expand_as(residuals))
+    outputs, residuals, targets, variance = (t[..., 0] if flat else t for t in shaped)
+    weight = weight.expand(refitted.shape)
+    return HeldOut(outputs, residuals, targets, weight, labels, variance, refitted)
+
+
+class HeldOutRows(Function):
+    """(regs, X, Y, weight, tensors) -> residuals (R, n, c), variances (R, n, c'), and other fields of a Sink.
+
+    Derivatives of order one; see Note [blockwise backward].
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        solved: "StreamFit",
+        machines: "Machines",
+        partition: Partition | None,
+        regs: Tensor,
+        X: Tensor | None,
+        Y: Tensor | None,
+        weight: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        sink, refitted = solved.run(machines, partition)
+        ctx.given = (solved, machines, partition, refitted)
+        residuals, variance, flags, targets, zeta, _ = sink.fields
+        ctx.mark_non_differentiable(flags, targets, zeta)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(residuals, variance, targets, regs, X, Y, weight, *tensors)
+        return residuals, variance, flags, targets, zeta, None
+
+    @staticmethod
+    def backward(  # noqa: D102
+        ctx: Any, rbar: Tensor | None, vbar: Tensor | None, *_: Any
+    ) -> tuple[Any, ...]:
+        residuals, variance, targets, *inputs = ctx.saved_tensors
+        _, X, _, _, *tensors = inputs
+        needs = ctx.needs_input_grad[3:]
+        solved, machines, partition, refitted = ctx.given
+        if torch.is_grad_enabled():
+            return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
+        rbar = torch.zeros_like(residuals) if rbar is None else rbar
+        work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar))
+        work.gather()
+        sent = _Sent(work, X if needs[1] else None, targets, needs[4:], tensors)
+        if any(needs[1:]):
+            work.send(sent)
+        bars = [work.regbar, sent.X, sent.Y, sent.weight, *sent.collected()]
+        return None, None, None, *(bar if need else None for bar, need in zip(bars, needs, strict=True))
+
+
+def _by_autograd(
+    solved: "StreamFit",
+    partition: Partition | None,
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    rbar: Tensor | None,
+    vbar: Tensor | None,
+) -> list[Tensor | None]:
+    """The same cotangents by differentiable operations on all rows at once, for derivatives of higher order."""
+    regs, X, Y, weight, *tensors = inputs
+    if X is None or Y is None or weight is None:
+        raise RuntimeError(
+            f"{solved.function}: held-out rows of a stream have derivatives of order one only; give the rows as "
+            "tensors for more"
+        )
+    assert regs is not None
+    residuals, variance = solved.whole(partition, regs, X, Y, weight, [t for t in tensors if t is not None])
+    outputs = [(a, b) for a, b in ((residuals, rbar), (variance, vbar)) if b is not None]
+    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+    grads = iter(
+        torch.autograd.grad(
+            [a for a, _ in outputs], wanted, [b for _, b in outputs], create_graph=True, allow_unused=True
+        )
+    )
+    return [next(grads) if need else None for need in needs]
+
+
+class _Visit(NamedTuple):
+    """Rows on their way back, (..., b) all."""
+
+    rows: slice | Tensor
+    """Numbers of the rows."""
+    part: Block
+    U: Tensor
+    """Rotated features, and ones for the bias, (p', b)."""
+    zeta: Tensor
+    """Weights, (b,)."""
+    a: Tensor
+    """a = P Y, (R, c, b)."""
+    abar: Tensor
+    """Its cotangent, (R, c, b)."""
+    diagonal: Tensor
+    """The diagonal of D, added up over the machines, (b,)."""
+    DN: Tensor
+    """D N, added up over the machines, (p', b)."""
+
+
+class _Refit:
+    """What a refitted set adds: -H E H^T to Q; Note [blockwise backward].
+
+    Attributes:
+        H, EH: (p', s) and (s, p'), in rotated coordinates.
+        a, abar: (s, c).
+        diagonal: of E, (s,).
+        start: number of the first of its rows among all that were refitted, by all processes.
+    """
+
+    def __init__(self, work: "_Backward", one: "Refitted") -> None:
+        machines, p = work.machines, len(work.machines.rotation)
+        self.r, self.j, self.rows = one.r, one.j, one.rows
+        self.outputs = slice(None) if machines.regs.shape[1] == 1 else slice(one.j, one.j + 1)
+        self.H = machines.turned(one.spread)
+        U = torch.cat([machines.rotation @ one.X[:p], one.X[p:]])
+        e = one.Y - U.mT @ work.q[one.r, self.outputs].mT  # (s, c)
+        a = one.zeta.unsqueeze(-1) * e
+        _, rbar, _, g = work.cotangents(one.rows)
+        rb, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
+        self.abar = rb / one.zeta.unsqueeze(-1) + one.X.mT @ (one.spread @ rb)
+        self.EH = (rb @ (a.mT @ self.H.mT) + a @ (rb.mT @ self.H.mT)) / 2 + g.unsqueeze(-1) * self.H.mT
+        self.diagonal = (rb * a).sum(-1) + g
+        self.a, self.start = a, 0  # where it stands among all refitted rows is known later
+
+
+class _Backward:
+    """The passes of Note [blockwise backward]."""
+
+    def __init__(
+        self,
+        solved: "StreamFit",
+        machines: "Machines",
+        partition: Partition | None,
+        refitted: list["Refitted"],
+        fields: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    ) -> None:
+        self.solved, self.machines, self.partition = solved, machines, partition
+        self.others = solved.others.backward()
+        self.residuals, self.variance, self.rbar, self.vbar = fields
+        self.f, self.q, regs = machines.f, machines.q, machines.regs
+        if solved.moments.centre:
+            self.f = torch.cat([self.f, solved.per_weight.expand_as(self.f[..., :1])], -1)
+            self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
+        R, own = regs.shape
+        every = slice(None)
+        self.each = [(r, j, every if own == 1 else slice(j, j + 1)) for r in range(R) for j in range(own)]
+        size = self.f.shape[-1]
+        self.Q = self.f.new_zeros(R, own, size, size)
+        self.t, self.v = torch.zeros_like(self.q), torch.zeros_like(self.q)
+        self.regbar = torch.zeros_like(regs)
+        self.refits = [_Refit(self, one) for one in refitted]
+        self.lost = torch.zeros_like(self.variance, dtype=torch.bool)  # (R, n, c')
+        for one in self.refits:
+            self.lost[one.r, one.rows.to(self.lost.device), one.j] = True
+
+    def cotangents(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """r, rbar (R, c, b), diag(P_LL^{-1}) and reg vbar (R, c', b), in float64, of some rows."""
+        regs = self.machines.regs.unsqueeze(-1)
+        rows = rows.to(self.residuals.device) if isinstance(rows, Tensor) else rows
+        r, rbar, variance = (t[:, rows].mT.to(regs) for t in (self.residuals, self.rbar, self.variance))
+        inverse = variance / regs
+        g = torch.zeros_like(inverse) if self.vbar is None else self.vbar[:, rows].mT.to(regs) * regs
+        return r, rbar, inverse, g
+
+    def gather(self) -> None:
+        """The first of the two passes, and what follows from its sums."""
+        self.others.together(self._own_sums)
+        self._penalty()
+        self.Q, self.t = self.others.sums(self.Q, self.t)
+        self.v, self.total = -self.f * self.t, self.Q.sum((0, 1))
+        everyone = self.others.gather([(one.H.cpu(), one.EH.cpu()) for one in self.refits])
+        flat = [(H.to(self.f), EH.to(self.f)) for pairs in everyone for H, EH in pairs]
+        start = sum(H.shape[1] for pairs in everyone[: self.others.rank] for H, _ in pairs)
+        for one in self.refits:
+            one.start, start = start, start + len(one.rows)
+        self.H = torch.cat([H for H, _ in flat], 1) if flat else None
+        self.EH = torch.cat([EH for _, EH in flat]) if flat else None
+
+    def _own_sums(self) -> None:
+        for visit in self.visits("gradient: sums", gather=True):
+            weighted = (visit.zeta * visit.abar).flatten(0, 1)
+            self.t += (weighted @ visit.U.mT).unflatten(0, self.t.shape[:2])
+        if self.partition is None:
+            self.Q = self.Q.tril() + self.Q.tril(-1).mT
+            self.Q *= self.f.unsqueeze(-1) * self.f.unsqueeze(-2)
+
+    def _penalty(self) -> None:
+        """Cotangents of regs and of the penalty (p, p) without reg: the share of this process."""
+        rotation = self.machines.rotation
+        gram, p = rotation @ rotation.mT, len(rotation)
+        self.penalty = torch.zeros_like(rotation)
+        v = -self.f * self.t
+        for r, j, outputs in self.each:
+            outer = v[r, outputs, :p].mT @ self.q[r, outputs, :p]
+            M = self.Q[r, j, :p, :p] - (outer + outer.mT) / 2
+            for one in self.refits:
+                if (one.r, one.j) == (r, j):
+                    M = M - one.H[:p] @ one.EH[:, :p]
+            self.regbar[r, j] += (gram * M).sum()
+            self.penalty += self.machines.regs[r, j] * M
+
+    def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
+        """All rows; Q and regbar are added to where it is these that are gathered."""
+        if self.partition is None:
+            for part in self.solved.blocks(what):
+                yield self._single(part, gather)
+            return
+        small, large = self.partition.split(self.f.shape[-1])
+        size = self.solved.size
+        for sets in small.groups:
+            for some in sets.split(max(1, size // sets.shape[1])):
+                yield self._small(some, gather)
+        for sets in large.groups:
+            for rows in sets:
+                yield self._large(rows, gather)
+
+    def _rotated(self, X: Tensor) -> Tensor:
+        U = self.machines.rotated(X)
+        return torch.cat([U, torch.ones_like(U[:1])]) if self.solved.moments.centre else U
+
+    def _flags(self, rows: slice | Tensor) -> Tensor | None:
+        """Whether rows were refitted, (R, c', b), if any were."""
+        if not self.refits:
+            return None
+        rows = rows.to(self.lost.device) if isinstance(rows, Tensor) else rows
+        return self.lost[:, rows].mT.to(self.f.device)
+
+    def _single(self, part: Block, gather: bool) -> _Visit:
+        """Rows that are left out alone."""
+        U, zeta = self._rotated(part.X), part.weight.double()
+        r, rbar, inverse, g = self.cotangents(part.rows)
+        product = rbar * r
+        E = (product if inverse.shape[1] == r.shape[1] else product.sum(1, keepdim=True)) / inverse + g
+        D = -inverse.square() * E  # (R, c', b)
+        if (flags := self._flags(part.rows)) is not None:
+            D = D.masked_fill(flags, 0.0)
+        abar = rbar * inverse
+        weighted = zeta * D
+        if gather:
+            self.regbar += (g * inverse).sum(-1) / self.machines.regs
+            for k, j, _ in self.each:
+                add_weighted(self.Q[k, j], U, zeta * weighted[k, j])
+        DN = U * (self.f.flatten(0, 1).mT @ weighted.flatten(0, 1))
+        return _Visit(part.rows, part, U, zeta, r / inverse, abar, D.sum((0, 1)), DN)
+
+    def _small(self, sets: Tensor, gather: bool) -> _Visit:
+        """Sets (g, s) of no more rows than features."""
+        rows = sets.flatten()
+        part = self.solved.stream.take(self.solved.function, rows)
+        U, zeta = self._rotated(part.X), part.weight.double()
+        r, rbar, inverse, g = self.cotangents(rows)
+        flags = self._flags(rows)
+        root = zeta.sqrt().reshape(*sets.shape, 1)
+        X = U.mT.reshape(*sets.shape, -1)  # (g, s, p')
+        V = X * root
+        unit = torch.eye(sets.shape[1], dtype=V.dtype, device=V.device)
+        abar, a = torch.empty_like(r), torch.empty_like(r)
+        diagonal, DN = torch.zeros_like(zeta), torch.zeros_like(X)
+        for k, j, outputs in self.each:
+            N = V * root * self.f[k, j]  # (g, s, p')
+            M = unit - (V * self.f[k, j]) @ V.mT
+            if flags is not None:  # a harmless block in place of one that was refitted
+                lost = flags[k, j].reshape(sets.shape)[:, :1, None]
+                M = torch.where(lost, unit, M)
+            W = torch.cholesky_inverse(torch.linalg.cholesky(M)) / root / root.mT
+            r_L, rbar_L = (t[k, outputs].unflatten(-1, sets.shape).permute(1, 2, 0) for t in (r, rbar))
+            g_L = g[k, j].reshape(*sets.shape, 1)
+            abar_L = W @ rbar_L  # (g, s, c)
+            outer = abar_L @ r_L.mT
+            D = -(outer + outer.mT) / 2 - W @ (g_L * W)
+            if flags is not None:
+                D = torch.where(lost, torch.zeros_like(D), D)
+            DN_L = D @ N
+            DN += DN_L
+            diagonal += D.diagonal(dim1=-2, dim2=-1).flatten()
+            abar[k, outputs] = abar_L.permute(2, 0, 1).flatten(1)
+            a[k, outputs] = ((M * root * root.mT) @ r_L).permute(2, 0, 1).flatten(1)
+            if gather:
+                self.Q[k, j] += (N.mT @ DN_L).sum(0)
+                self.regbar[k, j] += (g[k, j] * inverse[k, j]).sum() / self.machines.regs[k, j]
+        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal, DN.reshape(-1, len(U)).mT))
+
+    def _large(self, rows: Tensor, gather: bool) -> _Visit:
+        """One set (s,) of more rows than features, by the other side of its block."""
+        part = self.solved.stream.take(self.solved.function, rows)
+        U, zeta = self._rotated(part.X), part.weight.double()
+        r, rbar, inverse, g = self.cotangents(rows)
+        flags = self._flags(rows)
+        gram = (U * zeta) @ U.mT
+        unit = torch.eye(len(U), dtype=U.dtype, device=U.device)
+        abar, a = torch.empty_like(r), torch.empty_like(r)
+        diagonal, DN = torch.zeros_like(zeta), torch.zeros_like(U)
+        for k, j, outputs in self.each:
+            root = self.f[k, j].sqrt()
+            if flags is not None and bool(flags[k, j, 0]):  # refitted: nothing but what _with_refits puts
+                a[k, outputs], abar[k, outputs] = 0.0, 0.0
+                continue
+            L = torch.linalg.cholesky(unit - root.unsqueeze(-1) * gram * root)
+            B = root.unsqueeze(-1) * torch.cholesky_inverse(L) * root  # C_L^{-1}
+            BU = B @ U  # (p', s), P_LL^{-1} N
+            N = zeta * U * self.f[k, j].unsqueeze(-1)  # (p', s)
+            r_L, rbar_L, g_L = r[k, outputs], rbar[k, outputs], g[k, j]
+            abar_L = rbar_L / zeta + (rbar_L @ U.mT) @ BU  # (c, s)
+            spread = g_L * BU
+            outer = (N @ r_L.mT) @ abar_L + (N @ abar_L.mT) @ r_L
+            DN_L = -outer / 2 - spread / zeta - (spread @ U.mT) @ BU
+            norms = (U * BU).sum(0)
+            quadratic = ((U * g_L) @ U.mT @ BU * BU).sum(0)
+            own = (1 / zeta.square() + 2 * norms / zeta) * g_L
+            diagonal -= (abar_L * r_L).sum(0) + own + quadratic
+            DN += DN_L
+            abar[k, outputs] = abar_L
+            # a = P r, with P_LL = Omega - N^T (U Omega)
+            a[k, outputs] = zeta * r_L - (r_L @ N.mT) @ (U * zeta)
+            if gather:
+                self.Q[k, j] += DN_L @ N.mT
+                self.regbar[k, j] += (g_L * inverse[k, j]).sum() / self.machines.regs[k, j]
+        if gather and flags is not None:
+            for k, j, _ in self.each:
+                if bool(flags[k, j, 0]):
+                    self.regbar[k, j] += (g[k, j] * inverse[k, j]).sum() / self.machines.regs[k, j]
+        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal, DN))
+
+    def _with_refits(self, visit: _Visit) -> _Visit:
+        """A visit with the dual values of refitted sets among its rows, and their cotangents, put in place."""
+        for one, at in self._refits_among(visit):
+            visit.abar[one.r, one.outputs][..., at] = one.abar.mT
+            visit.a[one.r, one.outputs][..., at] = one.a.mT
+        return visit
+
+    def _refits_among(self, visit: _Visit) -> Iterator[tuple[_Refit, Tensor]]:
+        """Refitted sets that a visit comes to, and where their rows are in it."""
+        if not self.refits:
+            return
+        if isinstance(visit.rows, slice):
+            start, stop = visit.rows.start, visit.rows.stop
+            for one in self.refits:
+                if start <= int(one.rows[0]) < stop:
+                    yield one, (one.rows - start).to(visit.U.device)
+            return
+        place = {row: k for k, row in enumerate(visit.rows.tolist())}
+        for one in self.refits:
+            if int(one.rows[0]) in place:
+                at = [place[row] for row in one.rows.tolist()]
+                yield one, torch.tensor(at, device=visit.U.device)
+
+    def send(self, sent: "_Sent") -> None:
+        """The second pass."""
+        v, q = self.v.flatten(0, 1), self.q.flatten(0, 1)
+        for visit in self.visits("gradient", gather=False):
+            U, zeta = visit.U, visit.zeta
+            s = visit.abar + (v @ U).unflatten(0, self.v.shape[:2])  # (R, c, b)
+            weighted = zeta * s
+            UQ = self.total @ U
+            among = list(self._refits_among(visit))
+            if self.H is not None and self.EH is not None:
+                effect = self.EH @ U
+                for one, at in among:  # a set does not act on itself in this way
+                    effect[one.start : one.start + len(at), at] = 0.0
+                UQ -= self.H @ effect
+            ubar = 2 * zeta * (UQ - visit.DN)
+            ubar.addmm_(v.mT, visit.a.flatten(0, 1)).addmm_(q.mT, weighted.flatten(0, 1), alpha=-1)
+            zetabar = visit.diagonal + (U * (UQ - 2 * visit.DN)).sum(0) + (s * visit.a).sum((0, 1)) / zeta
+            for one, at in among:
+                ubar[:, at] += 2 * one.EH.mT
+                zetabar[at] -= one.diagonal / zeta[at].square()
+            sent.add(visit, ubar, weighted.sum(0).mT, zetabar)
+
+
+class _Sent:
+    """Where the cotangents of the second pass go: rows in memory, and what the features depend on."""
+
+    def __init__(
+        self, work: _Backward, X: Tensor | None, Y: Tensor, needs: Sequence[bool], tensors: Sequence[Tensor]
+    ) -> None:
+        machines = work.machines
+        self.expansion = machines.expansion
+        self.back = (machines.rotation if machines.folded is None else machines.folded).mT
+        self.penalty = self.back @ work.penalty @ self.back.mT
+        self.X = None if X is None else torch.zeros_like(X)
+        self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0])
+        self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        self.wanted = [t for t in self.tensors if t.requires_grad]
+        self.found: list[Tensor | None] = [None for _ in self.wanted]
+
+    def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor, zetabar: Tensor) -> None:
+        """Cotangents (p', b), (b, c) and (b,) of the rows of a visit."""
+        rows = visit.rows.to(self.Y.device) if isinstance(visit.rows, Tensor) else visit.rows
+        self.Y[rows] = Ybar.to(self.Y)
+        self.weight[rows] = zetabar.to(self.weight)
+        if self.X is None and not self.wanted:
+            return
+        columns = self.back @ ubar[: len(self.back)]  # (p, b)
+        if self.expansion.kept is not None:
+            columns = columns * self.expansion.kept.unsqueeze(-1)
+        with torch.enable_grad():
+            x = visit.part.X.detach().requires_grad_(self.X is not None)
+            k = self.expansion.evaluate(x, self.tensors)
+            inputs = [x, *self.wanted] if self.X is not None else self.wanted
+            grads = torch.autograd.grad(k, inputs, columns.to(k.dtype), allow_unused=True)
+        if self.X is not None:
+            self.X[rows] = grads[0]
+            grads = grads[1:]
+        self._keep(grads)
+
+    def _keep(self, grads: Sequence[Tensor | None]) -> None:
+        pairs = zip(self.found, grads, strict=True)
+        self.found = [b if a is None else a if b is None else a + b for a, b in pairs]
+
+    def collected(self) -> list[Tensor | None]:
+        """Cotangents of the tensors, once all rows were added."""
+        if self.expansion.gram is not None and self.wanted:
+            with torch.enable_grad():
+                Kzz = self.expansion.gram(self.tensors)
+                bar = self.penalty
+                if self.expansion.kept is not None:
+                    bar = bar * self.expansion.kept * self.expansion.kept.unsqueeze(-1)
+                self._keep(torch.autograd.grad(Kzz, self.wanted, bar.to(Kzz.dtype), allow_unused=True))
+        found = iter(self.found)
+        return [next(found) if t.requires_grad else None for t in self.tensors]

@@ -1,0 +1,94 @@
+"""Blocks of rows, and rows in memory as a source of them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from tqdm import tqdm
+
+__all__ = ["Block", "Memory", "Rows"]
+
+
+class Block(NamedTuple):
+    """Rows, looked at and found good."""
+
+    start: int
+    """Number of the first row, where they are consecutive."""
+    X: Tensor
+    """Inputs, (b, d)."""
+    Y: Tensor
+    """Targets, (b, c)."""
+    weight: Tensor
+    """Row weights, (b,); ones where none were given."""
+
+    @property
+    def rows(self) -> slice:
+        """Where consecutive rows stand among all."""
+        return slice(self.start, self.start + len(self.X))
+
+
+class Rows(Protocol):
+    """Where rows come from: `Memory`, or a Stream."""
+
+    block: int | None
+    """Rows in a block; None leaves the choice to the machine."""
+
+    @property
+    def n(self) -> int | None:
+        """Number of rows, where it is known."""
+        ...
+
+    @property
+    def flat(self) -> bool:
+        """Whether the targets came without an output axis."""
+        ...
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the rows are sure to be the same in every pass."""
+        ...
+
+    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
+        """All rows, `size` at a time, in a pass for some purpose."""
+        ...
+
+    def take(self, function: str, index: Tensor) -> Block:
+        """The rows of an index (b,), in its order."""
+        ...
+
+    def spool(self, function: str, parts: Iterator[Block]) -> None:
+        """Make sure that `take` can reach every row."""
+        ...
+
+    def bar(self, what: str) -> "tqdm[Any]":
+        """A progress bar of all rows."""
+        ...
+
+
+class Memory:
+    """Rows that are in memory, looked at already."""
+
+    block: int | None = None
+    lasting = True
+
+    def __init__(self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool) -> None:
+        self.X, self.Y, self.weight, self.flat = X, Y, weight, flat
+        self.n: int | None = len(X)
+
+    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
+        """All rows, `size` at a time."""
+        for start in range(0, len(self.X), size):
+            rows = slice(start, start + size)
+            yield Block(start, self.X[rows], self.Y[rows], self.weight[rows])
+
+    def take(self, function: str, index: Tensor) -> Block:
+        """The rows of an index (b,), in its order."""
+        index = index.to(self.X.device)
+        return Block(0, self.X[index], self.Y[index], self.weight[index])
+
+    def spool(self, function: str, parts: Iterator[Block]) -> None:
+        """Nothing is to be done."""
+
+    def bar(self, what: str) -> "tqdm[Any]":
+        """None that is shown."""
+        return tqdm(disable=True)

@@ -1,0 +1,270 @@
+"""Solved machines of one stream: features rotated so that every normal matrix is diagonal.
+
+Note [rotated features]
+With the moments of Note [moments] and A such that A^T (S + reg I) A is diagonal, diag(1/f), a row of
+centred features z becomes u = A^T z, the coefficients q = A^{-1} p = f * A^T T, and
+
+    z^T p = u^T q,    z^T (S + reg I)^{-1} z = sum_k f_k u_k^2.
+
+For one regularisation A is the inverse transposed Cholesky factor and f = 1; for many of them, A holds
+the eigenvectors of S and f_k = 1 / (w_k + reg). All leverages and outputs of a block are then two thin
+products with u, and u is the only large one.
+
+Note [folding]
+The features of a sparse machine are z = L^{-1} k for a kernel column k, so u = (A^T L^{-1}) k - A^T mean:
+one product in place of two. With F = A^T L^{-1}, rounding changes u_j by eps |F_j| |k|: much, where the
+basis is nearly dependent. A block goes the long way if that could change a leverage, or an output
+measured by the spread of the targets, by more than `_FOLD`; rows with a large leverage, whose residual is
+divided by a small 1 - h, always do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchloo.blocks import NOT_DEFINITE
+from torchloo.factors import ILL_CONDITIONED, condition, lower_factor, trusted
+from torchloo.guards import Guard
+from torchloo.primal.block import Block
+from torchloo.primal.moments import LowerInverse, Moments, times_lower
+
+__all__ = ["Expansion", "Machines", "one_machine", "path_machines", "transposed"]
+
+_FOLD = 1e-11
+
+# Up to this condition, coefficients need no step of refinement.
+_SETTLED = 1e3
+
+# Above this condition, eigenvalues of S are known too badly for the smallest regularisation of a path.
+_ILL_CONDITIONED_PATH = 1e8
+
+
+def transposed(X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Columns of rows that are features already."""
+    return X.mT
+
+
+class Expansion:
+    """How features come from inputs: z = L^{-1} k(x), or k(x) itself.
+
+    Args:
+        evaluate: columns k (p, b) of inputs (b, d) and the tensors, differentiable in both.
+        count: p, or 0 where it is not known before rows are.
+        tensors: what k depends on beside the inputs.
+        gram: K_zz (p, p) from the tensors, differentiable, where there is a factor.
+        factor: L (p, p), lower triangular, of K_zz over the entries in use; or None.
+        support: what k is evaluated at, (p, d), or None.
+        kept: boolean (p,), which entries of k are in use, or None for all.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[Tensor, Sequence[Tensor]], Tensor],
+        count: int,
+        tensors: Sequence[Tensor] = (),
+        gram: Callable[[Sequence[Tensor]], Tensor] | None = None,
+        factor: Tensor | None = None,
+        support: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> None:
+        self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
+        self.factor, self.support, self.kept = factor, support, kept
+        self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
+        self._mask = None if kept is None else kept.double().unsqueeze(-1)
+        self._inverse = None if factor is None else LowerInverse(factor)
+
+    @property
+    def size(self) -> int:
+        """Rows in a block, unless the stream says otherwise: 16 MB of features, or a few thousand rows."""
+        return 2048 if self.factor is None else 256 * max(1, (1 << 13) // len(self.factor))
+
+    @torch.no_grad()
+    def columns(self, X: Tensor) -> Tensor:
+        """k (p, b) of inputs (b, d) in float64, which the caller may overwrite."""
+        k = self.evaluate(X.detach(), self._held)
+        if self.factor is None:
+            return k.to(torch.float64, copy=True)
+        return k.double() if self._mask is None else k.double() * self._mask
+
+    def whole(self, X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Z (n, p) of all rows, differentiable, in float64."""
+        k = self.evaluate(X, tensors).double()
+        if self.gram is None:
+            return k.mT
+        Kzz = self.gram(tensors).double()
+        if self._mask is not None:
+            k = k * self._mask
+            Kzz = Kzz * self._mask * self._mask.mT + torch.diag_embed(1 - self._mask[:, 0])
+        return torch.linalg.solve_triangular(torch.linalg.cholesky(Kzz), k, upper=False).mT
+
+    def features(self, columns: Tensor) -> Tensor:
+        """Z (p, b) of columns (p, b), which the caller may overwrite."""
+        return columns if self._inverse is None else self._inverse(columns)
+
+
+@dataclass
+class Machines:
+    """R machines that differ in their regularisation; see Note [rotated features]."""
+
+    expansion: Expansion
+    mean: Tensor
+    """Centre of the features, (p, 1)."""
+    rotation: Tensor
+    """A^T, (p, p)."""
+    triangular: bool
+    """Whether A^T is lower triangular."""
+    f: Tensor
+    """(R, c', p) with c' = 1, or c where every output has a regularisation of its own."""
+    regs: Tensor
+    """(R, c')."""
+    q: Tensor
+    """Coefficients, (R, c, p)."""
+    offset: Tensor
+    """What is added to every output, (R, c)."""
+    spread: Tensor
+    """Root mean square of the targets about the offset, (c,)."""
+    least: Tensor
+    """Rows and sets whose 1 - h is below this are refitted, (R, c')."""
+    refined: bool
+    """Whether no step of refinement is needed, or it has been made."""
+    folded: Tensor | None = None
+    """F of Note [folding], (p, p), where there is a factor."""
+    fold: bool = False
+    """Whether it may be used."""
+
+    def rotated(self, X: Tensor, fold: bool = True) -> Tensor:
+        """u (p, b) of inputs (b, d), the long way unless `fold`."""
+        columns = self.expansion.columns(X)
+        if fold and self.fold and self.folded is not None:
+            return self._times(self.folded, columns).sub_(self.rotation @ self.mean)
+        return self._times(self.rotation, self.expansion.features(columns).sub_(self.mean))
+
+    def _times(self, matrix: Tensor, V: Tensor) -> Tensor:
+        return times_lower(matrix, V) if self.triangular else matrix @ V
+
+    def outputs(self, u: Tensor, q: Tensor) -> Tensor:
+        """q u, (R, c, b), for coefficients q (R, c, p)."""
+        return (q.flatten(0, 1) @ u).unflatten(0, q.shape[:2])
+
+    def residuals(self, u: Tensor, part: Block) -> Tensor:
+        """Training residuals of a block, (R, c, b)."""
+        R, c = self.offset.shape
+        centred = part.Y.double().mT - self.offset.unsqueeze(-1)  # (R, c, b)
+        return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
+
+    def norms(self, u: Tensor) -> Tensor:
+        """sum_k f_k u_k^2, (R, c', b)."""
+        return (self.f.flatten(0, 1) @ u.square()).unflatten(0, self.f.shape[:2])
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (R, c, p)."""
+        penalty = self.q @ self.rotation @ self.rotation.mT if self.triangular else self.q
+        return self.f * (gradient - self.regs.unsqueeze(-1) * penalty)
+
+    def move(self, step: Tensor, shift: Tensor) -> None:
+        """Add to the coefficients, (R, c, p), and to the offset, (R, c)."""
+        self.q, self.offset, self.refined = self.q + step, self.offset + shift, True
+
+    def coefficients(self) -> Tensor:
+        """p = A q, (R, p, c)."""
+        return self.rotation.mT @ self.q.mT
+
+    def turned(self, spread: Tensor) -> Tensor:
+        """A^{-1} V for V (p', s), whose last row, of the bias, stays as it is where there is one."""
+        p = len(self.rotation)
+        V = spread[:p]
+        if self.triangular:
+            V = torch.linalg.solve_triangular(self.rotation.mT, V, upper=True)
+        else:
+            V = self.rotation @ V
+        return torch.cat([V, spread[p:]])
+
+
+def _folding(
+    expansion: Expansion, rotation: Tensor, f: Tensor, q: Tensor, moments: Moments
+) -> tuple[Any, Any]:
+    """F of Note [folding], and how far rounding of it could change leverages and outputs."""
+    if expansion.factor is None:
+        return None, None
+    folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
+    rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
+    leverage = (rows * f.amax((0, 1)).sqrt()).max()
+    outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
+    rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs) * moments.longest
+    return folded, rounding
+
+
+def one_machine(
+    guard: Guard, expansion: Expansion, moments: Moments, reg: Tensor, triangle: Callable[[], Tensor]
+) -> Machines:
+    """The machine of one regularisation, a 0-dimensional tensor.
+
+    Args:
+        guard: demands on the values.
+        expansion: the features.
+        moments: of all rows.
+        reg: regularisation.
+        triangle: R (p, p) with R^T R = S, from the rows themselves, where S is badly conditioned.
+    """
+    S = moments.symmetric()
+    unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
+    L, info = torch.linalg.cholesky_ex(S + reg * unit)
+    estimate = condition(L)
+    settled = estimate * moments.shift < _SETTLED
+    if guard.asks(estimate < ILL_CONDITIONED):
+        guard.require(info == 0, NOT_DEFINITE)
+        least = trusted(estimate)
+    else:
+        L, least = (
+            lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard),
+            trusted(torch.ones_like(reg)),
+        )
+    rotation = torch.linalg.solve_triangular(L, unit, upper=False)
+    q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
+    f = torch.ones_like(S[None, :1])
+    folded, rounding = _folding(expansion, rotation, f, q, moments)
+    refined, fold = guard.asks(settled), folded is not None and guard.asks(rounding <= _FOLD)
+    return Machines(
+        expansion, moments.mean_z, rotation, True, f, reg.reshape(1, 1), q, moments.mean_y, moments.spread,
+        least.reshape(1, 1), refined, folded, fold,
+    )  # fmt: skip
+
+
+def path_machines(
+    guard: Guard, expansion: Expansion, moments: Moments, regs: Tensor, triangle: Callable[[], Tensor]
+) -> Machines:
+    """The machines of regularisations (R, 1), or (R, c) with one for each output; others as in one_machine."""
+    w, Q = torch.linalg.eigh(moments.symmetric())
+    estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
+    least = trusted(estimate)
+    if not guard.asks(estimate < _ILL_CONDITIONED_PATH):
+        _, values, Qt = torch.linalg.svd(triangle())
+        w, Q, least = values.square(), Qt.mT, trusted(torch.ones_like(regs))
+    w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
+    f = 1 / (w + regs.unsqueeze(-1))  # (R, c', p)
+    q = f * (moments.T.mT @ Q)
+    offset = moments.mean_y.expand(len(regs), -1)
+    rotation = Q.mT.contiguous()
+    folded, rounding = _folding(expansion, rotation, f, q, moments)
+    refined, fold = (
+        guard.asks(estimate * moments.shift < _SETTLED),
+        folded is not None and guard.asks(rounding <= _FOLD),
+    )
+    return Machines(
+        expansion,
+        moments.mean_z,
+        rotation,
+        False,
+        f,
+        regs,
+        q,
+        offset,
+        moments.spread,
+        least,
+        refined,
+        folded,
+        fold,
+    )

@@ -1,0 +1,170 @@
+"""Sets of rows refitted where their closed form would cancel.
+
+Note [refits by triangles]
+Where 1 - h is lost, little is left to learn from without the set L, so that the normal matrix C_L of the other
+rows is badly conditioned. It is never formed. A QR factorisation of the weighted rows [sqrt(zeta) (z, y)] and
+of a root of the penalty leaves a triangle [F d; 0 .], with F^T F = C_L and coefficients F^{-1} d, and squares
+no condition. The triangle of the rows in no set is found block by block, once for all sets; each of these
+adds the rows of the others to it. Then P_LL^{-1} = Omega_L^{-1} + Z_L C_L^{-1} Z_L^T.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.blocks import NOT_DEFINITE
+from torchloo.factors import triangle
+from torchloo.guards import Guard
+from torchloo.primal.block import Block
+from torchloo.primal.collective import Alone
+from torchloo.primal.machines import Machines
+from torchloo.primal.sink import Sink
+
+if TYPE_CHECKING:
+    from torchloo.primal.solved import StreamFit
+
+__all__ = ["Lost", "Refitted", "refit"]
+
+Lost = dict[tuple[int, int], list[tuple[Tensor, bool]]]
+"""Sets of rows, and whether they have no more rows than features, by regularisation and output."""
+
+
+class Refitted(NamedTuple):
+    """A set that was refitted, for one regularisation r and output j (0 if outputs share theirs)."""
+
+    r: int
+    j: int
+    rows: Tensor
+    """Numbers of the rows, (s,)."""
+    X: Tensor
+    """Features about the mean, and ones for the bias, (p', s)."""
+    zeta: Tensor
+    """Weights, (s,)."""
+    Y: Tensor
+    """Targets, (s, c)."""
+    spread: Tensor
+    """C_L^{-1} X, (p', s)."""
+
+
+class _Set(NamedTuple):
+    """Rows that are left out together."""
+
+    D: Tensor
+    """Features about the mean, and a row of ones for the bias, (p', s)."""
+    zeta: Tensor
+    """Weights, (s,)."""
+    Y: Tensor
+    """Targets, (s, c)."""
+
+    @property
+    def weighted(self) -> Tensor:
+        """sqrt(zeta) (x, y), (s, p' + c)."""
+        return self.zeta.sqrt().unsqueeze(-1) * torch.cat([self.D.mT, self.Y], -1)
+
+
+def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> list[Refitted]:
+    """Write the rows of lost sets: a pass for as many small sets as a block has rows, or for one large."""
+    others, shared = solved.others, machines.regs.shape[1] == 1
+    refitted = []
+    for r, j in sorted({key for keys in others.gather(list(lost)) for key in keys}):
+        outputs = slice(None) if shared else slice(j, j + 1)
+        sets = lost.get((r, j), [])
+        for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
+            work = _Round(solved, machines.regs[r, j], outputs, some, large)
+            for rows, own, residuals, variance, spread in work.solve():
+                sink.overwrite(rows, r, j, outputs, residuals, variance)
+                refitted.append(Refitted(r, j, rows, own.D, own.zeta, own.Y, spread))
+    return refitted
+
+
+def _rounds(
+    sets: list[tuple[Tensor, bool]], limit: int, others: Alone
+) -> Iterator[tuple[list[Tensor], bool]]:
+    """Small sets, together of at most so many rows; then, process after process, one large set at a time."""
+    together: list[list[Tensor]] = []
+    for rows in (rows for rows, small in sets if small):
+        if not together or sum(map(len, together[-1])) + len(rows) > limit:
+            together.append([])
+        together[-1].append(rows)
+    for k in range(max(others.gather(len(together)))):
+        yield (together[k] if k < len(together) else []), False
+    large = [rows for rows, small in sets if not small]
+    for rank, count in enumerate(others.gather(len(large))):
+        for k in range(count):
+            yield ([large[k]] if rank == others.rank else []), True
+
+
+class _Round:
+    """Refits of a few sets of this process, and of those of the others, by one pass.
+
+    A large set is the only one of all processes: its rows are read again at last.
+    """
+
+    def __init__(
+        self, solved: "StreamFit", reg: Tensor, outputs: slice, sets: list[Tensor], large: bool
+    ) -> None:
+        self.solved, self.reg, self.outputs, self.rows, self.large = solved, reg, outputs, sets, large
+        n, p = solved.stream.n, len(solved.moments.S)
+        assert n is not None
+        self.number = torch.full((n,), -1, dtype=torch.int32, device="cpu")  # which set a row is in
+        for k, rows in enumerate(sets):
+            self.number[rows] = k
+        self.p = p + solved.moments.centre
+        columns = self.p + solved.moments.T[:, outputs].shape[1]
+        self.outside = solved.moments.S.new_zeros(columns, columns)
+        if solved.others.rank == 0:  # the penalty counts once, whatever the number of processes
+            self.outside.diagonal()[:p] = reg.sqrt()
+
+    def _set_of(self, part: Block) -> _Set:
+        expansion, moments = self.solved.expansion, self.solved.moments
+        D = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z)
+        if moments.centre:
+            D = torch.cat([D, torch.ones_like(D[:1])])
+        return _Set(D, part.weight.double(), part.Y.double()[:, self.outputs])
+
+    def _pass(self) -> list[_Set]:
+        """The triangle of the rows in no set, and the sets themselves."""
+        found: list[list[_Set]] = [[] for _ in self.rows]
+        for part in self.solved.blocks("refits"):
+            number, rows = self.number[part.rows].to(part.X.device), self._set_of(part)
+            for k in [] if self.large else number[number >= 0].unique().tolist():
+                at = number == k
+                found[k].append(_Set(rows.D[:, at], rows.zeta[at], rows.Y[at]))
+            weighted = rows.weighted * (number < 0).unsqueeze(-1)
+            self.outside = triangle(torch.cat([self.outside, weighted]))
+        parts = (zip(*parts, strict=True) for parts in found if parts)
+        return [_Set(torch.cat(D, 1), torch.cat(zeta), torch.cat(Y)) for D, zeta, Y in parts]
+
+    def _gather(self) -> tuple[list[_Set], int]:
+        """The sets of all processes, and how many come before those of this one; triangles are joined."""
+        others, device = self.solved.others, self.outside.device
+        own = others.together(self._pass)
+        if others.count == 1:
+            return own, 0
+        everyone = others.gather((self.outside.cpu(), [_Set(*(t.cpu() for t in s)) for s in own]))
+        self.outside = triangle(torch.cat([outside.to(device) for outside, _ in everyone]))
+        first = sum(len(sets) for _, sets in everyone[: others.rank])
+        return [_Set(*(t.to(device) for t in s)) for _, sets in everyone for s in sets], first
+
+    def solve(self) -> Iterator[tuple[Tensor, _Set, Tensor, Tensor, Tensor]]:
+        """Rows (s,) of this process and what belongs to them, residuals (s, c), variances (s, 1), C_L^{-1} X."""
+        sets, first = self._gather()
+        everything = [s.weighted for s in sets]
+        guard = Guard(self.solved.function)
+        for k, rows in enumerate(self.rows, first):
+            kept = [s for other, s in enumerate(everything) if other != k]
+            F = triangle(torch.cat([self.outside, *kept]))
+            F, d = F[: self.p, : self.p], F[: self.p, self.p :]
+            pivots = F.diagonal().abs()
+            limit = self.p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
+            guard.require(pivots > limit, NOT_DEFINITE)
+            guard.check()
+            coef = torch.linalg.solve_triangular(F, d, upper=True)
+            own = self._set_of(self.solved.stream.take(self.solved.function, rows)) if self.large else sets[k]
+            half = torch.linalg.solve_triangular(F.mT, own.D, upper=False)
+            variance = self.reg * (half.square().sum(0) + 1 / own.zeta)
+            spread = torch.linalg.solve_triangular(F, half, upper=True)
+            order = rows if self.large else rows.sort().values  # that of the passes
+            yield order, own, own.Y - own.D.mT @ coef, variance.unsqueeze(-1), spread
