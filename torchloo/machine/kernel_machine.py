@@ -62,20 +62,23 @@ class KernelMachine(nn.Module):
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        require_floating(self._function, X=X, coef=self.coef)
+        require_floating(self._function, X=X, support=self.support)
         csr.require_layout(self._function, "X", X)
         guard = Guard(self._function)
         guard.finite(X=X)
         guard.check()
-        linear, support = self._linear, self.support
-        design = self.kernel.feature_map(X) - support if linear else self.kernel(X, support)
+        support, dtype = self.support, self.coef.dtype
+        if self._linear:
+            design = self.kernel.feature_map(X, dtype) - support
+        else:
+            design = self.kernel(X, support, dtype)
         if design.shape[-1] != self.coef.shape[-2]:
             raise ValueError(
                 f"{self._function}: X must give {self.coef.shape[-2]} columns, got {design.shape[-1]}"
             )
         with full_precision(X):
             outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return outputs[..., 0] if self._flat else outputs
+        return (outputs[..., 0] if self._flat else outputs).to(X.dtype)
 
     def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool, linear: bool = False) -> None:
         """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c).

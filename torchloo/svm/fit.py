@@ -45,6 +45,11 @@ class SVMFit(NamedTuple):
             return K_new @ self.coef + self.bias[..., None, :]
         return (K_new @ self.coef[..., None])[..., 0] + self.bias[..., None]
 
+    def to(self, dtype: torch.dtype) -> "SVMFit":
+        """In a dtype."""
+        coef, bias, outputs, gap = (field.to(dtype) for field in self[:4])
+        return SVMFit(coef, bias, outputs, gap, self.flat)
+
     def with_outputs(self, flat: bool) -> "SVMFit":
         """The last batch axis c as the output axis, which goes away where `flat` is set."""
         fields = (self.coef.mT, self.bias, self.outputs.mT, self.gap)  # (..., c) all
@@ -58,8 +63,8 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
         min 1/2 |w|^2 + sum_i C weight_i max(0, 1 - y_i f(x_i)),   f(x) = <w, phi(x)> + b
 
     An interior point gives the active set, linear equations the solution: the duality gap is at
-    rounding. Works in float64 inside; a K of low rank in float32, such as a linear kernel, is first
-    cleaned of the directions that rounding has added (Note [rounded kernels] in low_rank.py).
+    rounding. Works in float64 inside; a K of low rank that comes in float32, such as that of a linear kernel,
+    is first cleaned of the directions that rounding has added (Note [rounded kernels] in low_rank.py).
 
     Args:
         K: kernel matrices, symmetric positive semi-definite, (..., n, n).
@@ -82,27 +87,28 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     with torch.no_grad():
         fits = [trained("svm", *problem)[:4] for problem in taken_apart(K, y, box)]
         coef, bias, outputs, gap = (
-            torch.stack(x).reshape(y.shape[:-1] + x[0].shape) for x in zip(*fits, strict=True)
+            torch.stack(x).reshape(y.shape[:-1] + x[0].shape).to(K.dtype) for x in zip(*fits, strict=True)
         )
     return SVMFit(coef, bias, outputs, gap)
 
 
 def trained(function: str, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    """The machine of one problem K (n, n), y (n,), box (n,), checked; errors name the function."""
-    ((problem, full),) = solve_problems(function, in_double(K), y.double(), box.double()[None])
+    """The machine of a problem K (n, n), y (n,), box (n,), checked, in float64; errors name the function."""
+    ((problem, full),) = solve_problems(function, K, y.double(), box.double()[None])
     share = problem.row_box / problem.box[problem.variable]
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)
     nothing = torch.zeros(1, dtype=torch.long, device=K.device)
-    whole = Held(full.alpha[None], u[None], problem.box, nothing)
+    whole = Held(full.alpha[None], u[None], problem.box, nothing, problem.rounding)
     bias = held_out_bias(problem.y, whole)[0]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    return SVMFit(coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K))
+    return SVMFit(coef, bias, (u + bias)[problem.variable], gap)
 
 
 def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
-    """Merge and solve exactly for each of the boxes (B, n), if K is a kernel matrix."""
-    problems = merge_duplicates(K, y, boxes)
+    """Merge and solve exactly for each of the boxes (B, n), if K, as it came in, is a kernel matrix."""
+    K, rounding = in_double(K)
+    problems = merge_duplicates(K, y, boxes, rounding)
     _check_semidefinite(function, K, problems[0])
     try:
         solutions = solve_exactly(problems)
@@ -141,9 +147,10 @@ def _made_definite(function: str, problems: list[Problem], ridge: float) -> list
         RuntimeWarning,
         stacklevel=4,
     )
-    K = problems[0].K.clone()
-    K.diagonal().add_(ridge / problems[0].scale)
-    return [problem._replace(K=K) for problem in problems]
+    K, added = problems[0].K.clone(), ridge / problems[0].scale
+    K.diagonal().add_(added)
+    rounding = problems[0].rounding + added.sqrt()
+    return [problem._replace(K=K, rounding=rounding) for problem in problems]
 
 
 def _solve_again(function: str, problems: list[Problem]) -> list[Exact]:

@@ -52,21 +52,32 @@ def low_rank_factor(K: Tensor, tolerance: float = _MISSING) -> Tensor | None:
             return None
 
 
-def in_double(K: Tensor) -> Tensor:
-    """K (n, n) in float64; one of less precision and of low rank as in Note [rounded kernels].
+def in_double(K: Tensor) -> tuple[Tensor, Tensor]:
+    """K (n, n) in float64, and e of Note [rounding of K], (n,).
+
+    A K of less precision and of low rank is replaced, Note [rounded kernels].
 
     Cost 4 n^2 p for a K of rank p. Memory 3 n^2.
     """
     double, unit = K.double(), torch.finfo(K.dtype).eps
+    rounding = (unit * double.diagonal().clamp_min(0)).sqrt()
     if K.dtype == torch.float64:
-        return double
+        return double, rounding
+    near = _of_low_rank(double, unit)
+    if near is None:
+        return double, rounding
+    return near, rounding + (near - double).abs().amax().sqrt()
+
+
+def _of_low_rank(double: Tensor, unit: float) -> Tensor | None:
+    """What Note [rounded kernels] takes for a K that was rounded to so many units; None if it is K itself."""
     factor = low_rank_factor(double, _ROUNDED * unit)
     if factor is None:
-        return double
+        return None
     Q = torch.linalg.qr(factor)[0]
     w, V = torch.linalg.eigh(Q.T @ (double @ Q))
     rounding = unit * double.diagonal().amax()
-    keep = w > 2 * len(K) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
+    keep = w > 2 * len(double) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
     F = (Q @ V[:, keep]) * w[keep].sqrt()
     near = F @ F.T
-    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else double
+    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else None

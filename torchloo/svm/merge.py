@@ -7,6 +7,8 @@ from torch import Tensor
 
 __all__ = ["Problem", "merge_duplicates"]
 
+_SAME = 1e-13  # of the lengths of two points: how far apart entries of K are that count as equal
+
 
 class Problem(NamedTuple):
     """An SVM whose rows are all different, scaled to a kernel with mean diagonal 1.
@@ -33,9 +35,14 @@ class Problem(NamedTuple):
     scale: Tensor
     """Mean of the diagonal of the kernel matrix that came in, ()."""
 
+    rounding: Tensor
+    """e of Note [rounding of K], of K as it is here, (m,)."""
 
-def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
+
+def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[Problem]:
     """Merge rows with the same label and, to rounding, the same row of K, for each of the boxes C (B, n).
+
+    `rounding` (n,) is e of Note [rounding of K].
 
     A random projection of the rows of K brings candidates side by side; each is then compared in
     full with the first of its run. Titanic's 150 rows become 19 variables, and the ties between
@@ -53,15 +60,16 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
     starts[1:] = key[1:] - key[:-1] > tolerance
     if bool(starts.all()):
         every = torch.arange(n, device=K.device)
-        K = K / scale
-        return [Problem(K, y, box, box, every, scale) for box in C * scale]
+        K, rounding = K / scale, rounding / scale.sqrt()
+        return [Problem(K, y, box, box, every, scale, rounding) for box in C * scale]
     run = torch.cumsum(starts, 0) - 1
     first = order[starts][run]  # (n,) a representative of each run
     same = order == first
     doubt = (~same).nonzero()[:, 0]
     length = K.diagonal().clamp_min(0).sqrt()  # rounding of k_ij is relative to both
-    differs = (K[order[doubt]] - K[first[doubt]]).abs() > 1e-13 * length[first[doubt]][:, None] * length
-    same[doubt] = ~differs.any(-1)
+    difference = (K[order[doubt]] - K[first[doubt]]).abs()
+    same[doubt] = ~(difference > _SAME * length[first[doubt]][:, None] * length).any(-1)
+    moved = (difference[same[doubt]] > 0).any()
     label = torch.empty(n, dtype=torch.long, device=K.device)
     label[order] = torch.where(same, first, order)
     label = 2 * label + (y > 0)
@@ -70,8 +78,10 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
     chosen = torch.full((m,), n, device=K.device).scatter_reduce_(
         0, variable, torch.arange(n, device=K.device), "amin"
     )
-    K, y = K[chosen][:, chosen] / scale, y[chosen]
+    rounding = rounding[chosen] + (2 * _SAME**0.5 * length[chosen] if bool(moved) else 0.0)
+    K, y, rounding = K[chosen][:, chosen] / scale, y[chosen], rounding / scale.sqrt()
     boxes = torch.zeros(len(C), m, dtype=K.dtype, device=K.device).index_add_(1, variable, C * scale)
     return [
-        Problem(K, y, box, row_box, variable, scale) for box, row_box in zip(boxes, C * scale, strict=True)
+        Problem(K, y, box, row_box, variable, scale, rounding)
+        for box, row_box in zip(boxes, C * scale, strict=True)
     ]

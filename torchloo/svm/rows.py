@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.gradient import Deferred, outputs_with_gradient
-from torchloo.svm.held_out import SVMHeldOut
+from torchloo.svm.held_out import SVMHeldOut, rounded
 
 __all__ = ["OneProblem", "RowOutcome", "assembled", "families", "taken_apart"]
 
@@ -73,7 +73,7 @@ def assembled(
 
 
 def _with_gradient(K: Tensor, box: Tensor, outcome: RowOutcome) -> Tensor:
-    outputs = outcome.outputs.to(K.dtype)
+    outputs = rounded(outcome.outputs, K.dtype)
     if outcome.machines is None or not torch.is_grad_enabled():
         return outputs
     return outputs_with_gradient(K, box, outputs, outcome.machines)
