@@ -565,7 +565,7 @@ def test_a_kernel_is_replaced_within_its_rounding_only():
     linear, single = X @ X.T, (X @ X.T).float()
     assert in_double(linear)[0] is linear
     assert_close(in_double(rbf(X).float())[0], rbf(X).float().double(), rtol=0, atol=0)
-    near, rounding = in_double(single)
+    near, rounding, _ = in_double(single)
     assert int(torch.linalg.matrix_rank(near, hermitian=True)) == 3
     assert float((near - single).abs().max()) <= 1e-6 * float(single.diagonal().max())
     for matrix in (single, linear):  # what is told of the rounding covers both

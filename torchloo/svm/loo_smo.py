@@ -58,7 +58,7 @@ def leave_one_out_by_smo(
     With `values` only check 1 is used and no problem stops before epsilon-KKT. `only` (n,) is true for the
     rows that are asked for. K is as it came in, the rest in float64.
     """
-    K, rounding = in_double(K)
+    K, rounding, _ = in_double(K)
     alpha = (fit.coef * y).clamp_min(0)
     outputs = fit.outputs.clone()
     by = sufficiency_checks(K, y, alpha, outputs, box, rounding)
@@ -140,7 +140,7 @@ def leave_clusters_out_by_smo(
     K: Tensor, y: Tensor, box: Tensor, fit: SVMFit, clusters: Tensor, epsilon: float
 ) -> RowOutcome:
     """Box all rows of a cluster to zero, seed, and solve: one batch with a problem for each cluster."""
-    K, rounding = in_double(K)
+    K, rounding, _ = in_double(K)
     labels, member = torch.unique(clusters, return_inverse=True)
     alpha = (fit.coef * y).clamp_min(0)
     inside = torch.arange(len(labels))[:, None] == member  # (G, n)
