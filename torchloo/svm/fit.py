@@ -18,6 +18,7 @@ __all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 _SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
 _USEFUL = 1e-3  # of one that certificates can still work with
 _DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
+_TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
 
 
@@ -205,7 +206,7 @@ def _require_semidefinite(function: str, given: Tensor, matrix: InDouble) -> flo
     least, size = float(torch.linalg.eigvalsh(K)[0]), float(K.diagonal().abs().amax())
     single = bool((given.float() == given).all())
     unit = torch.finfo(torch.float32).eps * float(given.diagonal().amax()) if single else 0.0
-    allowed = max(_DOUBLE * size, len(K) * unit, len(K) * float(matrix.rounding.amax()) ** 2)
+    allowed = max(_DOUBLE * size, len(K) * max(unit, float(matrix.rounding.amax()) ** 2), _TINY)
     if least < -allowed:
         raise ValueError(f"{function}: {_indefinite(least)}")
     return least
@@ -272,7 +273,10 @@ def checked(
             f"{function}: batch dimensions must broadcast, got K {tuple(K.shape)}, y {tuple(y.shape)}, "
             f"weight {tuple(weight.shape)}, C {tuple(C.shape)}"
         ) from None
+    box = C[..., None] * weight
     if given:
-        guard.positive(**{"C * weight": C[..., None] * weight})
+        guard.positive(**{"C * weight": box})
+    name = "C * weight" if given else "C"
+    guard.require(box.amax(-1) >= _TINY, f"{name} must be at least {_TINY:.1e} in some row; use a larger C")
     guard.check()
     return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)

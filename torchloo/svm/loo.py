@@ -53,10 +53,10 @@ def svm_loo(
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
-        workers: processes, this one among them, that share out a batch of problems on a CPU; 0: only
-            this one, with threads. The others are forked at the first call, as those of a DataLoader
-            are, and stay, with the memory they have, until the program ends or a batch is called with
-            1; they serve outputs without a gradient.
+        workers: processes, this one among them, that share out a batch of problems on a CPU, no more than
+            there are cores or parts of the batch; 0: only this one, with threads. The others are forked at
+            the first call, as those of a DataLoader are, and stay, with the memory they have, until the
+            program ends or a batch is called with 1; they serve outputs without a gradient.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight

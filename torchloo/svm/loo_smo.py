@@ -143,7 +143,7 @@ def leave_clusters_out_by_smo(
     K, rounding, _ = in_double(K)
     labels, member = torch.unique(clusters, return_inverse=True)
     alpha = (fit.coef * y).clamp_min(0)
-    inside = torch.arange(len(labels))[:, None] == member  # (G, n)
+    inside = torch.arange(len(labels), device=member.device)[:, None] == member  # (G, n)
     inside = inside.to(y.device)
     boxes = torch.where(inside, 0.0, box)
     start = _start(alpha, y, boxes, near=inside.to(K) @ K)

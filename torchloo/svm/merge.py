@@ -7,11 +7,12 @@ from torch import Tensor
 
 __all__ = ["Problem", "merge_duplicates"]
 
+_SMALL = 1e-6  # boxes for which the tolerances of the solvers are too coarse
 _SAME = 1e-13  # of the lengths of two points: how far apart entries of K are that count as equal
 
 
 class Problem(NamedTuple):
-    """An SVM whose rows are all different, scaled to a kernel with mean diagonal 1.
+    """An SVM whose rows are all different, scaled to a kernel with mean diagonal 1, or to boxes of 1 if less.
 
     Dividing K by a number and multiplying the boxes by it leaves every decision value as it is, and
     lets absolute tolerances mean something.
@@ -33,10 +34,17 @@ class Problem(NamedTuple):
     """Which variable each row belongs to, (n,)."""
 
     scale: Tensor
-    """Mean of the diagonal of the kernel matrix that came in, ()."""
+    """What the kernel matrix that came in was divided by, ()."""
 
     rounding: Tensor
     """e of Note [rounding of K], of K as it is here, (m,)."""
+
+
+def _scale(K: Tensor, C: Tensor) -> Tensor:
+    """What K is divided by: its mean diagonal, or less if no box would come near 1 then."""
+    mean, largest = K.diagonal().mean(), C.amax()
+    mean = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
+    return torch.where(mean * largest < _SMALL, 1 / largest, mean)
 
 
 def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[Problem]:
@@ -49,10 +57,9 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     copies, which make exact paths cycle, are gone.
     """
     n = K.shape[-1]
-    mean = K.diagonal().mean()
-    scale = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(n, generator=generator, dtype=K.dtype).to(K.device)
+    scale = _scale(K, C)
+    generator = torch.Generator("cpu").manual_seed(0)
+    probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
     size = K.abs().amax()
     key, order = torch.sort(K @ probe)
     tolerance = 1e-13 * n * size

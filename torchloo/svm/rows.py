@@ -33,7 +33,7 @@ def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
     """
     # No reshape: it would copy what is expanded, and hide what problems share.
     matrices = _entries(K)
-    number = torch.arange(len(matrices)).reshape(K.shape[:-2]).expand(y.shape[:-1])
+    number = torch.arange(len(matrices), device="cpu").reshape(K.shape[:-2]).expand(y.shape[:-1])
     own = [matrices[k] for k in number.flatten().tolist()]
     labels: dict[tuple[object, ...], Tensor] = {}
     shared = [labels.setdefault((x.data_ptr(), x.stride()), x) for x in _entries(y, 1)]

@@ -185,9 +185,9 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     that the full solution stays optimal. (Perturbing the data beforehand costs hundreds of events.)
     """
     m = len(problem.y)
-    generator = torch.Generator().manual_seed(0)
-    jitter = _PERTURBATION * (0.5 + torch.rand(2, m, generator=generator, dtype=full.alpha.dtype))
-    jitter = jitter.to(full.alpha.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    jitter = torch.rand(2, m, generator=generator, dtype=full.alpha.dtype, device="cpu")
+    jitter = _PERTURBATION * (0.5 + jitter.to(full.alpha.device))
     margin = torch.where(
         full.upper, full.margin.clamp_max(0) - jitter[0], full.margin.clamp_min(0) + jitter[0]
     )
