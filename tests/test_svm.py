@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
-from torchloo.svm.certify import Held, gap_ball_sign
+from torchloo.svm.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
 from torchloo.svm.exact import solve_exactly
 from torchloo.svm.low_rank import in_double
@@ -76,9 +76,9 @@ def test_no_check_contradicts_the_path(problem):
     fit = svm(K, y, C)
     box = torch.full_like(y, C)
     sure = held.certified & (held.outputs.abs() > 1e-6)
-    doubt = torch.full_like(y, 1e-9)
+    doubt = value_bound(K, fit.coef * y, y * fit.outputs - 1, box, in_double(K).rounding)
     assert not bool((check_norm(K, y, fit.coef * y, fit.outputs, box, doubt) & held.errors & sure).any())
-    by = sufficiency_checks(K, y, fit.coef * y, fit.outputs, box, in_double(K)[1])
+    by = sufficiency_checks(K, y, fit.coef * y, fit.outputs, box, doubt)
     assert not bool(((by > 1) & held.errors & sure).any())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import svm, svm_lco, svm_loo
+from torchloo.svm.certify import value_bound
 from torchloo.svm.checks import sufficiency_checks
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.inner import box_qp
@@ -42,7 +43,8 @@ def test_loo_and_every_check_agree_with_enumeration(problem):
     sure = expected.abs() > 10 * tolerance
     fit = svm(K, y, C)
     alpha, box = (fit.coef * y).clamp_min(0), torch.full_like(y, C)
-    by = sufficiency_checks(K, y, alpha, fit.outputs, box, in_double(K)[1])
+    doubt = value_bound(K, alpha, y * fit.outputs - 1, box, in_double(K).rounding)
+    by = sufficiency_checks(K, y, alpha, fit.outputs, box, doubt)
     assert not bool(((by > 1) & wrong & sure).any())
     assert not bool(((by == 1) & ~wrong & sure).any())
     for method in ("auto", "smo"):

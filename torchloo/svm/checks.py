@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import held_out as code
-from torchloo.svm.certify import value_bound
 
 __all__ = [
     "check_correct_unused",
@@ -18,18 +17,17 @@ __all__ = [
 
 
 def sufficiency_checks(
-    K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor, rounding: Tensor
+    K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor, doubt: Tensor
 ) -> Tensor:
     """Which check settles each row, as a code of held_out.RESOLVED_BY; -1 if none does; (n,).
 
-    None does where `rounding` (n,), e of Note [rounding of K], may have led it to say so.
+    None does that says so only because outputs are off, which they may be by the `doubt` (n,).
 
     Check 3 assumes that the machine without r has a free support vector too. Where it has none
     (small C, balanced classes) its bias is an interval and the check can be wrong about the
     midpoint; so it counts only together with E2, which bounds the whole interval.
     """
     free = strictly_inside(alpha, box)
-    doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
     norm = check_norm(K, y, alpha, outputs, box, doubt)
     by = torch.full(y.shape, -1, device=y.device)
     by[norm] = code.NORM

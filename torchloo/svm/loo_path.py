@@ -28,8 +28,8 @@ class _Rows:
         self.room = full.alpha[v] - self.kept
         self.open = self.room > 1e-9 * torch.minimum(problem.box[v], full.alpha.amax())
         self.outputs = (problem.y * (1 + full.margin))[v]
-        doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)
-        self.certified = self.outputs.abs() > doubt[v]
+        self.doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)  # (m,)
+        self.certified = self.outputs.abs() > self.doubt[v]
         if not bool((self.certified | self.open).all()):
             self.certified |= _full_sign(problem, full)[v] * self.outputs > 0
         self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
@@ -148,8 +148,7 @@ def _settle_one_class(rows: _Rows) -> Tensor:
 def _settle_by_checks(problem: Problem, full: Exact, rows: _Rows) -> None:
     """Checks 2 and 3 and E2 on the variables; alpha of a variable bounds what one row of it holds."""
     f = problem.y * (1 + full.margin)
-    by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box, problem.rounding)
-    by = by[problem.variable]
+    by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box, rows.doubt)[problem.variable]
     index = (rows.open & (by > code.UNUSED)).nonzero()[:, 0]
     rows.settle(index, rows.outputs[index], torch.ones_like(index, dtype=torch.bool), by[index])
 

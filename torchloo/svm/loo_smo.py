@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchloo.svm import held_out as code
 from torchloo.svm.bound import BOUND, DualBound
-from torchloo.svm.certify import Held, gap_ball_sign
+from torchloo.svm.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.fit import SVMFit
 from torchloo.svm.low_rank import in_double
@@ -61,7 +61,8 @@ def leave_one_out_by_smo(
     K, rounding, _ = in_double(K)
     alpha = (fit.coef * y).clamp_min(0)
     outputs = fit.outputs.clone()
-    by = sufficiency_checks(K, y, alpha, outputs, box, rounding)
+    doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
+    by = sufficiency_checks(K, y, alpha, outputs, box, doubt)
     if values:
         by[by > code.UNUSED] = -1
         if not bool(strictly_inside(alpha, box).any()):  # b has an interval, which an unused row may bound

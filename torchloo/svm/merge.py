@@ -74,9 +74,10 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     same = order == first
     doubt = (~same).nonzero()[:, 0]
     length = K.diagonal().clamp_min(0).sqrt()  # rounding of k_ij is relative to both
-    difference = (K[order[doubt]] - K[first[doubt]]).abs()
-    same[doubt] = ~(difference > _SAME * length[first[doubt]][:, None] * length).any(-1)
-    moved = (difference[same[doubt]] > 0).any()
+    apart = (K[order[doubt]] - K[first[doubt]]).abs() / (length[first[doubt]][:, None] * length)
+    differs = (apart > _SAME).any(-1)  # not by NaN, of points at 0
+    same[doubt] = ~differs
+    moved = apart.masked_fill(differs[:, None], 0).nan_to_num(0).amax()  # entries of K, by merging
     label = torch.empty(n, dtype=torch.long, device=K.device)
     label[order] = torch.where(same, first, order)
     label = 2 * label + (y > 0)
@@ -85,7 +86,7 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     chosen = torch.full((m,), n, device=K.device).scatter_reduce_(
         0, variable, torch.arange(n, device=K.device), "amin"
     )
-    rounding = rounding[chosen] + (2 * _SAME**0.5 * length[chosen] if bool(moved) else 0.0)
+    rounding = rounding[chosen] + 2 * moved.sqrt() * length[chosen]
     K, y, rounding = K[chosen][:, chosen] / scale, y[chosen], rounding / scale.sqrt()
     boxes = torch.zeros(len(C), m, dtype=K.dtype, device=K.device).index_add_(1, variable, C * scale)
     return [
