@@ -12,8 +12,8 @@ printed k' has the wrong sign of k_rr). With v = K (beta * y) and t = sum beta y
 
     h_i = 1 - y_i (v_i - v_r - t (k_ri - k_rr)),   H = 1/2 sum beta_i (1 + h_i).
 
-Rounding of K and of sums, Note [rounding of K], leaves 1/2 |w|^2 in doubt by (e . alpha)^2, the losses by
-E sum box, and H, whose k'_ij are off by at most (e_i + e_r) (e_j + e_r), by (sum beta_i (e_i + e_r))^2.
+Rounding of K, Note [rounding of K], leaves 1/2 |w|^2 in doubt by (e . alpha)^2 / 2, the losses by
+max(E) sum box, and H by (sum beta_i (e_i + e_r))^2 / 2, as k'_ij may be off by (e_i + e_r) (e_j + e_r).
 """
 
 import torch
@@ -92,7 +92,7 @@ class DualBound:
         e = self.rounding
         pull = s.alpha @ e
         of_beta = self.beta @ e + self.beta.sum(1) * e[self.target]
-        return pull.square() + of_beta.square() + 2 * pull * e.amax() * s.box.sum(1)
+        return (pull.square() + of_beta.square()) / 2 + pull * e.amax() * s.box.sum(1)
 
     def _approach(self, s: SMOState) -> None:
         """The best point between beta and alpha, Note [free columns]."""

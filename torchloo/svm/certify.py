@@ -15,20 +15,19 @@ f* < 0 if those with s + rho < 0 weigh more. A coefficient that is held at a val
 being boxed adds y_r a to W+ and has no weight.
 
 Note [rounding of K]
-K is known to rounding only: each k_ij may be off by e_i e_j, where e_i^2 is one unit of rounding of k_ii in
-the dtype that K came in. (|k_ij| <= sqrt(k_ii k_jj), and where k_ij is a sum of products of rows far from the
-origin, its rounding is that of the largest terms.) Then u = K (alpha * y) is off by at most
-e_i (e . alpha) at point i. What summing it adds has the same form: nowhere is u off by more than
+K is known to rounding only: each k_ij may be off by e_i e_j, where e_i^2 is what rounding to the dtype that
+K came in may do to k_ii. (|k_ij| <= sqrt(k_ii k_jj), and where k_ij is a sum of products of rows far from the
+origin, its rounding is that of the largest terms.) Then u = K (alpha * y), and so the margin, is off by at most
 
-    E = 2 max(e) (e . alpha),
+    E_i = e_i (e . alpha)
 
-nor are the margins. Of a margin m in doubt by E, the term alpha max(m, 0) + (box - alpha) max(-m, 0) of the
-duality gap grows by at most
+at point i. All errors would have to conspire for that; there is room for what summing u adds. Of a margin m
+in doubt by E, the term alpha max(m, 0) + (box - alpha) max(-m, 0) of the duality gap grows by at most
 
     E alpha   if m > E,        E (box - alpha)   if m < -E,        E box   between these,
 
-and each s_i moves by at most 2 E. With a gap and a rho that are larger by as much, Note [gap ball] proves
-the sign for every K within the rounding, that of the rows themselves among them. Note [active sets],
+and each s_i moves by at most E_i + E_r. With a gap and a rho that are larger by as much, Note [gap ball]
+proves the sign for every K within the rounding, that of the rows themselves among them. Note [active sets],
 Note [dual bound] and E2 take e likewise.
 """
 
@@ -113,9 +112,9 @@ class Held(NamedTuple):
         return x.expand_as(self.u).gather(1, self.target[:, None])[:, 0]
 
     def doubt(self) -> Tensor:
-        """E of Note [rounding of K], (B,)."""
+        """e . alpha of Note [rounding of K], (B,)."""
         total = self.alpha @ self.rounding
-        return 2 * self.rounding.amax() * (total if self.standing is None else total + self.standing.doubt)
+        return total if self.standing is None else total + self.standing.doubt
 
     def weight(self) -> Tensor:
         """The boxes, that of r among them, (B, m)."""
@@ -220,33 +219,33 @@ def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tenso
     """Note [gap ball] with one rho for all i, which proves nearly every sign."""
     doubt = held.doubt()
     gap, slip = _optimality(y, held, bias, doubt)
+    most = held.rounding.amax() * doubt
     scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)).maximum(u_r.abs())
-    rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * doubt
+    rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * most
     count, slack = held.positive_count(y), held.slack()
     f = u_r + bias
     positive = f > 0
     below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
     if held.standing is not None:
-        proved &= f.abs() > rho + (held.standing.violation + doubt).clamp_min_(0)
+        proved &= f.abs() > rho + (held.standing.violation + most).clamp_min_(0)
     sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
     return Proof(sign, gap, slip / scale)
 
 
-def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, doubt: Tensor) -> Tensor:
-    """What Note [rounding of K] adds to the duality gap for a doubt E (...) of margins (..., m); (...)."""
-    E = doubt[..., None]
+def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tensor:
+    """What Note [rounding of K] adds to the duality gap; (...) from (..., m)."""
     near = torch.where(margin > E, alpha, torch.where(margin < -E, box - alpha, box))
-    return near.sum(-1) * doubt
+    return (near * E).sum(-1)
 
 
 def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
     """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball]; (m,)."""
     alpha = alpha.clamp_min(0).minimum(box)
-    doubt = 2 * rounding.amax() * (rounding @ alpha)
-    gap = duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, doubt)
+    E = rounding * (rounding @ alpha)
+    gap = duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E)
     norm = K.diagonal().clamp_min(0).sqrt()
-    return gap.sqrt() * _LONGER * (norm.amax() + norm) + 2 * doubt + _CLOSE
+    return gap.sqrt() * _LONGER * (norm.amax() + norm) + 2 * E.amax() + _CLOSE
 
 
 def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,10 +258,12 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     terms = margin.clamp_max(0).mul_(held.box).neg_().addcmul_(alpha, margin).clamp_min_(0)
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
-    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, doubt), held.alpha @ y
+    E = doubt[:, None] * held.rounding
+    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), held.alpha @ y
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.standing is not None:
-        gap += (held.standing.violation + doubt).clamp_min_(0) * held.standing.box
+        past = (held.standing.violation + held.rounding.amax() * doubt).clamp_min_(0)
+        gap += past * held.standing.box
         imbalance += held.standing.pull
         slip = slip.maximum(held.standing.violation)
     gap += (bias * imbalance).abs()
@@ -275,7 +276,7 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
-    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * held.doubt()
+    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * held.rounding.amax() * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
     k = K.diagonal()
     spread = k + k[held.target][:, None] - 2 * K[held.target]  # (B, m) k'

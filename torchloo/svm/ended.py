@@ -99,7 +99,7 @@ class Ended(NamedTuple):
         # An r that stands is at its box: what it loses goes from those that push its way.
         count = self.held + layout.rest_count - stands * y * (box - self.kept)
         pull = layout.rest_pull - stands * y * self.gone
-        standing = Standing(past.amax(1), layout.rest_box, pull, layout.rest_doubt)
+        standing = Standing((past + layout.no_side).amax(1), layout.rest_box, pull, layout.rest_doubt)
         own = self.kept.masked_fill(stands, 0)
         return Held(self.alpha, self.u, layout.box, place, layout.rounding, own, count, standing)
 

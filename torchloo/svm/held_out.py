@@ -62,14 +62,14 @@ class SVMHeldOut(NamedTuple):
     certified: Tensor
     """The prediction is proved right, by a check, the bound, the gap ball or the active set, (..., n) bool.
 
-    For a K that is a kernel matrix, as far as rounding can tell.
+    For every kernel matrix within rounding of K, Note [rounding of K] in certify.py.
     """
 
     resolved_by: Tensor
     """Index into RESOLVED_BY, (..., n)."""
 
     unstable: Tensor
-    """Decision value within rounding (method smo: epsilon) of zero, so not provable, (..., n) bool."""
+    """Not certified: rounding (method smo: epsilon) may have changed the sign, (..., n) bool."""
 
     iterations: Tensor
     """Events of the path, and pairs of the SMO where there was one, (..., n)."""

@@ -41,6 +41,7 @@ class Layout:
         self.push = (2 * down - 1).index_fill(0, moved, 0.0)  # -1 pushes up, +1 down, 0 has moved
         # Of the variables that stand: boxes, rounding * alpha, alpha * y, and W+ less what counts as below.
         stands = self.push != 0
+        self.no_side = torch.where(stands, 0.0, -torch.inf)  # what has moved is never past its side
         self.rest_doubt = (full.alpha * problem.rounding) @ stands.to(y)
         self.rest_box, self.rest_pull = problem.box @ stands.to(y), (full.alpha * y) @ stands.to(y)
         self.rest_count = problem.box @ ((y > 0).to(y) - (1 - down)).masked_fill_(~stands, 0)

@@ -12,7 +12,7 @@ An SVM with a bias is that of the points phi_i - c, whatever c is: only the bias
 taken from every k_ij, s_i = <phi_i, c> - |c|^2 / 2. Where entries hardly differ, as those of rows far from
 the origin, tolerances that are relative to k_ii take the differences, on which everything depends, for
 rounding. So c is then the mean of the points. The rounding of the K that came in stays, Note [rounding of K],
-and is counted four times: what a power of inner products, or a sum of many terms, has lost counts now.
+and is counted eight times: what a power of inner products, or a sum of many terms, has lost counts now.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ _ROUNDED, _NEAR = 64, 8  # units of rounding that may be missing; and between K 
 _PATIENCE = 60  # columns that may bring nothing: a linear kernel is complete all at once
 _PACE = 8  # digits by which what is missing must shrink for all the columns that there may be
 _FAR = 0.99  # of the mean diagonal: the mean of a K whose entries hardly differ
-_UNITS = 4  # of rounding that entries of such a K may be off by
+_UNITS = 8  # of rounding that entries of such a K may be off by
 _INDEPENDENT = 1e-7  # eigenvalues of a block of columns, relative to the largest
 
 
@@ -86,7 +86,7 @@ def in_double(K: Tensor) -> InDouble:
     """
     double, unit = K.double(), torch.finfo(K.dtype).eps
     diagonal = double.diagonal()
-    rounding = (unit * diagonal.clamp_min(0)).sqrt()
+    rounding = (unit / 2 * diagonal.clamp_min(0)).sqrt()
     if K.dtype != torch.float64:
         near = _of_low_rank(double, unit)
         if near is not None:
