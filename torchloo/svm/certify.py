@@ -17,12 +17,12 @@ being boxed adds y_r a to W+ and has no weight.
 Note [rounding of K]
 K is known to rounding only: each k_ij may be off by e_i e_j, where e_i^2 is what rounding to the dtype that
 K came in may do to k_ii. (|k_ij| <= sqrt(k_ii k_jj), and where k_ij is a sum of products of rows far from the
-origin, its rounding is that of the largest terms.) Then u = K (alpha * y), and so the margin, is off by at most
+origin, its rounding is that of the largest terms.) Then u = K (alpha * y), and so the margin, is off by
 
     E_i = e_i (e . alpha)
 
-at point i. All errors would have to conspire for that; there is room for what summing u adds. Of a margin m
-in doubt by E, the term alpha max(m, 0) + (box - alpha) max(-m, 0) of the duality gap grows by at most
+at most at point i. All errors would have to conspire for that; there is room for what summing u adds. Of a
+margin m in doubt by E, the term alpha max(m, 0) + (box - alpha) max(-m, 0) of the gap grows by at most
 
     E alpha   if m > E,        E (box - alpha)   if m < -E,        E box   between these,
 
