@@ -134,3 +134,39 @@ def test_criteria_searches_and_validation_ignore_the_default_device(request):
         assert chosen.machine(X).device.type == "cpu"
     result = tl.validate(machine, X, y, splits=splits, metric="error_rate", progress=False)
     assert 0 <= result.mean <= 1
+
+
+@pytest.mark.parametrize("kernel", [tl.kernels.RBF(1.2), tl.kernels.Linear(), tl.kernels.Precomputed()])
+def test_svc_makes_its_tensors_where_the_data_are(kernel):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(40, 3, generator=generator).repeat(2, 1)[:60]  # copies among them
+    y = torch.where(X[:, 0] + torch.randn(60, generator=generator) > 0, 1.0, -1.0)
+    X = X @ X.T if isinstance(kernel, tl.kernels.Precomputed) else X
+    weight = torch.rand(60, generator=generator) + 0.5
+    clusters = torch.arange(60) % 7
+    machine, several = tl.SVC(kernel, C=3.0), torch.stack([y, -y], 1)
+
+    def calls():
+        for method in ("auto", "path", "smo"):
+            for values in (True, False):
+                yield machine.loo(X, y, weight, method=method, values=values).outputs
+        for method in ("auto", "smo"):
+            yield machine.lco(X, y, clusters, weight, method=method).outputs
+        yield machine.loo(X, several).outputs
+        with torch.no_grad():
+            yield machine.loo(X, several, workers=2).outputs
+        yield machine.solve(X, y, weight).outputs
+        yield machine.fit(X, y, weight)(X)
+        for held in (machine.loo, lambda *given: machine.lco(given[0], given[1], clusters, given[2])):
+            points = X.clone().requires_grad_()
+            yield torch.autograd.grad(held(points, y, weight).outputs.square().sum(), points)[0]
+
+    expected = list(calls())
+    torch.set_default_device("meta")
+    try:
+        received = list(calls())
+    finally:
+        torch.set_default_device(None)
+    for there, here in zip(received, expected, strict=True):
+        assert there.device.type == "cpu"
+        assert_close(there, here, rtol=0, atol=0)

@@ -267,7 +267,7 @@ BAD = [
     ),
     ("ragged clusters", lambda g: lco(g, [[0], [1, 2]]), TypeError, "clusters must be integer labels"),
     ("NaN to predict", lambda g: fitted(g)(poked(g["X"], torch.nan)), ValueError, "X must be finite"),
-    ("dtype to predict", lambda g: fitted(g)(g["X"].float()), TypeError, "coef must have the dtype of X"),
+    ("dtype to predict", lambda g: fitted(g)(g["X"].float()), TypeError, "support must have the dtype of X"),
     (
         "a HeldOut for a Fit",
         lambda g: tl.criteria.leave_pair_out_auc(tl.LSSVM(RBF()).loo(g["X"], g["y"])),

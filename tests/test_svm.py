@@ -12,9 +12,10 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
-from torchloo.svm.certify import Held, gap_ball_sign
+from torchloo.svm.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
 from torchloo.svm.exact import solve_exactly
+from torchloo.svm.low_rank import in_double
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 
@@ -75,8 +76,9 @@ def test_no_check_contradicts_the_path(problem):
     fit = svm(K, y, C)
     box = torch.full_like(y, C)
     sure = held.certified & (held.outputs.abs() > 1e-6)
-    assert not bool((check_norm(K, y, fit.coef * y, fit.outputs, box) & held.errors & sure).any())
-    by = sufficiency_checks(K, y, fit.coef * y, fit.outputs, box)
+    doubt = value_bound(K, fit.coef * y, y * fit.outputs - 1, box, in_double(K).rounding)
+    assert not bool((check_norm(K, y, fit.coef * y, fit.outputs, box, doubt) & held.errors & sure).any())
+    by = sufficiency_checks(K, y, fit.coef * y, fit.outputs, box, doubt)
     assert not bool(((by > 1) & held.errors & sure).any())
 
 
@@ -303,7 +305,9 @@ def test_dtype_survives_and_summary_counts_every_point():
 
 def test_checks_of_table_one_are_as_printed():
     assert check_correct_unused(torch.tensor([0.0, 0.5])).tolist() == [True, False]
-    assert check_error(torch.tensor([1.0, -1.0]), torch.tensor([-0.1, -0.1])).tolist() == [True, False]
+    doubt = torch.tensor([0.01, 0.01])
+    assert check_error(torch.tensor([1.0, -1.0]), torch.tensor([-0.1, -0.1]), doubt).tolist() == [True, False]
+    assert not bool(check_error(torch.tensor([1.0, -1.0]), torch.tensor([-0.1, -0.1]), 20 * doubt).any())
 
 
 @pytest.mark.parametrize("kernel", [tl.kernels.Linear(), tl.kernels.RBF(1.5), tl.kernels.Precomputed()])
@@ -446,7 +450,7 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap, _ = gap_ball_sign(K, y, Held(alpha, u, box, r), bias)
+    sign, gap, _ = gap_ball_sign(K, y, Held(alpha, u, box, r, in_double(K)[1]), bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 
@@ -557,18 +561,18 @@ def test_a_linear_kernel_in_float32_is_given_its_rank_back(C):
 
 
 def test_a_kernel_is_replaced_within_its_rounding_only():
-    from torchloo.svm.low_rank import in_double
-
     X, _ = toy(41, n=120, d=3)
     linear, single = X @ X.T, (X @ X.T).float()
-    assert in_double(linear) is linear
-    assert_close(in_double(rbf(X).float()), rbf(X).float().double(), rtol=0, atol=0)
-    near = in_double(single)
+    assert in_double(linear)[0] is linear
+    assert_close(in_double(rbf(X).float())[0], rbf(X).float().double(), rtol=0, atol=0)
+    near, rounding, _ = in_double(single)
     assert int(torch.linalg.matrix_rank(near, hermitian=True)) == 3
     assert float((near - single).abs().max()) <= 1e-6 * float(single.diagonal().max())
+    for matrix in (single, linear):  # what is told of the rounding covers both
+        assert bool(((near - matrix).abs() <= torch.outer(rounding, rounding)).all())
     # A direction of its own, small but far above rounding, stays.
     more = linear + 1e-4 * torch.outer(X[:, 0] * X[:, 1], X[:, 0] * X[:, 1])
-    assert int(torch.linalg.matrix_rank(in_double(more.float()), hermitian=True)) == 4
+    assert int(torch.linalg.matrix_rank(in_double(more.float())[0], hermitian=True)) == 4
 
 
 def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):

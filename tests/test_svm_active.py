@@ -23,7 +23,7 @@ def _solved(K, y, C):
 def _held(problem, alpha, box=None):
     """One solution, whose target is row 0."""
     u, first = (alpha * problem.y) @ problem.K, torch.zeros(1, dtype=torch.long)
-    return Held(alpha[None], u[None], problem.box if box is None else box, first)
+    return Held(alpha[None], u[None], problem.box if box is None else box, first, problem.rounding)
 
 
 def _solve(M, rhs):
@@ -111,7 +111,8 @@ def test_a_wrong_active_set_proves_nothing():
     assert not proved(full.alpha + 1e-3 * (torch.arange(len(y)) == j))
     assert not proved(torch.where(full.free, 0.0, full.alpha))  # nobody is free
     copies = torch.cat([torch.arange(len(y)), torch.tensor([i])])  # a free set that is singular
-    twice = problem._replace(K=K[copies][:, copies], y=y[copies], box=box[copies])
+    parts = {"y": y[copies], "box": box[copies], "rounding": problem.rounding[copies]}
+    twice = problem._replace(K=K[copies][:, copies], **parts)
     half = full.alpha[copies].index_copy(0, torch.tensor([i, len(y)]), full.alpha[[i, i]] / 2)
     error = value_error(twice.K, twice.y, _held(twice, half), full.bias[None])
     assert bool(error.isinf().all())
@@ -125,10 +126,10 @@ def test_a_variable_without_a_box_has_no_wrong_side():
     _, without = _solved(rbf(X)[others][:, others], y[others], 1.0)
     alpha = torch.zeros(20, dtype=torch.float64).masked_scatter(others, without.alpha)
     u, target = (alpha * y) @ rbf(X), torch.tensor([r])
-    box = torch.ones(20, dtype=torch.float64)
-    gone = Held(alpha[None], u[None], box, target, torch.zeros(1, dtype=torch.float64))
+    box, rounding = torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
+    gone = Held(alpha[None], u[None], box, target, rounding, torch.zeros(1, dtype=torch.float64))
     assert bool(value_error(rbf(X), y, gone, without.bias[None]).isfinite().all())
-    still_there = Held(alpha[None], u[None], box, target)
+    still_there = Held(alpha[None], u[None], box, target, rounding)
     assert bool(value_error(rbf(X), y, still_there, without.bias[None]).isinf().all())
 
 

@@ -97,7 +97,7 @@ class Counting:
     asked: list[list[int]]
     proved: int
 
-    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor) -> None:
+    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor, rounding: Tensor) -> None:
         self.target = target
         type(self).asked.append(target.tolist())
 

@@ -186,11 +186,12 @@ def test_what_is_solved_anew_counts_its_pairs_and_columns(monkeypatch):
     assert bool((held.iterations > 0).all())
     assert bool((held.kernel_columns > 0).all())
 
-    def nothing_proved(tasks, *others, **options):
+    def nothing_solved(tasks, *others, **options):
         ends = unlearn_many(tasks, *others, **options)
-        return [end._replace(proved=torch.zeros_like(end.proved)) for end in ends]
+        no = torch.zeros_like(ends[0].proved)
+        return [end._replace(proved=no, solved=no) for end in ends]
 
-    monkeypatch.setattr("torchloo.svm.loo_path.unlearn_many", nothing_proved)
+    monkeypatch.setattr("torchloo.svm.loo_path.unlearn_many", nothing_solved)
     held = svm_loo(rbf(X), y, 3.0)
     assert bool(held.refitted.any())
     assert bool((held.kernel_columns[held.refitted] > 0).all())

@@ -73,7 +73,11 @@ def test_what_is_told_of_standing_variables_is_what_all_variables_say(seed):
     pull = (whole * y * stands).sum(1)
     assert_close(held.standing.pull, pull, rtol=1e-12, atol=1e-12)
     assert_close(held.alpha @ layout.y + held.standing.pull, whole @ y, rtol=1e-12, atol=1e-12)
-    assert_close(held.standing.violation, past.amax(1).clamp_min(0))
+    assert_close(held.standing.violation, past[:, stands].amax(1))
+    d = problem.rounding
+    with_r = whole.scatter(1, target[:, None], full.alpha[target][:, None])
+    least, most = (a @ d for a in (whole, with_r))
+    assert bool(((held.doubt() >= least * (1 - 1e-12)) & (held.doubt() <= most * (1 + 1e-12))).all())
     assert_close(held.standing.box, box[stands].sum())
     assert_close(held.own, kept * ~stands[target], rtol=0, atol=0)
 
@@ -113,7 +117,7 @@ def test_a_proof_from_moved_variables_never_says_more_than_one_from_all(seed, no
     layout, target, ends = _ends(problem, full, generator, noise)
     alpha = torch.cat([ends[:, layout.moved], torch.zeros(len(ends), 1, dtype=ends.dtype)], 1)
     gone, none = full.alpha[target], torch.zeros(len(target), dtype=ends.dtype)
-    whole = Held(ends, (ends * y) @ K, problem.box, target, none, none)
+    whole = Held(ends, (ends * y) @ K, problem.box, target, problem.rounding, none, none)
     bias = held_out_bias(y, whole)
     ended = Ended(layout, alpha, layout.pull(alpha, target, gone), target, gone, none, none)
     past = ended.beyond(bias)

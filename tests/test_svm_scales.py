@@ -1,13 +1,16 @@
 """Machines on inputs of very different sizes, and on free sets at the edge of dependence."""
 
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from svm_problems import rbf, toy
 from torch.testing import assert_close
 
-from torchloo.svm import exact, svm, svm_loo
+from torchloo.kernels import Linear
+from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
 from torchloo.svm.accurate import accurate_product
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.interior import to_the_last_digit
@@ -130,3 +133,42 @@ def test_the_last_digit_is_nearer_than_the_first_steps():
         gaps.append(float(exact.duality_gap(alpha, margin, box) / alpha.sum()))
     assert all(later <= earlier for earlier, later in pairwise(gaps))
     assert gaps[-1] <= 1e-9
+
+
+@pytest.mark.parametrize("C", [1e-7, 1e-9, 1e-12, 1e-30, 1e-300])
+@pytest.mark.parametrize("kernel", ["linear", "rbf"])
+def test_boxes_of_any_size_leave_the_larger_class(kernel, C):
+    """K adds next to nothing: what is left of the larger class decides, the same for every small C."""
+    X, y = toy(0, n=12)
+    K = rbf(X) if kernel == "rbf" else X @ X.T
+    clusters = torch.arange(12) % 4
+    calls = (
+        lambda K, C, weight: svm_loo(K, y, C, weight),
+        lambda K, C, weight: svm_loo(K, y, C, weight, method="smo"),
+        lambda K, C, weight: svm_lco(K, y, C, clusters, weight),
+        lambda K, C, weight: svm_lco(K, y, C, clusters, weight, method="smo"),
+    )
+    for call in calls:
+        expected = call(K, 1e-6, None)
+        for held in (call(K, C, None), call(K, 1.0, torch.full_like(y, C)), call(C * K, 1.0, None)):
+            assert_close(held.outputs, expected.outputs, rtol=1e-4, atol=1e-4)
+            assert bool(held.certified[expected.certified].all())
+    assert bool(svm_loo(K, y, C).certified.all())
+
+
+@pytest.mark.parametrize("tiny", [1e-310, 1e-320])
+def test_numbers_with_too_few_digits_are_refused_or_solved(tiny):
+    X, y = toy(0, n=12)
+    K, weight = rbf(X), torch.full_like(y, tiny)
+    for function in (svm, svm_loo, partial(svm_lco, clusters=[0, 1] * 6)):
+        with pytest.raises(ValueError, match=r"C must be at least 2.2e-308 in some row; use a larger C"):
+            function(K, y, tiny)
+        with pytest.raises(ValueError, match=r"C \* weight must be at least 2.2e-308 in some row"):
+            function(K, y, 1.0, weight=weight)
+        assert bool(function(tiny * K, y, 1.0).outputs.isfinite().all())
+    with pytest.raises(ValueError, match=r"svc: C \* weight must be at least"):
+        SVC(Linear()).loo(X, y, weight)
+    one = torch.ones_like(y).index_fill(0, torch.tensor([3]), tiny)
+    near = one.index_fill(0, torch.tensor([3]), 1e-12)
+    assert_close(svm_loo(K, y, 1.0, one).outputs, svm_loo(K, y, 1.0, near).outputs, rtol=1e-6, atol=1e-6)
+    assert bool((SVC(tiny * Linear()).loo(X, y).outputs.abs() <= 1).all())

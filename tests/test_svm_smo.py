@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import svm, svm_lco, svm_loo
+from torchloo.svm.certify import value_bound
 from torchloo.svm.checks import sufficiency_checks
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.inner import box_qp
 from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.low_rank import in_double
 from torchloo.svm.smo import seed_without, smo
 
 
@@ -40,7 +42,9 @@ def test_loo_and_every_check_agree_with_enumeration(problem):
     wrong = (expected >= 0) != (y > 0)
     sure = expected.abs() > 10 * tolerance
     fit = svm(K, y, C)
-    by = sufficiency_checks(K, y, (fit.coef * y).clamp_min(0), fit.outputs, torch.full_like(y, C))
+    alpha, box = (fit.coef * y).clamp_min(0), torch.full_like(y, C)
+    doubt = value_bound(K, alpha, y * fit.outputs - 1, box, in_double(K).rounding)
+    by = sufficiency_checks(K, y, alpha, fit.outputs, box, doubt)
     assert not bool(((by > 1) & wrong & sure).any())
     assert not bool(((by == 1) & ~wrong & sure).any())
     for method in ("auto", "smo"):

@@ -18,7 +18,7 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import SVC, loo, svm_lco, svm_loo
+from torchloo.svm import SVC, loo, parallel, svm_lco, svm_loo
 from torchloo.svm.crew import Crew, _received, crew_of
 
 pytestmark = pytest.mark.skipif(
@@ -27,8 +27,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def no_crew_before():
+def no_crew_before(monkeypatch):
     """Functions that a test replaces are replaced in workers only if these are forked afterwards."""
+    monkeypatch.setattr(parallel, "_cores", lambda: 4)  # whatever the machine has
     crew_of(0)
     assert not multiprocessing.active_children()
 
@@ -74,6 +75,23 @@ def test_workers_stay_for_the_next_call():
     assert _names() == first
     svm_loo(K, y, C, workers=2)
     assert len(_names()) == 1
+
+
+def _clusters_out(*given, **options):
+    return svm_lco(*given, torch.arange(40) // 4, **options)
+
+
+@pytest.mark.parametrize("function", [svm_loo, _clusters_out])
+@pytest.mark.parametrize(
+    ("problems", "cores", "forked"), [(2, 64, 1), (3, 64, 2), (6, 4, 3), (6, 1, 0), (1, 8, 0)]
+)
+def test_no_more_processes_than_problems_or_cores(function, problems, cores, forked, monkeypatch):
+    monkeypatch.setattr(parallel, "_cores", lambda: cores)
+    K, y, _ = _many_problems()
+    C = torch.arange(1, 1 + problems, dtype=torch.float64)
+    received = function(K[0, 0], y, C, workers=10**6).outputs
+    assert len(_names()) == forked
+    assert_close(received, function(K[0, 0], y, C).outputs)
 
 
 def test_a_worker_that_was_killed_between_calls_is_replaced():
@@ -282,7 +300,8 @@ def test_a_pipe_that_the_caller_closes_is_closed():
 
 _PROGRAM = """
 import os, signal, multiprocessing, torch
-from torchloo.svm import svm_loo
+from torchloo.svm import parallel, svm_loo
+parallel._cores = lambda: 4
 {begin}
 K, y = torch.eye(6, dtype=torch.float64), torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
 svm_loo(K, y, torch.ones(4, dtype=torch.float64), workers=3)

@@ -44,9 +44,9 @@ class Linear(_OfInner):
         """True."""
         return True
 
-    def feature_map(self, X: Tensor) -> Tensor:
+    def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """X itself, or its features; sparse rows made dense."""
-        return csr.dense(self._embed("X", X))
+        return csr.dense(self._embed("X", X)).to(dtype or X.dtype)
 
 
 class Polynomial(_OfInner):

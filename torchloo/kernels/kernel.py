@@ -45,6 +45,7 @@ class Kernel(nn.Module):
     """A positive semidefinite function of two points, for all pairs of rows of X and Z.
 
     A kernel of your own overrides `_evaluate`, for inputs that are checked and have gone through `features`.
+    They may be float64 where X is float32: SVC evaluates its kernel so.
 
     Args:
         features: module applied to X and Z first, (..., n, d) -> (..., n, p), and trained with the kernel. It
@@ -62,8 +63,11 @@ class Kernel(nn.Module):
         for name, values in positive.items():
             self.register_parameter(f"log_{name}", nn.Parameter(log_of(self._get_name(), name, values)))
 
-    def forward(self, X: Tensor, Z: Tensor | None = None) -> Tensor:
-        """Kernel matrix (..., n, m) between X (..., n, d) and Z (..., m, d), of their dtype."""
+    def forward(self, X: Tensor, Z: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Kernel matrix (..., n, m) between X (..., n, d) and Z (..., m, d), of their dtype.
+
+        Or evaluated in another `dtype`, from X and Z as they are, or from what `features` make of them.
+        """
         left, right = self._embed("X", X), None
         if Z is not None:
             require_floating(self._get_name(), X=X, Z=Z)
@@ -72,7 +76,7 @@ class Kernel(nn.Module):
             self._require(right.shape[-1] == d, f"Z must have {d} columns to match X", right.shape)
             self._batch(X=left.shape[:-2], Z=right.shape[:-2])
         with full_precision(X):
-            return self._evaluate(left, right)
+            return self._evaluate_in(left, right, dtype or X.dtype)
 
     def embed(self, X: Tensor) -> Tensor:
         """What `features` make of X, (..., n, p); X itself without."""
@@ -100,6 +104,10 @@ class Kernel(nn.Module):
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`_evaluate` for inputs of a dtype; a kernel of kernels leaves it to them, after their features."""
+        return self._evaluate(X.to(dtype), None if Z is None else Z.to(dtype))
+
     def _diagonal(self, X: Tensor) -> Tensor:
         blocks = (self._evaluate(rows, None) for rows in X.split(64, dim=-2))
         return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
@@ -109,8 +117,8 @@ class Kernel(nn.Module):
         """Whether the kernel is linear in finitely many features, which `feature_map` lists."""
         return False
 
-    def feature_map(self, X: Tensor) -> Tensor:
-        """F (..., n, p) with K = F F^T, for a kernel that `is_linear`."""
+    def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """F (..., n, p) with K = F F^T, for a kernel that `is_linear`, in a dtype; default that of X."""
         raise NotImplementedError(f"{self._get_name()} is not linear in finitely many features")
 
     def extra_repr(self) -> str:
@@ -173,7 +181,10 @@ class Scaled(Kernel):
         self.kernel = kernel
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        K = self.kernel(X, Z)
+        return self._evaluate_in(X, Z, X.dtype)
+
+    def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
+        K = self.kernel(X, Z, dtype)
         return self._lift("scale", K) * K
 
     def _diagonal(self, X: Tensor) -> Tensor:
@@ -185,9 +196,9 @@ class Scaled(Kernel):
         """Whether the kernel is."""
         return self.kernel.is_linear
 
-    def feature_map(self, X: Tensor) -> Tensor:
+    def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """sqrt(scale) times the features of the kernel."""
-        F = self.kernel.feature_map(self._embed("X", X))
+        F = self.kernel.feature_map(self._embed("X", X), dtype)
         return self._lift("scale", F).sqrt() * F
 
 
@@ -201,7 +212,10 @@ class _Composite(Kernel):
         self.kernels: Any = nn.ModuleList(kernels)
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return functools.reduce(self._combine, (kernel(X, Z) for kernel in self.kernels))
+        return self._evaluate_in(X, Z, X.dtype)
+
+    def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return functools.reduce(self._combine, (kernel(X, Z, dtype) for kernel in self.kernels))
 
     def _diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
@@ -217,10 +231,10 @@ class Sum(_Composite):
         """Whether all of the kernels are."""
         return all(kernel.is_linear for kernel in self.kernels)
 
-    def feature_map(self, X: Tensor) -> Tensor:
+    def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The features of the kernels side by side."""
         X = self._embed("X", X)
-        maps = [kernel.feature_map(X) for kernel in self.kernels]
+        maps = [kernel.feature_map(X, dtype) for kernel in self.kernels]
         batch = broadcast_shapes(*(F.shape[:-2] for F in maps))
         return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
 

@@ -1,5 +1,6 @@
 """The kernel of points that are known by their kernel matrix alone."""
 
+import torch
 from torch import Tensor
 
 from torchloo import csr
@@ -20,14 +21,14 @@ class Precomputed(Kernel):
         if features is not None:
             raise ValueError(f"Precomputed: features must be None, got {type(features).__name__}")
 
-    def forward(self, X: Tensor, Z: Tensor | None = None) -> Tensor:
+    def forward(self, X: Tensor, Z: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """X itself, which must have one column for each row of Z; the columns of Z do not matter."""
         X = self._embed("X", X)
         if Z is not None:
             require_floating(self._get_name(), X=X, Z=Z)
             n = Z.shape[-2]
             self._require(X.shape[-1] == n, f"X must have {n} columns, one for each row of Z", X.shape)
-        return X
+        return X.to(dtype or X.dtype)
 
     def _embed(self, name: str, X: Tensor) -> Tensor:
         return csr.dense(super()._embed(name, X))

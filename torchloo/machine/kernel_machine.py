@@ -63,26 +63,27 @@ class KernelMachine(nn.Module):
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        require_floating(self._function, X=X, coef=self.coef)
+        require_floating(self._function, X=X, support=self.support)
         csr.require_layout(self._function, "X", X)
         guard = Guard(self._function)
         guard.finite(X=X)
         guard.check()
-        design = self._design(X, self.support, self.coef.shape[-2])
+        design = self._design(X, self.support, self.coef)
         with full_precision(X):
             outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return outputs[..., 0] if self._flat else outputs
+        return (outputs[..., 0] if self._flat else outputs).to(X.dtype)
 
-    def _design(self, X: Tensor, support: Tensor, count: int) -> Tensor:
-        """Features about their centre, or kernel rows: what the coefficients multiply, (..., m, count)."""
-        expected = count if self._linear or isinstance(self.kernel, Precomputed) else support.shape[-1]
-        received = self.kernel.feature_map(X) if self._linear else X
+    def _design(self, X: Tensor, support: Tensor, coef: Tensor) -> Tensor:
+        """Features about their centre, or kernel rows: what the coefficients multiply, (..., n, m)."""
+        own = self._linear or isinstance(self.kernel, Precomputed)
+        expected = coef.shape[-2] if own else support.shape[-1]
+        received = self.kernel.feature_map(X, coef.dtype) if self._linear else X
         if X.ndim < 2 or received.shape[-1] != expected:
             what = "give features of" if self._linear and self.kernel.features is not None else "have"
             raise ValueError(
                 f"{self._function}: X must {what} {expected} columns, as in fit, got shape {tuple(X.shape)}"
             )
-        return received - support if self._linear else self.kernel(X, support)
+        return received - support if self._linear else self.kernel(X, support, coef.dtype)
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
         """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""

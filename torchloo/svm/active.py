@@ -15,6 +15,9 @@ R nearly the inverse of M, with row sums of |I - R M| of at most q < 1. Then the
 at most, and the decision value of point i by |K_iS| |da| + |db| + e_i. If no such change takes a free
 coefficient to its bound, nor the margin of another variable to its wrong side, then the active set
 is the optimal one, and these bounds hold for the optimum.
+
+Rounding of K, by at most d_i d_j here, Note [rounding of K], adds d_i (d . alpha) to e_i,
+|R_iS| d_S (d . 1_S) to the row sums of |I - R M|, and d_i d_S to |K_iS|.
 """
 
 import torch
@@ -68,23 +71,32 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     miss = y - bias[:, None] - lead - rest
     rounding = of_sum * (a_lead.abs() @ K_rest.abs().T + a_rest.abs() @ K.abs())
     rounding += 8 * unit * (1 + bias.abs()[:, None] + lead.abs())
+    rounding += (held.alpha @ held.rounding)[:, None] * held.rounding
     imbalance = (a_lead.sum(1) + a_rest.sum(1)).abs() * (1 + unit) + of_sum * a_rest.abs().sum(1)
     rows = zip(held.alpha, box, miss, rounding, imbalance, strict=True)
-    return torch.stack([_of_one(K, y, *row) for row in rows]) + (held.u - lead - rest).abs()
+    each = [_of_one(K, y, held.rounding, *row) for row in rows]
+    return torch.stack(each) + (held.u - lead - rest).abs()
 
 
 def _of_one(
-    K: Tensor, y: Tensor, alpha: Tensor, box: Tensor, miss: Tensor, rounding: Tensor, imbalance: Tensor
+    K: Tensor,
+    y: Tensor,
+    d: Tensor,
+    alpha: Tensor,
+    box: Tensor,
+    miss: Tensor,
+    rounding: Tensor,
+    imbalance: Tensor,
 ) -> Tensor:
-    """`value_error` of one solution from its y - f and from what y^T alpha may be, (m,)."""
+    """`value_error` of one solution from its y - f, d of K, e, and what y^T alpha may be, (m,)."""
     nothing = torch.full_like(miss, torch.inf)
     S = ((alpha > 0) & (alpha < box)).nonzero()[:, 0]
     if not len(S):
         return nothing
-    change = _change(K[S][:, S], torch.cat([imbalance[None], miss[S].abs() + rounding[S]]))
+    change = _change(K[S][:, S], d[S], torch.cat([imbalance[None], miss[S].abs() + rounding[S]]))
     if change is None:
         return nothing
-    error = K[S].abs().T @ change[1:] + change[0] + rounding
+    error = K[S].abs().T @ change[1:] + d * (d[S] @ change[1:]) + change[0] + rounding
     to_bound = torch.minimum(alpha, box - alpha)[S]
     on_side = torch.where(alpha > 0, y * miss, -y * miss).index_fill(0, S, torch.inf)
     on_side = on_side.masked_fill(box <= 0, torch.inf)  # no side is the wrong one
@@ -92,7 +104,7 @@ def _of_one(
     return error if proved else nothing
 
 
-def _change(K_free: Tensor, residual: Tensor) -> Tensor | None:
+def _change(K_free: Tensor, d: Tensor, residual: Tensor) -> Tensor | None:
     """The bound of |dz| of Note [active sets] for |rho| + e (s + 1,); None where R is no inverse."""
     try:
         corner, edge, inner = bordered_inverse(K_free)
@@ -103,7 +115,8 @@ def _change(K_free: Tensor, residual: Tensor) -> Tensor | None:
     R[0, 0], R[0, 1:], R[1:, 0], R[1:, 1:] = corner, edge, edge, inner
     M[0, 0], M[1:, 1:] = 0, K_free
     wrong = (R @ M).diagonal_scatter((R * M.T).sum(1) - 1).abs()
-    q = float((wrong + (s + 8) * torch.finfo(R.dtype).eps / 2 * (R.abs() @ M.abs())).sum(1).max())
+    rounding = (s + 8) * torch.finfo(R.dtype).eps / 2 * (R.abs() @ M.abs())
+    q = float(((wrong + rounding).sum(1) + (R[:, 1:].abs() @ d) * d.sum()).max())
     if not q < _USEFUL:
         return None
     t = R.abs() @ residual

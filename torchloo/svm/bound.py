@@ -11,6 +11,9 @@ and Primal(alpha) < H(beta) for any feasible alpha, beta proves the sign (BOUND,
 printed k' has the wrong sign of k_rr). With v = K (beta * y) and t = sum beta y,
 
     h_i = 1 - y_i (v_i - v_r - t (k_ri - k_rr)),   H = 1/2 sum beta_i (1 + h_i).
+
+Rounding of K, Note [rounding of K], leaves 1/2 |w|^2 in doubt by (e . alpha)^2 / 2, the losses by
+max(E) sum box, and H by (sum beta_i (e_i + e_r))^2 / 2, as k'_ij may be off by (e_i + e_r) (e_j + e_r).
 """
 
 import torch
@@ -46,9 +49,9 @@ class DualBound:
     16 a round, were tried on four small sets: hardly a proof more, and up to seven times the columns.
     """
 
-    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor) -> None:
-        """Start from beta = alpha: K (n, n), alpha (B, n), labels (n,), rows left out (B,)."""
-        self.K, self.y, self.target = K, y, target
+    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor, rounding: Tensor) -> None:
+        """Start from beta = alpha: K (n, n), alpha (B, n), labels (n,), rows left out (B,), e of K (n,)."""
+        self.K, self.y, self.target, self.rounding = K, y, target, rounding
         self.beta = start.clone()
         self.v = (start * y) @ K
         self.edge = K[target] - K.diagonal()[target][:, None]  # (B, n) k_ri - k_rr
@@ -62,7 +65,7 @@ class DualBound:
         """The proofs that cost nothing; where they fail, a higher H."""
         primal, bias = primal_objective(state)
         u = state.F + state.y
-        held = Held(state.alpha, u, state.box, self.target)
+        held = Held(state.alpha, u, state.box, self.target, self.rounding)
         ball = gap_ball_sign(self.K, self.y, held, bias).sign
         self._approach(state)
         unproved = (ball == 0) & ~self._exceeds(state, primal) & state.read.any(1)
@@ -82,7 +85,14 @@ class DualBound:
     def _exceeds(self, s: SMOState, primal: Tensor) -> Tensor:
         """Primal < H with room for rounding, (B,)."""
         bound = (self.beta * (1 + self._gradient(s.y, self.beta, self.v))).sum(1) / 2
-        return primal < bound - 1e-9 * primal.abs()
+        return primal < bound - 1e-9 * primal.abs() - self._doubt(s)
+
+    def _doubt(self, s: SMOState) -> Tensor:
+        """What rounding of K leaves open of the primal and of H, Note [dual bound], (B,)."""
+        e = self.rounding
+        pull = s.alpha @ e
+        of_beta = self.beta @ e + self.beta.sum(1) * e[self.target]
+        return (pull.square() + of_beta.square()) / 2 + pull * e.amax() * s.box.sum(1)
 
     def _approach(self, s: SMOState) -> None:
         """The best point between beta and alpha, Note [free columns]."""

@@ -13,6 +13,22 @@ from below reaches that of the positives,
 To know the sign no sorting is needed: f* > 0 if the points with s - rho <= 0 weigh less than W+, and
 f* < 0 if those with s + rho < 0 weigh more. A coefficient that is held at a value a instead of
 being boxed adds y_r a to W+ and has no weight.
+
+Note [rounding of K]
+K is known to rounding only: each k_ij may be off by e_i e_j, where e_i^2 is what rounding to the dtype that
+K came in may do to k_ii. (|k_ij| <= sqrt(k_ii k_jj), and where k_ij is a sum of products of rows far from the
+origin, its rounding is that of the largest terms.) Then u = K (alpha * y), and so the margin, is off by
+
+    E_i = e_i (e . alpha)
+
+at most at point i. All errors would have to conspire for that; there is room for what summing u adds. Of a
+margin m in doubt by E, the term alpha max(m, 0) + (box - alpha) max(-m, 0) of the gap grows by at most
+
+    E alpha   if m > E,        E (box - alpha)   if m < -E,        E box   between these,
+
+and each s_i moves by at most E_i + E_r. With a gap and a rho that are larger by as much, Note [gap ball]
+proves the sign for every K within the rounding, that of the rows themselves among them. Note [active sets],
+Note [dual bound] and E2 take e likewise.
 """
 
 from typing import NamedTuple
@@ -20,33 +36,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.exact import duality_gap
+
 __all__ = [
     "Held",
     "Proof",
     "Standing",
     "bias_of_free",
     "gap_ball_sign",
+    "gap_in_doubt",
     "held_out_bias",
     "midpoint_bias",
     "reach_of",
     "sign_by_reach",
+    "value_bound",
     "weighted_interval",
 ]
 
 _ROUNDING = 1e-12  # of the largest |u|
+_CLOSE = 1e-9  # decision values that rounding may take for each other
+_LONGER = 1.01  # a root of k_ii, or of k', before rounding to float32
 
 
 class Standing(NamedTuple):
     """What has to be known of variables that are not listed in B solutions, Note [standing variables]."""
 
     violation: Tensor
-    """How far one of them is from its proper side at most, (B,)."""
+    """How far one of them is past its proper side at most; less than 0 if none is, (B,)."""
 
     box: Tensor
     """The sum of their boxes, ()."""
 
     pull: Tensor
     """The sum of their alpha * y, (B,)."""
+
+    doubt: Tensor
+    """The sum of their e * alpha, or more, (B,) or ()."""
 
 
 class Held(NamedTuple):
@@ -64,6 +89,9 @@ class Held(NamedTuple):
     target: Tensor
     """r, (B,)."""
 
+    rounding: Tensor
+    """e of Note [rounding of K], (m,); its largest is that of all variables, listed or not."""
+
     own: Tensor | None = None
     """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
 
@@ -77,11 +105,16 @@ class Held(NamedTuple):
         """The solutions at `rows`, if all variables are listed."""
         box = self.box if self.box.ndim == 1 else self.box[rows]
         own, held = (None if x is None else x[rows] for x in (self.own, self.held))
-        return Held(self.alpha[rows], self.u[rows], box, self.target[rows], own, held)
+        return Held(self.alpha[rows], self.u[rows], box, self.target[rows], self.rounding, own, held)
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
         return x.expand_as(self.u).gather(1, self.target[:, None])[:, 0]
+
+    def doubt(self) -> Tensor:
+        """e . alpha of Note [rounding of K], (B,)."""
+        total = self.alpha @ self.rounding
+        return total if self.standing is None else total + self.standing.doubt
 
     def weight(self) -> Tensor:
         """The boxes, that of r among them, (B, m)."""
@@ -179,27 +212,44 @@ def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
 def reach_of(K: Tensor, target: Tensor) -> Tensor:
     """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
     norm = K.diagonal().clamp_min(0).sqrt()
-    return norm.amax() + norm[target]  # k'_ii <= (|phi_i| + |phi_r|)^2
+    return _LONGER * (norm.amax() + norm[target])  # k'_ii <= (|phi_i| + |phi_r|)^2
 
 
 def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor) -> Proof:
     """Note [gap ball] with one rho for all i, which proves nearly every sign."""
-    gap, slip = _optimality(y, held, bias)
+    doubt = held.doubt()
+    gap, slip = _optimality(y, held, bias, doubt)
+    most = held.rounding.amax() * doubt
     scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)).maximum(u_r.abs())
-    rho = gap.sqrt() * reach + _ROUNDING * scale
+    rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * most
     count, slack = held.positive_count(y), held.slack()
     f = u_r + bias
     positive = f > 0
     below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
     if held.standing is not None:
-        proved &= f.abs() > rho + held.standing.violation
+        proved &= f.abs() > rho + (held.standing.violation + most).clamp_min_(0)
     sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
     return Proof(sign, gap, slip / scale)
 
 
-def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Duality gap and largest miss of a margin, (B,) both.
+def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tensor:
+    """What Note [rounding of K] adds to the duality gap; (...) from (..., m)."""
+    near = torch.where(margin > E, alpha, torch.where(margin < -E, box - alpha, box))
+    return (near * E).sum(-1)
+
+
+def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
+    """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball]; (m,)."""
+    alpha = alpha.clamp_min(0).minimum(box)
+    E = rounding * (rounding @ alpha)
+    gap = duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E)
+    norm = K.diagonal().clamp_min(0).sqrt()
+    return gap.sqrt() * _LONGER * (norm.amax() + norm) + 2 * E.amax() + _CLOSE
+
+
+def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
+    """Duality gap, with what rounding of K may add, and largest miss of a margin, (B,) both.
 
     The gap is the sum of alpha max(margin, 0) + (box - alpha) max(-margin, 0) >= 0: nothing cancels.
     """
@@ -208,10 +258,12 @@ def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
     terms = margin.clamp_max(0).mul_(held.box).neg_().addcmul_(alpha, margin).clamp_min_(0)
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
-    gap, imbalance = terms.sum(-1), held.alpha @ y
+    E = doubt[:, None] * held.rounding
+    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), held.alpha @ y
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.standing is not None:
-        gap += held.standing.violation * held.standing.box
+        past = (held.standing.violation + held.rounding.amax() * doubt).clamp_min_(0)
+        gap += past * held.standing.box
         imbalance += held.standing.pull
         slip = slip.maximum(held.standing.violation)
     gap += (bias * imbalance).abs()
@@ -224,14 +276,15 @@ def _optimality(y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
-    rounding = _ROUNDING * (1 + held.u.abs().amax(-1))
+    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * held.rounding.amax() * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
     k = K.diagonal()
     spread = k + k[held.target][:, None] - 2 * K[held.target]  # (B, m) k'
-    rho = (gap[:, None] * spread.clamp_min(0)).sqrt()
+    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * held.rounding.amax().square())).sqrt()
+    rho += rounding[:, None]
     count, slack = held.positive_count(y), held.slack()
-    above = held.weigh(s - rho <= rounding[:, None]) < count - slack
-    beneath = held.weigh(s + rho < -rounding[:, None]) > count + slack
+    above = held.weigh(s - rho <= 0) < count - slack
+    beneath = held.weigh(s + rho < 0) > count + slack
     sign = above.to(s) - beneath.to(s)
     return torch.where(sign != 0, sign, _midpoint_sign(s, rho, held.weight(), count)) * gap.isfinite()
 

@@ -16,20 +16,24 @@ __all__ = [
 ]
 
 
-def sufficiency_checks(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor) -> Tensor:
+def sufficiency_checks(
+    K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor, doubt: Tensor
+) -> Tensor:
     """Which check settles each row, as a code of held_out.RESOLVED_BY; -1 if none does; (n,).
+
+    None does that says so only because outputs are off, which they may be by the `doubt` (n,).
 
     Check 3 assumes that the machine without r has a free support vector too. Where it has none
     (small C, balanced classes) its bias is an interval and the check can be wrong about the
     midpoint; so it counts only together with E2, which bounds the whole interval.
     """
     free = strictly_inside(alpha, box)
-    norm = check_norm(K, y, alpha, outputs, box)
+    norm = check_norm(K, y, alpha, outputs, box, doubt)
     by = torch.full(y.shape, -1, device=y.device)
     by[norm] = code.NORM
     by[norm & check_joachims(K, y, alpha, outputs, free)] = code.JOACHIMS
-    by[check_error(y, outputs)] = code.ERRS
-    by[check_correct_unused(alpha)] = code.UNUSED
+    by[check_error(y, outputs, doubt)] = code.ERRS
+    by[check_correct_unused(alpha) & (y * outputs > doubt)] = code.UNUSED
     return by
 
 
@@ -50,9 +54,9 @@ def check_correct_unused(alpha: Tensor) -> Tensor:
     return alpha <= 0
 
 
-def check_error(y: Tensor, outputs: Tensor, rounding: float = 1e-9) -> Tensor:
-    """Check 2: a row that the full machine gets wrong stays wrong without it; (n,)."""
-    return y * outputs < -rounding
+def check_error(y: Tensor, outputs: Tensor, doubt: Tensor) -> Tensor:
+    """Check 2: a row that the full machine gets wrong, beyond the doubt (n,), stays so without it; (n,)."""
+    return y * outputs < -doubt
 
 
 def check_joachims(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, free: Tensor) -> Tensor:
@@ -65,12 +69,14 @@ def check_joachims(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, free: T
     return (2 * alpha * spread + slack < 1) & free.any()
 
 
-def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor) -> Tensor:
+def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor, doubt: Tensor) -> Tensor:
     """E2: correct, because w cannot move far enough when alpha_r goes; (n,).
 
     With e = y_r f_r > 0, c_i = y_r (y_i - f_i + f_r), A_i = sqrt(alpha_r k'_ii) and
     v_i = max(sqrt e, A_i / 2), r is correct without itself if the points i != r with
-    c_i + v_i^2 - A_i v_i - e <= 0 weigh less than those of its class.
+    c_i + v_i^2 - A_i v_i - e <= 0 weigh less than those of its class. A duality gap D adds sqrt(D k'_ii) to
+    how far u_i - u_r can go, and rounding of K puts e and c in doubt: twice the `doubt` (n,) of a decision
+    value covers both.
     """
     e = y * outputs
     rows = ((e > 0) & (alpha > 0)).nonzero()[:, 0]  # check 1 knows the others
@@ -80,7 +86,8 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     A = (alpha[rows, None] * spread).sqrt()
     v = torch.maximum(e[rows, None].sqrt(), A / 2)
     weight = box.expand(len(rows), -1).scatter(1, rows[:, None], 0.0)
-    low = ((c + v.square() - A * v - e[rows, None] <= 1e-9) * weight).sum(1)
+    high = c + v.square() - A * v - e[rows, None] > 2 * doubt[rows, None]  # NaN is not
+    low = (~high * weight).sum(1)
     own_class = (weight * (y == y[rows, None])).sum(1)
     passed = low < own_class - 1e-9 * box.min()
     return torch.zeros_like(y, dtype=torch.bool).index_put((rows,), passed)

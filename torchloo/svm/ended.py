@@ -99,13 +99,13 @@ class Ended(NamedTuple):
         # An r that stands is at its box: what it loses goes from those that push its way.
         count = self.held + layout.rest_count - stands * y * (box - self.kept)
         pull = layout.rest_pull - stands * y * self.gone
-        standing = Standing(past.amax(1).clamp_min_(0), layout.rest_box, pull)
+        standing = Standing((past + layout.no_side).amax(1), layout.rest_box, pull, layout.rest_doubt)
         own = self.kept.masked_fill(stands, 0)
-        return Held(self.alpha, self.u, layout.box, place, own, count, standing)
+        return Held(self.alpha, self.u, layout.box, place, layout.rounding, own, count, standing)
 
     def _whole(self, rows: Tensor) -> Held:
         """Some of the solutions, with all variables."""
         problem, target = self.layout.problem, self.target[rows]
         alpha = self.layout.whole(self.alpha[rows], target, self.gone[rows])
         u = (alpha * problem.y) @ problem.K
-        return Held(alpha, u, problem.box, target, self.kept[rows], self.held[rows])
+        return Held(alpha, u, problem.box, target, problem.rounding, self.kept[rows], self.held[rows])

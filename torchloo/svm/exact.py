@@ -260,8 +260,8 @@ def _homotopy(
     """
     K, y, box = problem.K, problem.y, problem.box
     m = len(y)
-    generator = torch.Generator().manual_seed(1)
-    jitter = 1e-6 * (1 + torch.rand(m, generator=generator, dtype=K.dtype)).to(K.device)
+    generator = torch.Generator("cpu").manual_seed(1)
+    jitter = 1e-6 * (1 + torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")).to(K.device)
     margin = y * (K @ (alpha * y) + bias) - 1
     lift = torch.where(upper, -margin.clamp_min(0) - jitter, (-margin).clamp_min(0) + jitter)
     lift = torch.where(free, -margin, lift)  # (m,)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.exact import Exact, duality_gap, relative_gap, solve_exactly
-from torchloo.svm.low_rank import in_double
+from torchloo.svm.low_rank import InDouble, in_double
 from torchloo.svm.merge import Problem, merge_duplicates
 from torchloo.svm.rows import taken_apart
 
@@ -18,6 +18,7 @@ __all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 _SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
 _USEFUL = 1e-3  # of one that certificates can still work with
 _DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
+_TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
 
 
@@ -45,6 +46,11 @@ class SVMFit(NamedTuple):
             return K_new @ self.coef + self.bias[..., None, :]
         return (K_new @ self.coef[..., None])[..., 0] + self.bias[..., None]
 
+    def to(self, dtype: torch.dtype) -> "SVMFit":
+        """In a dtype."""
+        coef, bias, outputs, gap = (field.to(dtype) for field in self[:4])
+        return SVMFit(coef, bias, outputs, gap, self.flat)
+
     def with_outputs(self, flat: bool) -> "SVMFit":
         """The last batch axis c as the output axis, which goes away where `flat` is set."""
         fields = (self.coef.mT, self.bias, self.outputs.mT, self.gap)  # (..., c) all
@@ -58,8 +64,8 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
         min 1/2 |w|^2 + sum_i C weight_i max(0, 1 - y_i f(x_i)),   f(x) = <w, phi(x)> + b
 
     An interior point gives the active set, linear equations the solution: the duality gap is at
-    rounding. Works in float64 inside; a K of low rank in float32, such as a linear kernel, is first
-    cleaned of the directions that rounding has added (Note [rounded kernels] in low_rank.py).
+    rounding. Works in float64 inside; a K of low rank that comes in float32, such as that of a linear kernel,
+    is first cleaned of the directions that rounding has added (Note [rounded kernels] in low_rank.py).
 
     Args:
         K: kernel matrices, symmetric positive semi-definite, (..., n, n).
@@ -82,35 +88,45 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     with torch.no_grad():
         fits = [trained("svm", *problem)[:4] for problem in taken_apart(K, y, box)]
         coef, bias, outputs, gap = (
-            torch.stack(x).reshape(y.shape[:-1] + x[0].shape) for x in zip(*fits, strict=True)
+            torch.stack(x).reshape(y.shape[:-1] + x[0].shape).to(K.dtype) for x in zip(*fits, strict=True)
         )
     return SVMFit(coef, bias, outputs, gap)
 
 
 def trained(function: str, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    """The machine of one problem K (n, n), y (n,), box (n,), checked; errors name the function."""
-    ((problem, full),) = solve_problems(function, in_double(K), y.double(), box.double()[None])
+    """The machine of a problem K (n, n), y (n,), box (n,), checked, in float64; errors name the function."""
+    matrix = in_double(K)
+    ((problem, full),) = _solve_problems(function, K, matrix, y.double(), box.double()[None])
     share = problem.row_box / problem.box[problem.variable]
     coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
     u = problem.K @ (full.alpha * problem.y)
     nothing = torch.zeros(1, dtype=torch.long, device=K.device)
-    whole = Held(full.alpha[None], u[None], problem.box, nothing)
+    whole = Held(full.alpha[None], u[None], problem.box, nothing, problem.rounding)
     bias = held_out_bias(problem.y, whole)[0]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    return SVMFit(coef.to(K), bias.to(K), (u + bias)[problem.variable].to(K), gap.to(K))
+    outputs = (u + bias)[problem.variable]
+    return SVMFit(coef, bias if matrix.shift is None else bias - matrix.shift @ coef, outputs, gap)
 
 
 def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
-    """Merge and solve exactly for each of the boxes (B, n), if K is a kernel matrix."""
-    problems = merge_duplicates(K, y, boxes)
-    _check_semidefinite(function, K, problems[0])
+    """Merge and solve exactly for each of the boxes (B, n), if K, as it came in, is a kernel matrix."""
+    return _solve_problems(function, K, in_double(K), y, boxes)
+
+
+def _solve_problems(
+    function: str, given: Tensor, matrix: InDouble, y: Tensor, boxes: Tensor
+) -> list[tuple[Problem, Exact]]:
+    """`solve_problems` for a K that was given as it is, and in float64."""
+    problems = merge_duplicates(matrix.K, y, boxes, matrix.rounding)
+    if not _is_definite(problems[0]):
+        problems = _off_by(problems, -_require_semidefinite(function, given, matrix))
     try:
         solutions = solve_exactly(problems)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        problems = _made_definite(function, problems, -2 * _require_semidefinite(function, K))
+        problems = _made_definite(function, problems, -2 * _require_semidefinite(function, given, matrix))
         solutions = _solve_again(function, problems)
     if not all(full.optimal for full in solutions):
-        _require_semidefinite(function, K)
+        _require_semidefinite(function, given, matrix)
     gap = max(relative_gap(problem, full) for problem, full in zip(problems, solutions, strict=True))
     _require_solved(function, gap)
     return list(zip(problems, solutions, strict=True))
@@ -137,13 +153,19 @@ def _made_definite(function: str, problems: list[Problem], ridge: float) -> list
         return problems
     warnings.warn(
         f"{function}: rounding has made K indefinite; {ridge:.1e} was added to its diagonal. "
-        "Compute K in float64 to avoid this",
+        "Compute K in float64 or scale the inputs to avoid this",
         RuntimeWarning,
         stacklevel=4,
     )
     K = problems[0].K.clone()
     K.diagonal().add_(ridge / problems[0].scale)
-    return [problem._replace(K=K) for problem in problems]
+    return _off_by([problem._replace(K=K) for problem in problems], ridge)
+
+
+def _off_by(problems: list[Problem], much: float) -> list[Problem]:
+    """With so much more rounding of the entries of K."""
+    rounding = problems[0].rounding + (much / problems[0].scale).clamp_min(0).sqrt()
+    return [problem._replace(rounding=rounding) for problem in problems]
 
 
 def _solve_again(function: str, problems: list[Problem]) -> list[Exact]:
@@ -156,16 +178,16 @@ def _solve_again(function: str, problems: list[Problem]) -> list[Exact]:
         ) from failure
 
 
-def _check_semidefinite(function: str, K: Tensor, problem: Problem) -> None:
-    """An error if K, whose different rows `problem` has, is no kernel matrix, by one Cholesky.
+def _is_definite(problem: Problem) -> bool:
+    """Whether K, whose different rows `problem` has, is positive definite but for rounding, by one Cholesky.
 
-    Nothing that is proved of an SVM would be true then: its dual has no single maximum. Of a large K
+    Nothing that is proved of an SVM would be true of another K: its dual has no single maximum. Of a large K
     some rows have to do; what they do not show comes to light where the solver fails.
     """
-    some = slice(None, None, -(-len(problem.y) // _SEEN))
+    m = len(problem.y)
+    some = slice(None, None, -(-m // _SEEN))
     seen, largest = problem.K[some, some], problem.K.diagonal().amax()
-    if not (_definite(seen, _DOUBLE * largest) or _definite(seen, _rounding(K) * largest)):
-        _require_semidefinite(function, K)
+    return _definite(seen, _DOUBLE * largest) or _definite(seen, m * problem.rounding.amax().square())
 
 
 def _definite(K: Tensor, ridge: Tensor) -> bool:
@@ -175,19 +197,17 @@ def _definite(K: Tensor, ridge: Tensor) -> bool:
     return not bool(torch.linalg.cholesky_ex(lifted).info)
 
 
-def _rounding(K: Tensor) -> float:
-    """How far below 0 rounding may take eigenvalues, relative to the largest diagonal entry.
+def _require_semidefinite(function: str, given: Tensor, matrix: InDouble) -> float:
+    """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one that was rounded.
 
-    To float32, if that is what K has been rounded to.
+    To float32, if that is what its entries say.
     """
-    single = bool((K.float() == K).all())
-    return len(K) * torch.finfo(torch.float32).eps if single else _DOUBLE
-
-
-def _require_semidefinite(function: str, K: Tensor) -> float:
-    """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one rounded to float32."""
-    least = float(torch.linalg.eigvalsh(K)[0])
-    if least < -_rounding(K) * float(K.diagonal().abs().amax()):
+    K = matrix.K
+    least, size = float(torch.linalg.eigvalsh(K)[0]), float(K.diagonal().abs().amax())
+    single = bool((given.float() == given).all())
+    unit = torch.finfo(torch.float32).eps * float(given.diagonal().amax()) if single else 0.0
+    allowed = max(_DOUBLE * size, len(K) * max(unit, float(matrix.rounding.amax()) ** 2), _TINY)
+    if least < -allowed:
         raise ValueError(f"{function}: {_indefinite(least)}")
     return least
 
@@ -253,7 +273,10 @@ def checked(
             f"{function}: batch dimensions must broadcast, got K {tuple(K.shape)}, y {tuple(y.shape)}, "
             f"weight {tuple(weight.shape)}, C {tuple(C.shape)}"
         ) from None
+    box = C[..., None] * weight
     if given:
-        guard.positive(**{"C * weight": C[..., None] * weight})
+        guard.positive(**{"C * weight": box})
+    name = "C * weight" if given else "C"
+    guard.require(box.amax(-1) >= _TINY, f"{name} must be at least {_TINY:.1e} in some row; use a larger C")
     guard.check()
     return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)

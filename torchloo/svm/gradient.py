@@ -64,7 +64,7 @@ class Machines:
         y, v = problem.y, problem.variable
         # Shares of copies: rows left out have none.
         others = problem.row_box.masked_fill(group[rows][:, None] == group, 0.0)
-        total = torch.zeros(len(rows), len(y)).to(others).index_add_(1, v, others)
+        total = others.new_zeros(len(rows), len(y)).index_add_(1, v, others)
         share = (others / total[:, v]).nan_to_num(0.0)
         upper = (alpha >= box - _width(alpha, box)) & (box > 0)
         lam, rate = _adjoints(problem, v[rows], which, alpha, box, upper, total)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RESOLVED_BY", "SVMHeldOut"]
+__all__ = ["RESOLVED_BY", "SVMHeldOut", "rounded"]
 
 RESOLVED_BY = (
     "check 1: not a support vector",
@@ -21,6 +21,12 @@ RESOLVED_BY = (
     "not solved: out of rounds",
 )
 UNUSED, ERRS, JOACHIMS, NORM, PATH, REFIT, BOUND, BALL, KKT, ONE_CLASS, CUT = range(len(RESOLVED_BY))
+
+
+def rounded(outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decision values in a dtype; what is too small for it keeps its sign, as 0 predicts +1."""
+    inside = outputs.to(dtype)
+    return torch.where((inside == 0) & (outputs < 0), -torch.finfo(dtype).tiny, inside)
 
 
 class SVMHeldOut(NamedTuple):
@@ -56,14 +62,14 @@ class SVMHeldOut(NamedTuple):
     certified: Tensor
     """The prediction is proved right, by a check, the bound, the gap ball or the active set, (..., n) bool.
 
-    For a K that is a kernel matrix, as far as rounding can tell.
+    For every kernel matrix within rounding of K, Note [rounding of K] in certify.py.
     """
 
     resolved_by: Tensor
     """Index into RESOLVED_BY, (..., n)."""
 
     unstable: Tensor
-    """Decision value within rounding (method smo: epsilon) of zero, so not provable, (..., n) bool."""
+    """Not certified: rounding (method smo: epsilon) may have changed the sign, (..., n) bool."""
 
     iterations: Tensor
     """Events of the path, and pairs of the SMO where there was one, (..., n)."""
@@ -106,17 +112,17 @@ class SVMHeldOut(NamedTuple):
             values=values,
         )
 
-    def with_outputs(self, flat: bool) -> "SVMHeldOut":
-        """The last batch axis c as the output axis, which goes away where `flat` is set."""
+    def with_outputs(self, flat: bool, dtype: torch.dtype) -> "SVMHeldOut":
+        """The last batch axis c as the output axis, which goes away where `flat` is set; in a dtype."""
         found = (self.outputs, self.certified, self.resolved_by, self.iterations, self.kernel_columns)
         y, outputs, certified, resolved_by, iterations, columns = (
             field[..., 0, :] if flat else field.mT  # (..., c, n) -> (..., n, c)
             for field in (self.targets, *found)
         )
         return SVMHeldOut.build(
-            y,
-            self.weight[..., 0, :],
-            outputs,
+            y.to(dtype),
+            self.weight[..., 0, :].to(dtype),
+            rounded(outputs, dtype),
             certified,
             resolved_by,
             iterations,

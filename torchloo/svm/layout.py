@@ -33,12 +33,16 @@ class Layout:
         self.place = torch.full_like(y, a, dtype=torch.long)  # of all variables among the moved, (m,)
         self.place[moved] = torch.arange(a, device=y.device)
         self.y, self.box, self.alpha = (self.of_moved(x) for x in (y, problem.box, full.alpha))
+        # The dummy, whose alpha is 0, has the largest one of all variables.
+        self.rounding = torch.cat([problem.rounding[moved], problem.rounding.amax()[None]])
         self.K = torch.cat([K.index_select(0, moved).T, torch.zeros_like(y)[:, None]], 1)  # (m, a + 1)
         self.start = K @ (full.alpha * y)  # u of the full solution, (m,)
         down = (full.upper ^ (y < 0)).to(y)
         self.push = (2 * down - 1).index_fill(0, moved, 0.0)  # -1 pushes up, +1 down, 0 has moved
-        # Of the variables that stand: their boxes, alpha * y, and W+ less what counts as below.
+        # Of the variables that stand: boxes, rounding * alpha, alpha * y, and W+ less what counts as below.
         stands = self.push != 0
+        self.no_side = torch.where(stands, 0.0, -torch.inf)  # what has moved is never past its side
+        self.rest_doubt = (full.alpha * problem.rounding) @ stands.to(y)
         self.rest_box, self.rest_pull = problem.box @ stands.to(y), (full.alpha * y) @ stands.to(y)
         self.rest_count = problem.box @ ((y > 0).to(y) - (1 - down)).masked_fill_(~stands, 0)
 

@@ -13,7 +13,6 @@ from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_smo import leave_clusters_out_by_smo
-from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem
 from torchloo.svm.parallel import check_workers, in_parallel, without_graph
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
@@ -71,7 +70,7 @@ def svm_lco(
 
 def _outcome(problem: OneProblem, labels: Tensor, method: str, epsilon: float, trace: bool) -> RowOutcome:
     """Leave-cluster-out of one problem."""
-    K, y, box = in_double(problem[0]), problem[1].double(), problem[2].double()
+    K, y, box = problem[0], problem[1].double(), problem[2].double()
     if method == "smo":
         return leave_clusters_out_by_smo(K, y, box, trained("svm_lco", K, y, box), labels, epsilon)
     return _leave_clusters_out_exactly(K, y, box, labels, trace)
@@ -89,7 +88,7 @@ def _leave_clusters_out_exactly(
     boxes = left_of(problem.box, gone)
     alpha, iterations, columns = torch.zeros_like(boxes), torch.zeros_like(names), torch.zeros_like(names)
     both = _both_classes(problem.y, boxes)
-    near = (gone[both] > 0).to(K) @ problem.K
+    near = (gone[both] > 0).to(y) @ problem.K
     alpha[both], iterations[both], columns[both] = solve_without(problem, full, boxes[both], near)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
@@ -109,9 +108,9 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
     first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias = held_out_bias(y, Held(alpha, u, boxes, first))
+    bias = held_out_bias(y, Held(alpha, u, boxes, first, problem.rounding))
     f = u[member, v] + bias[member]
-    held = Held(alpha[member], u[member], boxes[member], v)
+    held = Held(alpha[member], u[member], boxes[member], v, problem.rounding)
     sign = proved_sign(problem.K, y, held, bias[member])
     one_class = ~_both_classes(y, boxes)
     remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)

@@ -13,7 +13,6 @@ from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_path import leave_one_out_by_path
 from torchloo.svm.loo_smo import leave_one_out_by_smo
-from torchloo.svm.low_rank import in_double
 from torchloo.svm.merge import Problem
 from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
@@ -54,10 +53,10 @@ def svm_loo(
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
-        workers: processes, this one among them, that share out a batch of problems on a CPU; 0: only
-            this one, with threads. The others are forked at the first call, as those of a DataLoader
-            are, and stay, with the memory they have, until the program ends or a batch is called with
-            1; they serve outputs without a gradient.
+        workers: processes, this one among them, that share out a batch of problems on a CPU, no more than
+            there are cores or parts of the batch; 0: only this one, with threads. The others are forked at
+            the first call, as those of a DataLoader are, and stay, with the memory they have, until the
+            program ends or a batch is called with 1; they serve outputs without a gradient.
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
@@ -114,7 +113,7 @@ def _outcomes(
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
     if method == "smo":
-        doubles = [(in_double(K), y.double(), box.double()) for K, y, box in problems]
+        doubles = [(K, y.double(), box.double()) for K, y, box in problems]
         return [
             leave_one_out_by_smo(K, y, box, trained("svm_loo", K, y, box), values, epsilon, only=rows)
             for K, y, box in doubles
@@ -123,7 +122,7 @@ def _outcomes(
     for family in families(problems):
         K, y, _ = problems[family[0]]
         boxes = torch.stack([problems[number][2] for number in family])
-        solved = solve_problems("svm_loo", in_double(K), y.double(), boxes.double())
+        solved = solve_problems("svm_loo", K, y.double(), boxes.double())
         machines.update(zip(family, solved, strict=True))
     in_turn = [machines[number] for number in range(len(problems))]
     try:

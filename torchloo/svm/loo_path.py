@@ -5,9 +5,9 @@ from torch import Tensor
 
 from torchloo.svm import held_out as code
 from torchloo.svm.active import judged, value_error
-from torchloo.svm.certify import Held
+from torchloo.svm.certify import Held, value_bound
 from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
-from torchloo.svm.exact import Exact, duality_gap
+from torchloo.svm.exact import Exact
 from torchloo.svm.gradient import Deferred
 from torchloo.svm.merge import Problem
 from torchloo.svm.rows import RowOutcome
@@ -28,10 +28,8 @@ class _Rows:
         self.room = full.alpha[v] - self.kept
         self.open = self.room > 1e-9 * torch.minimum(problem.box[v], full.alpha.amax())
         self.outputs = (problem.y * (1 + full.margin))[v]
-        gap = duality_gap(full.alpha, full.margin, problem.box)
-        spread = problem.K.diagonal().amax().sqrt() + problem.K.diagonal()[v].sqrt()
-        # Note [gap ball] with rho <= sqrt(gap) * spread for all points at once.
-        self.certified = self.outputs.abs() > gap.clamp_min(0).sqrt() * spread + 1e-9
+        self.doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)  # (m,)
+        self.certified = self.outputs.abs() > self.doubt[v]
         if not bool((self.certified | self.open).all()):
             self.certified |= _full_sign(problem, full)[v] * self.outputs > 0
         self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
@@ -99,7 +97,7 @@ class _Work:
         target = problem.variable[first]
         output, proved, by = end.output.clone(), end.proved.clone(), torch.full_like(first, code.PATH)
         events, columns = end.events.clone(), torch.zeros_like(first)
-        left = (~proved).nonzero()[:, 0]
+        left = (~end.solved).nonzero()[:, 0]
         if len(left):
             by[left] = code.REFIT
             output[left], proved[left], without = _refit(
@@ -150,7 +148,7 @@ def _settle_one_class(rows: _Rows) -> Tensor:
 def _settle_by_checks(problem: Problem, full: Exact, rows: _Rows) -> None:
     """Checks 2 and 3 and E2 on the variables; alpha of a variable bounds what one row of it holds."""
     f = problem.y * (1 + full.margin)
-    by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box)[problem.variable]
+    by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box, rows.doubt)[problem.variable]
     index = (rows.open & (by > code.UNUSED)).nonzero()[:, 0]
     rows.settle(index, rows.outputs[index], torch.ones_like(index, dtype=torch.bool), by[index])
 
@@ -165,14 +163,15 @@ def _full_sign(problem: Problem, full: Exact) -> Tensor:
     """Signs of the full machine's decision values that its active set proves, else 0, (m,)."""
     nobody = torch.zeros(1, dtype=torch.long, device=full.alpha.device)
     u, bias = (full.alpha * problem.y)[None] @ problem.K, full.bias[None]
-    error = value_error(problem.K, problem.y, Held(full.alpha[None], u, problem.box, nobody), bias)
+    held = Held(full.alpha[None], u, problem.box, nobody, problem.rounding)
+    error = value_error(problem.K, problem.y, held, bias)
     f = u + bias
     return (f.sign() * (f.abs() > error))[0]
 
 
 def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
     """Solutions (B, m) whose box of the target is what other rows leave of it."""
-    return Held(alpha, (alpha * problem.y) @ problem.K, problem.box, target, kept)
+    return Held(alpha, (alpha * problem.y) @ problem.K, problem.box, target, problem.rounding, kept)
 
 
 def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Without]:

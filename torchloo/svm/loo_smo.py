@@ -7,9 +7,10 @@ from torch import Tensor
 
 from torchloo.svm import held_out as code
 from torchloo.svm.bound import BOUND, DualBound
-from torchloo.svm.certify import Held, gap_ball_sign
+from torchloo.svm.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.fit import SVMFit
+from torchloo.svm.low_rank import in_double
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo import SMOState, seed_without, smo
 
@@ -55,11 +56,13 @@ def leave_one_out_by_smo(
     """Algorithm 1: checks, then a seeded SMO for each open row, stopped by the bound where it helps.
 
     With `values` only check 1 is used and no problem stops before epsilon-KKT. `only` (n,) is true for the
-    rows that are asked for.
+    rows that are asked for. K is as it came in, the rest in float64.
     """
+    K, rounding, _ = in_double(K)
     alpha = (fit.coef * y).clamp_min(0)
     outputs = fit.outputs.clone()
-    by = sufficiency_checks(K, y, alpha, outputs, box)
+    doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
+    by = sufficiency_checks(K, y, alpha, outputs, box, doubt)
     if values:
         by[by > code.UNUSED] = -1
         if not bool(strictly_inside(alpha, box).any()):  # b has an interval, which an unused row may bound
@@ -77,8 +80,9 @@ def leave_one_out_by_smo(
             continue
         boxes = box.expand(len(part), -1).scatter(1, part[:, None], 0.0)
         start = _start(alpha, y, boxes, K[part]) if options.seed else torch.zeros_like(boxes)
-        end = _solve(K, y, boxes, start, epsilon, options, part if with_bound else None)
-        outputs[part], certified[part], by[part] = _outcome(K, y, end, part)
+        rule = DualBound(K, start, y, part, rounding) if with_bound else None
+        end = _solve(K, y, boxes, start, epsilon, options, rule)
+        outputs[part], certified[part], by[part] = _outcome(K, y, end, part, rounding)
         by[part[(end.violation > epsilon) & (end.stopped_by == 0)]] = code.CUT
         # The column of the row itself is read to take it out, or else for the bound.
         begun = _moved(start, alpha) if options.seed else int(with_bound)
@@ -106,11 +110,10 @@ def _solve(
     start: Tensor,
     epsilon: float,
     options: SMOOptions,
-    target: Tensor | None = None,
+    rule: DualBound | None = None,
 ) -> SMOState:
-    """The SMO on problems (B, n) of one kernel matrix, with the bound if rows left out are given."""
+    """The SMO on problems (B, n) of one kernel matrix."""
     labels = y.expand_as(start).contiguous()
-    rule = None if target is None else DualBound(K, start, y, target)
     rounds = -(-options.patience * len(y) // min(options.working, len(y)))
     return smo(
         K[None], labels, boxes, start, epsilon, None, rule,
@@ -118,11 +121,13 @@ def _solve(
     )  # fmt: skip
 
 
-def _outcome(K: Tensor, y: Tensor, end: SMOState, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _outcome(
+    K: Tensor, y: Tensor, end: SMOState, rows: Tensor, rounding: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decision values, which signs are proved, and by what, for problems that have ended."""
     u = end.F + y
     f = u.gather(1, rows[:, None])[:, 0] + end.bias
-    ball = gap_ball_sign(K, y, Held(end.alpha, u, end.box, rows), end.bias).sign
+    ball = gap_ball_sign(K, y, Held(end.alpha, u, end.box, rows, rounding), end.bias).sign
     sign = torch.where(end.sign != 0, end.sign, ball)
     # A rule proves the sign of the machine with its own bias, not with the midpoint: believe the proof.
     f = torch.where((sign != 0) & (sign * f <= 0), sign * torch.finfo(f.dtype).tiny, f)
@@ -136,9 +141,10 @@ def leave_clusters_out_by_smo(
     K: Tensor, y: Tensor, box: Tensor, fit: SVMFit, clusters: Tensor, epsilon: float
 ) -> RowOutcome:
     """Box all rows of a cluster to zero, seed, and solve: one batch with a problem for each cluster."""
+    K, rounding, _ = in_double(K)
     labels, member = torch.unique(clusters, return_inverse=True)
     alpha = (fit.coef * y).clamp_min(0)
-    inside = torch.arange(len(labels))[:, None] == member  # (G, n)
+    inside = torch.arange(len(labels), device=member.device)[:, None] == member  # (G, n)
     inside = inside.to(y.device)
     boxes = torch.where(inside, 0.0, box)
     start = _start(alpha, y, boxes, near=inside.to(K) @ K)
@@ -147,7 +153,7 @@ def leave_clusters_out_by_smo(
     rows = torch.arange(len(y), device=y.device)
     u, bias = (end.F + y)[member], end.bias[member]
     outputs = u[rows, rows] + bias
-    held = Held(end.alpha[member], u, boxes[member], rows)
+    held = Held(end.alpha[member], u, boxes[member], rows, rounding)
     sign = gap_ball_sign(K, y, held, bias).sign
     by = torch.where(end.violation[member] <= epsilon, code.KKT, code.CUT)
     left = boxes > 0

@@ -6,18 +6,29 @@ both signs, and paths that follow these take for ever and end where C times the 
 So if a positive semi-definite matrix of low rank lies within rounding of K, that one is used: the
 projection of K on the leading columns, without eigenvalues that rounding alone may have made. The
 decision values come nearer to those of the K that was rounded, too.
+
+Note [kernels far from 0]
+An SVM with a bias is that of the points phi_i - c, whatever c is: only the bias changes when s_i + s_j is
+taken from every k_ij, s_i = <phi_i, c> - |c|^2 / 2. Where entries hardly differ, as those of rows far from
+the origin, tolerances that are relative to k_ii take the differences, on which everything depends, for
+rounding. So c is then the mean of the points. The rounding of the K that came in stays, Note [rounding of K],
+and is counted eight times: what a power of inner products, or a sum of many terms, has lost counts now.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["in_double", "low_rank_factor"]
+__all__ = ["InDouble", "in_double", "low_rank_factor"]
 
 _PLACES = 16  # columns chosen at once
 _MISSING = 1e-10  # of the mean diagonal may be missing from F F^T
 _ROUNDED, _NEAR = 64, 8  # units of rounding that may be missing; and between K and what replaces it
 _PATIENCE = 60  # columns that may bring nothing: a linear kernel is complete all at once
 _PACE = 8  # digits by which what is missing must shrink for all the columns that there may be
+_FAR = 0.99  # of the mean diagonal: the mean of a K whose entries hardly differ
+_UNITS = 8  # of rounding that entries of such a K may be off by
 _INDEPENDENT = 1e-7  # eigenvalues of a block of columns, relative to the largest
 
 
@@ -52,21 +63,50 @@ def low_rank_factor(K: Tensor, tolerance: float = _MISSING) -> Tensor | None:
             return None
 
 
-def in_double(K: Tensor) -> Tensor:
-    """K (n, n) in float64; one of less precision and of low rank as in Note [rounded kernels].
+class InDouble(NamedTuple):
+    """A kernel matrix as the solvers want it."""
+
+    K: Tensor
+    """In float64, (n, n)."""
+
+    rounding: Tensor
+    """e of Note [rounding of K], (n,)."""
+
+    shift: Tensor | None
+    """What was taken from K: K + shift_i + shift_j is the one that came in, (n,); None: nothing."""
+
+
+def in_double(K: Tensor) -> InDouble:
+    """K (n, n) in float64.
+
+    A K of less precision and of low rank is replaced, Note [rounded kernels]; one whose entries hardly differ
+    is centred, Note [kernels far from 0].
 
     Cost 4 n^2 p for a K of rank p. Memory 3 n^2.
     """
     double, unit = K.double(), torch.finfo(K.dtype).eps
-    if K.dtype == torch.float64:
-        return double
+    diagonal = double.diagonal()
+    rounding = (unit / 2 * diagonal.clamp_min(0)).sqrt()
+    if K.dtype != torch.float64:
+        near = _of_low_rank(double, unit)
+        if near is not None:
+            rounding, double = rounding + (near - double).abs().amax().sqrt(), near
+    if not bool(double.mean() > _FAR * diagonal.mean()):
+        return InDouble(double, rounding, None)
+    rows = double.mean(1)
+    shift = rows - rows.mean() / 2
+    return InDouble(double - (shift[:, None] + shift), _UNITS**0.5 * rounding, shift)
+
+
+def _of_low_rank(double: Tensor, unit: float) -> Tensor | None:
+    """What Note [rounded kernels] takes for a K that was rounded to so many units; None if it is K itself."""
     factor = low_rank_factor(double, _ROUNDED * unit)
     if factor is None:
-        return double
+        return None
     Q = torch.linalg.qr(factor)[0]
     w, V = torch.linalg.eigh(Q.T @ (double @ Q))
     rounding = unit * double.diagonal().amax()
-    keep = w > 2 * len(K) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
+    keep = w > 2 * len(double) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
     F = (Q @ V[:, keep]) * w[keep].sqrt()
     near = F @ F.T
-    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else double
+    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else None

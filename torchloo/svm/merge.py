@@ -7,9 +7,12 @@ from torch import Tensor
 
 __all__ = ["Problem", "merge_duplicates"]
 
+_SMALL = 1e-6  # boxes for which the tolerances of the solvers are too coarse
+_SAME = 1e-13  # of the lengths of two points: how far apart entries of K are that count as equal
+
 
 class Problem(NamedTuple):
-    """An SVM whose rows are all different, scaled to a kernel with mean diagonal 1.
+    """An SVM whose rows are all different, scaled to a kernel with mean diagonal 1, or to boxes of 1 if less.
 
     Dividing K by a number and multiplying the boxes by it leaves every decision value as it is, and
     lets absolute tolerances mean something.
@@ -31,21 +34,32 @@ class Problem(NamedTuple):
     """Which variable each row belongs to, (n,)."""
 
     scale: Tensor
-    """Mean of the diagonal of the kernel matrix that came in, ()."""
+    """What the kernel matrix that came in was divided by, ()."""
+
+    rounding: Tensor
+    """e of Note [rounding of K], of K as it is here, (m,)."""
 
 
-def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
+def _scale(K: Tensor, C: Tensor) -> Tensor:
+    """What K is divided by: its mean diagonal, or less if no box would come near 1 then."""
+    mean, largest = K.diagonal().mean(), C.amax()
+    mean = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
+    return torch.where(mean * largest < _SMALL, 1 / largest, mean)
+
+
+def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[Problem]:
     """Merge rows with the same label and, to rounding, the same row of K, for each of the boxes C (B, n).
+
+    `rounding` (n,) is e of Note [rounding of K].
 
     A random projection of the rows of K brings candidates side by side; each is then compared in
     full with the first of its run. Titanic's 150 rows become 19 variables, and the ties between
     copies, which make exact paths cycle, are gone.
     """
     n = K.shape[-1]
-    mean = K.diagonal().mean()
-    scale = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(n, generator=generator, dtype=K.dtype).to(K.device)
+    scale = _scale(K, C)
+    generator = torch.Generator("cpu").manual_seed(0)
+    probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
     size = K.abs().amax()
     key, order = torch.sort(K @ probe)
     tolerance = 1e-13 * n * size
@@ -53,15 +67,17 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
     starts[1:] = key[1:] - key[:-1] > tolerance
     if bool(starts.all()):
         every = torch.arange(n, device=K.device)
-        K = K / scale
-        return [Problem(K, y, box, box, every, scale) for box in C * scale]
+        K, rounding = K / scale, rounding / scale.sqrt()
+        return [Problem(K, y, box, box, every, scale, rounding) for box in C * scale]
     run = torch.cumsum(starts, 0) - 1
     first = order[starts][run]  # (n,) a representative of each run
     same = order == first
     doubt = (~same).nonzero()[:, 0]
     length = K.diagonal().clamp_min(0).sqrt()  # rounding of k_ij is relative to both
-    differs = (K[order[doubt]] - K[first[doubt]]).abs() > 1e-13 * length[first[doubt]][:, None] * length
-    same[doubt] = ~differs.any(-1)
+    apart = (K[order[doubt]] - K[first[doubt]]).abs() / (length[first[doubt]][:, None] * length)
+    differs = (apart > _SAME).any(-1)  # not by NaN, of points at 0
+    same[doubt] = ~differs
+    moved = apart.masked_fill(differs[:, None], 0).nan_to_num(0).amax()  # entries of K, by merging
     label = torch.empty(n, dtype=torch.long, device=K.device)
     label[order] = torch.where(same, first, order)
     label = 2 * label + (y > 0)
@@ -70,8 +86,10 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor) -> list[Problem]:
     chosen = torch.full((m,), n, device=K.device).scatter_reduce_(
         0, variable, torch.arange(n, device=K.device), "amin"
     )
-    K, y = K[chosen][:, chosen] / scale, y[chosen]
+    rounding = rounding[chosen] + 2 * moved.sqrt() * length[chosen]
+    K, y, rounding = K[chosen][:, chosen] / scale, y[chosen], rounding / scale.sqrt()
     boxes = torch.zeros(len(C), m, dtype=K.dtype, device=K.device).index_add_(1, variable, C * scale)
     return [
-        Problem(K, y, box, row_box, variable, scale) for box, row_box in zip(boxes, C * scale, strict=True)
+        Problem(K, y, box, row_box, variable, scale, rounding)
+        for box, row_box in zip(boxes, C * scale, strict=True)
     ]

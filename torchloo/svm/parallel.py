@@ -1,6 +1,7 @@
 """Independent problems shared out over threads or processes: small operations leave other cores idle."""
 
 import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -54,7 +55,7 @@ def share_out(
     items: Sequence[Item], most: int, device: torch.device, workers: int = 0
 ) -> list[Sequence[Item]]:
     """Consecutive items in parts of at most `most`; on a CPU enough parts for all threads or workers."""
-    shares = _PARTS * (workers or torch.get_num_threads()) if device.type == "cpu" else 1
+    shares = _PARTS * (min(workers, _cores()) or torch.get_num_threads()) if device.type == "cpu" else 1
     size = max(1, min(most, -(-len(items) // shares)))
     return [items[i : i + size] for i in range(0, len(items), size)]
 
@@ -68,8 +69,15 @@ def in_parallel(function: Callable[[Part], Outcome], parts: list[Part], workers:
     if len(parts) == 1:
         return [function(parts[0])]
     if workers:
-        return by_crew(function, parts, workers - 1)
+        return by_crew(function, parts, min(workers, len(parts), _cores()) - 1)
     return _on_threads(function, parts)
+
+
+def _cores() -> int:
+    """How many processes can run at once: more of them would only wait for each other."""
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _on_threads(function: Callable[[Part], Outcome], parts: list[Part]) -> list[Outcome]:

@@ -31,7 +31,7 @@ __all__ = ["Shared", "Turn"]
 
 _SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
 _SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
-_BEYOND = 0.01  # how far past zero an early stop goes, so that its end point proves the error
+_BEYOND = 0.03  # how far past zero an early stop goes, so that its end point proves the error
 
 
 class Turn(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.gradient import Deferred, outputs_with_gradient
-from torchloo.svm.held_out import SVMHeldOut
+from torchloo.svm.held_out import SVMHeldOut, rounded
 
 __all__ = ["OneProblem", "RowOutcome", "assembled", "families", "taken_apart"]
 
@@ -33,7 +33,7 @@ def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
     """
     # No reshape: it would copy what is expanded, and hide what problems share.
     matrices = _entries(K)
-    number = torch.arange(len(matrices)).reshape(K.shape[:-2]).expand(y.shape[:-1])
+    number = torch.arange(len(matrices), device="cpu").reshape(K.shape[:-2]).expand(y.shape[:-1])
     own = [matrices[k] for k in number.flatten().tolist()]
     labels: dict[tuple[object, ...], Tensor] = {}
     shared = [labels.setdefault((x.data_ptr(), x.stride()), x) for x in _entries(y, 1)]
@@ -73,7 +73,7 @@ def assembled(
 
 
 def _with_gradient(K: Tensor, box: Tensor, outcome: RowOutcome) -> Tensor:
-    outputs = outcome.outputs.to(K.dtype)
+    outputs = rounded(outcome.outputs, K.dtype)
     if outcome.machines is None or not torch.is_grad_enabled():
         return outputs
     return outputs_with_gradient(K, box, outputs, outcome.machines)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torchloo import csr
 from torchloo.guards import require_floating
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import KernelMachine, log_parameter
+from torchloo.precision import full_precision
 from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.lco import svm_lco
@@ -45,6 +46,11 @@ class SVC(KernelMachine):
     Decision values of leave-one-out are differentiable in X, C, weight and the parameters of the kernel;
     the coefficients themselves are not.
 
+    Certificates are of the machine on the rows as they are, Note [rounding of K] in certify.py: kernels of
+    float32 rows are evaluated in float64, and the features of a linear one are centred first, which no
+    decision value depends on. What rounding could still change is unstable: polynomials of rows far from the
+    origin, and a `Precomputed` matrix in float32.
+
     Args:
         kernel: a kernel of torchloo.kernels.
         C: box bound, a positive number or tensor of batch shape; kept as the parameter `log_C`.
@@ -63,28 +69,43 @@ class SVC(KernelMachine):
 
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> SVMFit:
         """The trained machine; not differentiable."""
-        problems, flat = self._problems(X, y, weight)
+        gram, problems, flat = self._problems(X, y, weight)
         with _said_by_svc():
-            return svm(**problems).with_outputs(flat)
+            fit = svm(**problems)
+        if gram.centred is not None:  # from the bias of centred features to that of the kernel
+            F, centre = gram.centred
+            shift = centre.to(F) @ (F.detach().mT @ fit.coef.mT)  # (..., 1, c)
+            fit = fit._replace(bias=fit.bias - shift[..., 0, :])
+        return fit.with_outputs(flat).to(X.dtype)
 
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
-        """Store the support vectors and their coefficients; an error leaves the machine as it was."""
+        """Store the support vectors and their coefficients; an error leaves the machine as it was.
+
+        Of a linear kernel on dense rows, the centre of the features and their weights. Coefficients of
+        kernels that are evaluated in float64 are float64, whatever X is.
+        """
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
             self._fit(X, y, weight)
         return self
 
     def _fit(self, X: Tensor, y: Tensor, weight: Tensor | None) -> None:
-        fit = self.solve(X, y, weight)
-        coef, bias = (field.unsqueeze(-1) if fit.flat else field for field in (fit.coef, fit.bias))
-        if any(isinstance(part, Precomputed) for part in self.kernel.modules()):
+        gram, problems, flat = self._problems(X, y, weight)
+        with _said_by_svc():
+            fit = svm(**problems).with_outputs(False)
+        coef, bias = fit.coef, fit.bias
+        if gram.centred is not None:
+            F, centre = gram.centred
+            self._store(centre, F.mT @ coef, bias, flat, linear=True)
+            return
+        if self._has_given_matrix():
             support = X  # the columns of a given matrix cannot be chosen among
         else:
             used = (coef != 0).any(-1).reshape(-1, X.shape[-2]).any(0)
             rows = used.nonzero()[:, 0]
             support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
             coef = coef[..., rows, :]
-        self._store(support, coef, bias, fit.flat)
+        self._store(support, coef, bias, flat)
 
     def loo(
         self,
@@ -127,12 +148,30 @@ class SVC(KernelMachine):
         weight: Tensor | None,
         **options: Any,
     ) -> SVMHeldOut:
-        """The answer of `svm_loo` or `svm_lco`, in the shape of y."""
-        problems, flat = self._problems(X, y, weight)
+        """The answer of `svm_loo` or `svm_lco`, in the shape and dtype of y."""
+        _, problems, flat = self._problems(X, y, weight)
         with _said_by_svc():
-            return function(**problems, **options).with_outputs(flat)
+            return function(**problems, **options).with_outputs(flat, X.dtype)
 
-    def _problems(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple[dict[str, Any], bool]:
+    def _has_given_matrix(self) -> bool:
+        """Whether rows of X are kernel values, which no evaluation in float64 makes more precise."""
+        return any(isinstance(part, Precomputed) for part in self.kernel.modules())
+
+    def _gram(self, X: Tensor) -> "_Gram":
+        """The kernel matrix; in float64, and centred where that is possible."""
+        if self._has_given_matrix():
+            return _Gram(self.kernel(X))
+        if not self.kernel.is_linear or csr.is_csr(X):
+            return _Gram(self.kernel(X, dtype=torch.float64))
+        F = self.kernel.feature_map(X, torch.float64)
+        # Any centre will do; one in the dtype of X is what `fit` can store.
+        centre = F.detach().mean(-2, keepdim=True).to(X.dtype)
+        F = F - centre
+        with full_precision(X):
+            half = (0.5 * F) @ F.mT
+        return _Gram(half + half.mT, (F, centre))
+
+    def _problems(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple["_Gram", dict[str, Any], bool]:
         """The columns of y as the last batch axis of problems that share K, and whether y came as a vector.
 
         `with_outputs` of what they give is the way back.
@@ -147,5 +186,17 @@ class SVC(KernelMachine):
                     f"svc: weight must have {X.shape[-2]} entries to match X, got shape {tuple(weight.shape)}"
                 )
             weight = weight.unsqueeze(-2)
-        K, C = self.kernel(X).unsqueeze(-3), self.C.to(X).unsqueeze(-1)  # (..., 1, n, n), (..., 1)
-        return {"K": K, "y": Y.mT, "C": C, "weight": weight}, flat
+        gram = self._gram(X)
+        K, C = gram.K.unsqueeze(-3), self.C.to(gram.K).unsqueeze(-1)  # (..., 1, n, n), (..., 1)
+        weight = None if weight is None else weight.to(K)
+        return gram, {"K": K, "y": Y.mT.to(K), "C": C, "weight": weight}, flat
+
+
+class _Gram(NamedTuple):
+    """A kernel matrix, and what it was made of."""
+
+    K: Tensor
+    """(..., n, n)."""
+
+    centred: tuple[Tensor, Tensor] | None = None
+    """Of a linear kernel, features without their centre, (..., n, p), and the centre, (..., 1, p)."""

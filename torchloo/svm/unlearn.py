@@ -30,6 +30,9 @@ class Unlearned(NamedTuple):
     proved: Tensor
     """Its sign is certified, and the value exact if the path came to its end, (B,) bool."""
 
+    solved: Tensor
+    """Proved, or at the end of its path and exact: a refit would find nothing else, (B,) bool."""
+
     events: Tensor
     """Number of events, (B,)."""
 
@@ -80,9 +83,9 @@ def unlearn_many(tasks: list[Task], values: bool = True, coefficients: bool = Fa
     """
     outcomes = _unlearn(tasks, values, coefficients, whole=False)
     doubtful = {
-        t: (~end.proved).nonzero()[:, 0]
+        t: (~end.solved).nonzero()[:, 0]
         for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
-        if (not values or len(task.problem.y) > _FEW) and not bool(end.proved.all())
+        if (not values or len(task.problem.y) > _FEW) and not bool(end.solved.all())
     }
     if doubtful:
         few = [tasks[t].take(rows) for t, rows in doubtful.items()]
@@ -172,7 +175,7 @@ def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> 
     alpha = (
         finish.layout.whole(finish.alpha, target, gone) if coefficients else output.new_empty(len(target), 0)
     )
-    return Unlearned(output, proved, ends.events, alpha)
+    return Unlearned(output, proved, proved | (finished & exact & ~ends.failed), ends.events, alpha)
 
 
 def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
@@ -182,9 +185,9 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     that the full solution stays optimal. (Perturbing the data beforehand costs hundreds of events.)
     """
     m = len(problem.y)
-    generator = torch.Generator().manual_seed(0)
-    jitter = _PERTURBATION * (0.5 + torch.rand(2, m, generator=generator, dtype=full.alpha.dtype))
-    jitter = jitter.to(full.alpha.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    jitter = torch.rand(2, m, generator=generator, dtype=full.alpha.dtype, device="cpu")
+    jitter = _PERTURBATION * (0.5 + jitter.to(full.alpha.device))
     margin = torch.where(
         full.upper, full.margin.clamp_max(0) - jitter[0], full.margin.clamp_min(0) + jitter[0]
     )
