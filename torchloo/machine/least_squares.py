@@ -149,8 +149,8 @@ class LeastSquares(KernelMachine):
             found = self._explicit(guard, X, Y, weight)
             if found is None:
                 raise TypeError(
-                    f"{self._function}: rows can be shared out only for a machine with few features: a linear "
-                    f"kernel, or SparseLSSVM(kernel, reg, basis=...); got {self}"
+                    f"{self._function}: rows can be shared out only for a machine with few features: a "
+                    f"linear kernel, or SparseLSSVM(kernel, reg, basis=...); got {self}"
                 )
             check_rows(guard, found[0], Y, self.reg, weight)
             guard.check()

@@ -18,9 +18,9 @@ the features depend on. The penalty is reg K_zz on the columns k themselves, so 
 differentiated: with F = A^T L^{-1} its cotangent is F^T (Q - (v q^T + q v^T) / 2) F. For a row alone, D is a
 number.
 
-Of a set that was refitted, P_LL^{-1} is known, and so is H = C_L^{-1} X_L^T. With E = (rbar a^T + a rbar^T) / 2
-+ diag(reg vbar), what it adds itself is -H E H^T to Q, 2 E H^T to ubar and -diag(E) / zeta^2 to zetabar; no
-1 - h appears. The Q of the others acts on it as on all rows.
+Of a set that was refitted, P_LL^{-1} is known, and so is H = C_L^{-1} X_L^T. With
+E = (rbar a^T + a rbar^T) / 2 + diag(reg vbar), what it adds itself is -H E H^T to Q, 2 E H^T to ubar and
+-diag(E) / zeta^2 to zetabar; no 1 - h appears. The Q of the others acts on it as on all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class Graph(NamedTuple):
 def assemble_rows(
     fields: Sequence[Any], graph: Graph, labels: Tensor | None, flat: bool, path: bool
 ) -> HeldOut:
-    """A HeldOut from the fields of a Sink, of which outputs may be None; its axis R is kept only for a path."""
+    """A HeldOut from the fields of a Sink, of which outputs may be None; only a path keeps the axis R."""
     residuals, variance, refitted, targets, weight, outputs = fields
     targets, weight = (b if a is None else a for a, b in ((graph.Y, targets), (graph.weight, weight)))
     if not path:
@@ -124,12 +124,12 @@ def _by_autograd(
     rbar: Tensor | None,
     vbar: Tensor | None,
 ) -> list[Tensor | None]:
-    """The same cotangents by differentiable operations on all rows at once, for derivatives of higher order."""
+    """The same by differentiable operations on all rows at once, for derivatives of higher order."""
     regs, X, Y, weight, *tensors = inputs
     if X is None or Y is None or weight is None:
         raise RuntimeError(
-            f"{solved.function}: held-out rows of a stream have derivatives of order one only; give the rows as "
-            "tensors for more"
+            f"{solved.function}: held-out rows of a stream have derivatives of order one only; give the "
+            "rows as tensors for more"
         )
     assert regs is not None
     residuals, variance = solved.whole(partition, regs, X, Y, weight, [t for t in tensors if t is not None])
@@ -388,7 +388,7 @@ class _Backward:
         return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal, DN))
 
     def _with_refits(self, visit: _Visit) -> _Visit:
-        """A visit with the dual values of refitted sets among its rows, and their cotangents, put in place."""
+        """A visit with a of refitted sets among its rows, and its cotangent, put in place."""
         for one, at in self._refits_among(visit):
             visit.abar[one.r, one.outputs][..., at] = one.abar.mT
             visit.a[one.r, one.outputs][..., at] = one.a.mT

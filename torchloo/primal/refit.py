@@ -76,6 +76,7 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
             for rows, own, residuals, variance, spread in work.solve():
                 sink.overwrite(rows, r, j, outputs, residuals, variance)
                 refitted.append(Refitted(r, j, rows, own.D, own.zeta, own.Y, spread))
+            others.together(work.guard.check)
     return refitted
 
 
@@ -108,6 +109,7 @@ class _Round:
         self.solved, self.reg, self.outputs, self.rows, self.large = solved, reg, outputs, sets, large
         n, p = solved.stream.n, len(solved.moments.S)
         assert n is not None
+        self.guard = Guard(solved.function)
         self.number = torch.full((n,), -1, dtype=torch.int32, device="cpu")  # which set a row is in
         for k, rows in enumerate(sets):
             self.number[rows] = k
@@ -152,15 +154,13 @@ class _Round:
         """Rows (s,) of this process and what belongs to them, residuals (s, c), variances (s, 1), C_L^{-1} X."""
         sets, first = self._gather()
         everything = [s.weighted for s in sets]
-        guard = Guard(self.solved.function)
         for k, rows in enumerate(self.rows, first):
             kept = [s for other, s in enumerate(everything) if other != k]
             F = triangle(torch.cat([self.outside, *kept]))
             F, d = F[: self.p, : self.p], F[: self.p, self.p :]
             pivots = F.diagonal().abs()
             limit = self.p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
-            guard.require(pivots > limit, NOT_DEFINITE)
-            guard.check()
+            self.guard.require(pivots > limit, NOT_DEFINITE)
             coef = torch.linalg.solve_triangular(F, d, upper=True)
             own = self._set_of(self.solved.stream.take(self.solved.function, rows)) if self.large else sets[k]
             half = torch.linalg.solve_triangular(F.mT, own.D, upper=False)

@@ -188,6 +188,7 @@ class StreamFit:
     def _called(self, name: str) -> Self:
         """The same; what is asked of other processes from now on carries the name."""
         self.others = self.others.named(self._call or f"StreamFit.{name}")
+        self.others.meet()
         return self
 
     def _checked_regs(self, regs: Tensor) -> Tensor:
