@@ -1,13 +1,18 @@
-"""Ratios on a noisy machine: both sides in one run, in turns, best of several; and peak memory."""
+"""Ratios on a noisy machine: both sides in one run, in turns, best of several; peak memory; operations."""
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchloo.commands.timing import best_times
 
-__all__ = ["Table", "add_data", "best_times", "peak_bytes"]
+__all__ = ["Table", "add_data", "best_times", "operations", "peak_bytes"]
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,50 @@ def _status(field: str) -> int:
     raise KeyError(field)
 
 
+def operations(call: Callable[[], object]) -> tuple[int, int]:
+    """Operations that a call dispatches, views left out, and how often it waits for values of a tensor.
+
+    What waits: scalars that are read, data-dependent shapes (nonzero, boolean masks as an index), `equal`,
+    checks of a factorisation, and `tolist` and `numpy`, which are not dispatched at all.
+    """
+    with _Conversions() as conversions, _Dispatched() as dispatched:
+        call()
+    return dispatched.operations, dispatched.waits + conversions.waits
+
+
+class _Conversions(TorchFunctionMode):
+    """Counts conversions to lists and arrays."""
+
+    waits = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func in (torch.Tensor.tolist, torch.Tensor.numpy)
+        return func(*args, **(kwargs or {}))
+
+
+class _Dispatched(TorchDispatchMode):
+    """Counts dispatched operations, and those among them that wait."""
+
+    operations = 0
+    waits = 0
+    waiting = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "_linalg_check_errors")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += not func.is_view
+        name = func.overloadpacket.__name__
+        masked = name.startswith("index") and any(_is_mask(index) for index in _indices(args))
+        self.waits += masked or name in self.waiting
+        return func(*args, **(kwargs or {}))
+
+
+def _indices(args: tuple[Any, ...]) -> list[Any]:
+    return args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
+
+
 class Table:
     """Rows of what was asked and what was measured, printed as they come."""
 
@@ -52,3 +101,25 @@ class Table:
         shown = "" if seconds is None else f"{seconds:.3f}"
         asked = f"{'>=' if at_least else '<='} {limit:g}"
         print(f"{what:<64}{shown:>10}{ratio:>9.2f}{asked:>10}  {'yes' if met else 'NO'}", flush=True)
+
+    def told(self, what: str, seconds: float, ratio: float) -> None:
+        """A row for information, of which nothing is asked."""
+        print(f"{what:<64}{seconds:>10.3f}{ratio:>9.2f}", flush=True)
+
+    def agreement(
+        self, what: str, received: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], limit: float
+    ) -> None:
+        """The largest difference of two sides, each tensor relative to its largest entry."""
+        errors = []
+        for ours, theirs in zip(received, expected, strict=True):
+            assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+            errors.append((ours - theirs).abs().max().double() / theirs.abs().max())
+        error = torch.stack(errors).max().item()
+        met = error <= limit  # NaN is not
+        self.failed += not met
+        print(f"  {what:<71}{error:>10.1e}{f'<= {limit:.0e}':>10}  {'yes' if met else 'NO'}", flush=True)
+
+    def missing(self, what: str) -> None:
+        """A row that cannot be measured; it counts as missed."""
+        self.failed += 1
+        print(f"{what:<64}{'not there yet':>29}  NO", flush=True)
