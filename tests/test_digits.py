@@ -93,7 +93,7 @@ def compare(problem):
 
 
 def compare_outputs(received, problem, solver, fit):
-    machine, kernel, X, y, reg, weight, clusters = problem
+    machine, kernel, X, y, _, weight, clusters = problem
     basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
     exact = [digits.exact(t) for t in (X, y)], mp.mpf(solver.reg.item()), digits.exact(weight)
     (rows, targets), exact_reg, exact_weight = exact

@@ -202,7 +202,7 @@ class SparseLSSVM(LeastSquares):
         assert expansion.kept is not None
         assert expansion.support is not None
         beta = torch.linalg.solve_triangular(expansion.factor.mT, p, upper=True)
-        bias = solved.offset - (solved.moments.mean_z.mT @ p)[0]
+        bias = solved.offset - (solved.centre @ p)[0]
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
         self._store(expansion.support, coef, bias.to(solved.dtype), solved.stream.flat)
         self.kept = expansion.kept
@@ -235,7 +235,7 @@ class SparseLSSVM(LeastSquares):
     def _expanded(
         self, guard: Guard, Kzz: Tensor, evaluate: Callable[..., Tensor], tensors: list[Tensor]
     ) -> Expansion:
-        """Features from kernel columns evaluate(tensors, basis, X), where the basis is the first of the tensors."""
+        """Features from kernel columns evaluate(parameters, basis, X), for tensors (basis, *parameters)."""
         with torch.no_grad():
             L, kept = _factor(guard, Kzz)
 

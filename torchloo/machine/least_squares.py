@@ -214,7 +214,7 @@ class LeastSquares(KernelMachine):
     def _keep(self, solved: StreamFit) -> None:
         """Store what was solved from a stream."""
         solved.checked_for(self)
-        parts = (solved.moments.mean_z.mT, solved.coef, solved.offset)
+        parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
         self._store(centre, coef, offset, solved.stream.flat, linear=True)
 

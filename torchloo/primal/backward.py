@@ -91,10 +91,14 @@ class HeldOutRows(Function):
         sink, refitted = solved.run(machines, partition)
         ctx.given = (solved, machines, partition, refitted)
         residuals, variance, flags, targets, zeta, _ = sink.fields
-        ctx.mark_non_differentiable(flags, targets, zeta)
+        if Y is None:
+            ctx.mark_non_differentiable(flags, targets, zeta)
+        else:  # they belong to the caller
+            ctx.mark_non_differentiable(flags)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(residuals, variance, targets, regs, X, Y, weight, *tensors)
-        return residuals, variance, flags, targets, zeta, None
+        own = (targets, zeta) if Y is None else (None, None)
+        return residuals, variance, flags, *own, None
 
     @staticmethod
     def backward(  # noqa: D102

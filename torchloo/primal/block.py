@@ -48,6 +48,11 @@ class Rows(Protocol):
         """Whether the rows are sure to be the same in every pass."""
         ...
 
+    @property
+    def known(self) -> tuple[Tensor, Tensor] | None:
+        """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
+        ...
+
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time, in a pass for some purpose."""
         ...
@@ -74,6 +79,11 @@ class Memory:
     def __init__(self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool) -> None:
         self.X, self.Y, self.weight, self.flat = X, Y, weight, flat
         self.n: int | None = len(X)
+
+    @property
+    def known(self) -> tuple[Tensor, Tensor] | None:
+        """Targets (n, c) and weights (n,) of all rows."""
+        return self.Y, self.weight
 
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time."""

@@ -35,8 +35,12 @@ __all__ = ["Expansion", "Machines", "one_machine", "path_machines", "transposed"
 
 _FOLD = 1e-11
 
-# Up to this condition, coefficients need no step of refinement.
-_SETTLED = 1e3
+# Up to this condition, times the square root of the number of rows, coefficients need no step of refinement:
+# errors of the normal equations reach an output by its own small part of a feature.
+_SETTLED = 2e5
+
+# Features farther from the origin, in units of their spread, make a step of refinement worth while.
+_FAR = 1e3
 
 # Above this condition, eigenvalues of S are known too badly for the smallest regularisation of a path.
 _ILL_CONDITIONED_PATH = 1e8
@@ -72,6 +76,7 @@ class Expansion:
     ) -> None:
         self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
         self.factor, self.support, self.kept = factor, support, kept
+        self.origin: Tensor | None = None
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
         self._mask = None if kept is None else kept.double().unsqueeze(-1)
         self._inverse = None if factor is None else LowerInverse(factor)
@@ -83,11 +88,20 @@ class Expansion:
 
     @torch.no_grad()
     def columns(self, X: Tensor) -> Tensor:
-        """k (p, b) of inputs (b, d) in float64, which the caller may overwrite."""
+        """k - origin (p, b) of inputs (b, d) in float64, which the caller may overwrite."""
         k = self.evaluate(X.detach(), self._held)
-        if self.factor is None:
-            return k.to(torch.float64, copy=True)
-        return k.double() if self._mask is None else k.double() * self._mask
+        if self._mask is not None:
+            k = k * self._mask
+        return k.to(torch.float64, copy=True) if self.origin is None else k - self.origin
+
+    def begin(self, first: Tensor) -> Tensor:
+        """Take the mean of the first columns (p, b) for the origin: a bias absorbs it, and it saves digits."""
+        self.origin = first.double().mean(1, keepdim=True)
+        return self.origin
+
+    def away(self, features: Tensor) -> Tensor:
+        """Features (p, 1) about the origin as they are without it."""
+        return features if self.origin is None else features + self.features(self.origin.clone())
 
     def whole(self, X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """Z (n, p) of all rows, differentiable, in float64."""
@@ -152,8 +166,11 @@ class Machines:
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (R, c, b)."""
         R, c = self.offset.shape
-        centred = part.Y.double().mT - self.offset.unsqueeze(-1)  # (R, c, b)
-        return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
+        offset = self.offset if self.refined else self.offset[:1]  # one for all, until it is refined
+        centred = part.Y.double().mT - offset.unsqueeze(-1)  # (R, c, b) or (1, c, b)
+        if c == 1 or len(centred) == R:
+            return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
+        return centred - self.outputs(u, self.q)
 
     def norms(self, u: Tensor) -> Tensor:
         """sum_k f_k u_k^2, (R, c', b)."""
@@ -213,7 +230,7 @@ def one_machine(
     unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
     L, info = torch.linalg.cholesky_ex(S + reg * unit)
     estimate = condition(L)
-    settled = estimate * moments.shift < _SETTLED
+    settled = (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
     if guard.asks(estimate < ILL_CONDITIONED):
         guard.require(info == 0, NOT_DEFINITE)
         least = trusted(estimate)
@@ -236,7 +253,7 @@ def one_machine(
 def path_machines(
     guard: Guard, expansion: Expansion, moments: Moments, regs: Tensor, triangle: Callable[[], Tensor]
 ) -> Machines:
-    """The machines of regularisations (R, 1), or (R, c) with one for each output; others as in one_machine."""
+    """The machines of regularisations (R, 1), or (R, c) with one for each output; see `one_machine`."""
     w, Q = torch.linalg.eigh(moments.symmetric())
     estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
     least = trusted(estimate)
@@ -250,7 +267,7 @@ def path_machines(
     rotation = Q.mT.contiguous()
     folded, rounding = _folding(expansion, rotation, f, q, moments)
     refined, fold = (
-        guard.asks(estimate * moments.shift < _SETTLED),
+        guard.asks((estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)),
         folded is not None and guard.asks(rounding <= _FOLD),
     )
     return Machines(

@@ -108,10 +108,12 @@ class Moments:
         self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
         self.squares = like.new_zeros(c)
         self.longest = like.new_zeros(())
+        self.count = 0
         self.seen = Seen()
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
         """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""
+        self.count += len(zeta)
         weight = zeta.sum()
         total, root = self.weight + weight, zeta.sqrt()
         if self.centre:

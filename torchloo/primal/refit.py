@@ -1,11 +1,12 @@
 """Sets of rows refitted where their closed form would cancel.
 
 Note [refits by triangles]
-Where 1 - h is lost, little is left to learn from without the set L, so that the normal matrix C_L of the other
-rows is badly conditioned. It is never formed. A QR factorisation of the weighted rows [sqrt(zeta) (z, y)] and
-of a root of the penalty leaves a triangle [F d; 0 .], with F^T F = C_L and coefficients F^{-1} d, and squares
-no condition. The triangle of the rows in no set is found block by block, once for all sets; each of these
-adds the rows of the others to it. Then P_LL^{-1} = Omega_L^{-1} + Z_L C_L^{-1} Z_L^T.
+Where 1 - h is lost, little is left to learn from without the set L, so that the normal matrix C_L of the
+other rows is badly conditioned. It is never formed. A QR factorisation of the weighted rows
+[sqrt(zeta) (z, y)] and of a root of the penalty leaves a triangle [F d; 0 .], with F^T F = C_L and
+coefficients F^{-1} d, and squares no condition. The triangle of the rows in no set is found block by block,
+once for all sets; each of these adds the rows of the others to it. Then
+P_LL^{-1} = Omega_L^{-1} + Z_L C_L^{-1} Z_L^T.
 """
 
 from collections.abc import Iterator
@@ -151,7 +152,7 @@ class _Round:
         return [_Set(*(t.to(device) for t in s)) for _, sets in everyone for s in sets], first
 
     def solve(self) -> Iterator[tuple[Tensor, _Set, Tensor, Tensor, Tensor]]:
-        """Rows (s,) of this process and what belongs to them, residuals (s, c), variances (s, 1), C_L^{-1} X."""
+        """Rows (s,) of this process, their features, residuals (s, c), variances (s, 1) and C_L^{-1} X."""
         sets, first = self._gather()
         everything = [s.weighted for s in sets]
         for k, rows in enumerate(self.rows, first):

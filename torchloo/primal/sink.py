@@ -40,9 +40,10 @@ class Sink:
         dtype: of the targets.
         device: where tensors are made; files are on the host.
         folder: where files are made, or None.
+        known: targets (n, c) and weights (n,), where they are in memory; outputs are then left out too.
     """
 
-    outputs: Tensor
+    outputs: Tensor | None
     residuals: Tensor
     variance: Tensor
     refitted: Tensor
@@ -57,29 +58,39 @@ class Sink:
         dtype: torch.dtype,
         device: torch.device,
         folder: str | Path | None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         R, n, c = shape
         self._function, self._device = function, device
         self._fields = [
-            Field("outputs", shape, dtype),
             Field("residuals", shape, dtype),
             Field("variance", (R, n, own), dtype),
             Field("refitted", (R, n), torch.bool),
-            Field("targets", (n, c), dtype),
-            Field("weight", (n,), dtype),
         ]
+        self._whole = known is None
+        if known is None:
+            self._fields += [
+                Field("outputs", shape, dtype), Field("targets", (n, c), dtype), Field("weight", (n,), dtype)
+            ]  # fmt: skip
+        else:
+            self.targets, self.weight, self.outputs = *known, None
         self._folder = None if folder is None else Path(folder)
         self._made: list[Path] = []
         self._partial: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> None:
-        """Make the fields, zero everywhere, in files that do not have their names yet."""
-        for field, tensor in zip(self._fields, self._zeros(), strict=True):
+        """Make the fields, in files that do not have their names yet."""
+        for field, tensor in zip(self._fields, self._blank(), strict=True):
             setattr(self, field.name, tensor)
 
-    def _zeros(self) -> list[Tensor]:
+    def _blank(self) -> list[Tensor]:
         if self._folder is None:
-            return [torch.zeros(f.shape, dtype=f.dtype, device=self._device) for f in self._fields]
+            # Only flags are not written for every row.
+            kinds = {torch.bool: torch.zeros}
+            return [
+                kinds.get(f.dtype, torch.empty)(f.shape, dtype=f.dtype, device=self._device)
+                for f in self._fields
+            ]
         self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         self._partial = tempfile.TemporaryDirectory(prefix=".partial-", dir=self._folder)
@@ -89,30 +100,32 @@ class Sink:
 
     def write(self, part: Block, residuals: Tensor, variance: Tensor, rows: slice | Tensor) -> None:
         """Held-out residuals (R, c, b) and variances (R, c', b) of a block of rows with their numbers."""
-        to = self.outputs.device
-        r = residuals.mT.to(to, self.outputs.dtype)
-        Y = part.Y.to(to)
+        to, dtype = self.residuals.device, self.residuals.dtype
+        r = residuals.mT.to(to, dtype)
         self.residuals[:, rows] = r
-        self.outputs[:, rows] = Y - r
-        self.variance[:, rows] = variance.mT.to(to, self.variance.dtype)
-        self.targets[rows] = Y
-        self.weight[rows] = part.weight.to(to)
+        self.variance[:, rows] = variance.mT.to(to, dtype)
+        if self._whole and self.outputs is not None:
+            Y = part.Y.to(to)
+            self.outputs[:, rows] = Y - r
+            self.targets[rows] = Y
+            self.weight[rows] = part.weight.to(to)
 
     def overwrite(
         self, rows: Tensor, r: int, j: int, outputs: slice, residuals: Tensor, variance: Tensor
     ) -> None:
         """Residuals (s, c) and variances (s, 1) of refitted rows, for one regularisation, j its variance."""
-        to, dtype = self.outputs.device, self.outputs.dtype
+        to, dtype = self.residuals.device, self.residuals.dtype
         rows, e = rows.to(to), residuals.to(to, dtype)
-        columns = torch.arange(self.outputs.shape[-1], device=to)[outputs]
+        columns = torch.arange(self.residuals.shape[-1], device=to)[outputs]
         index = (r, rows.unsqueeze(-1), columns)
         self.residuals[index] = e
-        self.outputs[index] = self.targets[index[1:]] - e
+        if self.outputs is not None:
+            self.outputs[index] = self.targets[index[1:]] - e
         self.variance[r, rows, j] = variance[:, 0].to(to, dtype)
         self.refitted[r, rows] = True
 
     @property
-    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Residuals (R, n, c), variance (R, n, c'), refitted (R, n), targets (n, c), weight (n,), outputs."""
         return self.residuals, self.variance, self.refitted, self.targets, self.weight, self.outputs
 

@@ -80,10 +80,9 @@ class StreamFit:
         self.graph, self._call = graph or Graph(), call
         self._owner, self._solved_with = machine, _settings(machine)
         with torch.no_grad():
-            self.moments = others.together(lambda: self._gather(machine.has_bias))
-            moments = self.moments
-            kind = (*moments.T.shape, str(moments.dtype), moments.centre)
-            require_same(self.function, others, "features, outputs, dtype and bias", kind)
+            if others.count > 1:
+                self._agree(machine.has_bias)
+            self.moments = moments = others.together(lambda: self._gather(machine.has_bias))
             moments.join(others)
             self.reg = reg.to(moments.S)
             self._machine = one_machine(guard, expansion, moments, self.reg.detach(), self._triangle)
@@ -94,6 +93,8 @@ class StreamFit:
         for part in self.stream.blocks(self.function, self.expansion.size, "normal equations"):
             columns = self.expansion.columns(part.X)
             if moments is None:
+                if bias and self.expansion.origin is None:
+                    columns = columns - self.expansion.begin(columns)
                 moments = Moments(columns, len(columns), part.Y.shape[1], part.X.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
@@ -102,6 +103,19 @@ class StreamFit:
             moments.add(self.expansion.features(columns), part.Y.double(), part.weight.double())
         assert moments is not None
         return moments
+
+    def _agree(self, bias: bool) -> None:
+        """See that all processes have rows of one kind, and give their features one origin."""
+
+        def first() -> tuple[Tensor, Block]:
+            part = next(self.stream.blocks(self.function, self.expansion.size, "first rows"))
+            return self.expansion.columns(part.X).mean(1, keepdim=True), part
+
+        mean, part = self.others.together(first)
+        kind = (len(mean), part.Y.shape[1], str(part.X.dtype), bias)
+        require_same(self.function, self.others, "features, outputs, dtype and bias", kind)
+        if bias:
+            self.expansion.begin(self.others.gather(mean.cpu())[0].to(mean))
 
     def _triangle(self) -> Tensor:
         """R (p, p) with R^T R = S, by QR factorisations of the blocks of one more pass."""
@@ -145,6 +159,11 @@ class StreamFit:
     def coef(self) -> Tensor:
         """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
         return self._called("coef").refined(self._machine).coefficients()[0]
+
+    @property
+    def centre(self) -> Tensor:
+        """The mean of the features, (1, p)."""
+        return self.expansion.away(self.moments.mean_z).mT
 
     @property
     def offset(self) -> Tensor:
@@ -238,8 +257,9 @@ class StreamFit:
         n = self.stream.n
         assert n is not None
         kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
+        known = self.stream.known
         with Sink(
-            self.function, (*machines.offset.shape[:1], n, machines.offset.shape[1]), *kind, out
+            self.function, (*machines.offset.shape[:1], n, machines.offset.shape[1]), *kind, out, known
         ) as sink:
             self.others.together(sink.open)
             if partition is None:
@@ -315,16 +335,19 @@ class StreamFit:
         gradient = _Gradient(machines)
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
+        unit = low.new_ones(())
         for part in self.blocks("leave-one-out"):
             zeta = part.weight.double()
             u = machines.rotated(part.X)
             norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
-            e, one = machines.residuals(u, part), 1 - zeta * norm
+            e, one = machines.residuals(u, part), torch.addcmul(unit, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
-            sink.write(part, e / one, machines.regs.unsqueeze(-1) / (zeta * one), part.rows)
+            inverse = one.reciprocal()  # 1 / (1 - h)
+            sink.write(part, e * inverse, inverse.mul(machines.regs.unsqueeze(-1) / zeta), part.rows)
             if not machines.refined:
-                factors = torch.stack([(norm.sqrt_() / one).amax(-1), 1 / one.amin(-1)])
-                worst = torch.maximum(worst, factors)
+                worst = torch.maximum(
+                    worst, torch.stack([(norm.sqrt_() * inverse).amax(-1), inverse.amax(-1)])
+                )
                 gradient.add(u, e.mul_(zeta))
         return _Seen(gradient, low, worst, u, one)
 

@@ -54,6 +54,7 @@ class Stream:
         self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
 
     lasting = False
+    known = None
 
     @property
     def n(self) -> int | None:
