@@ -39,9 +39,10 @@ def condition(L: Tensor) -> Tensor:
 def trusted(condition: Tensor) -> Tensor:
     """The 1 - h that leverages from a matrix of some condition can still tell from 0, of its shape.
 
-    Below it, rows and sets are refitted.
+    Below it, rows and sets are refitted. A factor that comes from B itself has the condition of B.
     """
-    return (_DIGITS * torch.finfo(condition.dtype).eps * condition).clamp(min=REFIT_BELOW)
+    lost = _DIGITS * torch.finfo(condition.dtype).eps * condition
+    return lost.clamp(min=REFIT_BELOW, max=max(REFIT_BELOW, 0.5))
 
 
 def lower_factor(rows: Tensor, guard: Guard) -> Tensor:

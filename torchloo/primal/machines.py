@@ -95,7 +95,7 @@ class Expansion:
         return k.to(torch.float64, copy=True) if self.origin is None else k - self.origin
 
     def begin(self, first: Tensor) -> Tensor:
-        """Take the mean of the first columns (p, b) for the origin: a bias absorbs it, and it saves digits."""
+        """Take the mean of the first columns (p, b) for the origin, which a bias absorbs: it saves digits."""
         self.origin = first.double().mean(1, keepdim=True)
         return self.origin
 
@@ -235,10 +235,8 @@ def one_machine(
         guard.require(info == 0, NOT_DEFINITE)
         least = trusted(estimate)
     else:
-        L, least = (
-            lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard),
-            trusted(torch.ones_like(reg)),
-        )
+        L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
+        least = trusted(condition(L).sqrt())
     rotation = torch.linalg.solve_triangular(L, unit, upper=False)
     q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
     f = torch.ones_like(S[None, :1])
@@ -259,7 +257,7 @@ def path_machines(
     least = trusted(estimate)
     if not guard.asks(estimate < _ILL_CONDITIONED_PATH):
         _, values, Qt = torch.linalg.svd(triangle())
-        w, Q, least = values.square(), Qt.mT, trusted(torch.ones_like(regs))
+        w, Q, least = values.square(), Qt.mT, trusted(estimate.sqrt())
     w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
     f = 1 / (w + regs.unsqueeze(-1))  # (R, c', p)
     q = f * (moments.T.mT @ Q)

@@ -229,7 +229,7 @@ def _factor(Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor,
     estimate = condition(L)
     if values_visible(L) and not guard.asks(estimate < ILL_CONDITIONED):
         L = lower_factor(torch.cat([weight.sqrt().unsqueeze(-1) * Z, root_of(R, guard)], -2), guard)
-        return L, torch.full_like(estimate, REFIT_BELOW)
+        return L, trusted(condition(L).sqrt())
     guard.require(info == 0, NOT_DEFINITE)
     return L, trusted(estimate)
 

@@ -1,0 +1,186 @@
+"""Gradients by blocks of rows: in memory, streamed, whatever the blocks, against all rows at once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import torchloo as tl
+from torchloo.primal.machines import Expansion
+
+N = 60
+RAGGED = torch.tensor([0] * 25 + [1] * 9 + [2] * 3 + [3] * 3 + list(range(10, 10 + N - 40)))
+CLUSTERS = {"rows": None, "ragged": RAGGED, "halves": torch.arange(N) % 2}
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(c=2):
+    X = randn(N, 4)
+    Y = X[:, :1].sin() + 0.3 * randn(N, c, seed=1)
+    return X, Y, 0.3 + randn(N, seed=2).abs()
+
+
+def lonely():
+    """A feature that one row alone has, one that two rows of a cluster have, one that every other row has."""
+    X, Y, weight = rows()
+    alone = torch.zeros(3, N, dtype=torch.float64)
+    alone[0, 5], alone[1, 34:36], alone[2, ::2] = 20.0, 10.0, 1.0
+    X[:, 1:] *= alone.T
+    return X, Y, weight
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh()).double()
+
+
+def ard():
+    return tl.kernels.RBF(torch.tensor([1.0, 2.0, 1.5, 3.0]))
+
+
+MACHINES = {
+    "rls": lambda: tl.RLS(tl.kernels.Linear(), 0.3),
+    "lssvm": lambda: tl.LSSVM(2.0 * tl.kernels.Linear() + tl.kernels.Linear(), 0.3),
+    "sparse": lambda: tl.SparseLSSVM(ard(), 0.1, basis=nn.Parameter(randn(7, 4, seed=4))),
+    "dropped": lambda: tl.SparseLSSVM(ard(), 0.1, basis=torch.cat([randn(5, 4, seed=4)] * 2)),
+    "network": lambda: tl.LSSVM(tl.kernels.Linear(features=network()), 0.3),
+    "deep basis": lambda: tl.SparseLSSVM(
+        tl.kernels.RBF(2.0, features=network()), 0.1, basis=randn(7, 4, seed=4)
+    ),
+    "networks inside": lambda: tl.SparseLSSVM(
+        ard() + tl.kernels.Matern(1.5, 2.0, features=network()), 0.1, basis=randn(7, 4, seed=4)
+    ),
+}
+every_machine = pytest.mark.parametrize("name", MACHINES)
+every_set = pytest.mark.parametrize("clusters", CLUSTERS.values(), ids=CLUSTERS)
+
+
+def gradients(machine, held_out, inputs):
+    """Of all differentiable fields, each weighed by random numbers."""
+    fields = (held_out.outputs, held_out.residuals, held_out.variance)
+    loss = sum((field * randn(*field.shape, seed=k)).sum() for k, field in enumerate(fields))
+    wanted = [*inputs, *machine.parameters()]
+    return [
+        torch.zeros_like(t) if g is None else g
+        for t, g in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True), strict=True)
+    ]
+
+
+def compare(received, expected, limit):
+    """Each to a part of its largest entry, or of 1: what is smaller is a difference of larger numbers."""
+    for ours, theirs in zip(received, expected, strict=True):
+        assert_close(ours, theirs, rtol=0, atol=limit * max(1.0, theirs.abs().max().item()))
+
+
+@every_machine
+@every_set
+@pytest.mark.parametrize("block", [7, 10**6])
+def test_gradients_equal_those_of_all_rows_at_once(name, clusters, block, monkeypatch):
+    monkeypatch.setattr(Expansion, "size", block)
+    machine, inputs = MACHINES[name](), [t.requires_grad_() for t in rows()]
+    X, Y, weight = inputs
+    received = machine.loo(X, Y, weight) if clusters is None else machine.lco(X, Y, clusters, weight)
+    expected = machine.solve(X, Y, weight).held_out(clusters)
+    for ours, theirs in zip(received, expected, strict=True):
+        assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-9)
+
+
+@every_set
+@pytest.mark.parametrize("name", ["rls", "lssvm"])
+def test_gradients_of_refitted_rows_and_sets_equal_those_of_all_rows_at_once(name, clusters, monkeypatch):
+    monkeypatch.setattr(Expansion, "size", 16)
+    inputs = [t.requires_grad_() for t in lonely()]
+    machine = {"rls": tl.RLS, "lssvm": tl.LSSVM}[name](tl.kernels.Linear(), 1e-5)
+    X, Y, weight = inputs
+    received = machine.loo(X, Y, weight) if clusters is None else machine.lco(X, Y, clusters, weight)
+    expected = machine.solve(X, Y, weight).held_out(clusters)
+    assert received.refitted.any()
+    assert torch.equal(received.refitted, expected.refitted)
+    compare(received[:2], expected[:2], 1e-9)
+    compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-6)
+
+
+@every_set
+@pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("name", ["lssvm", "sparse"])
+def test_gradients_of_a_path_are_those_of_its_machines(name, per_output, clusters):
+    X, Y, weight = inputs = [t.requires_grad_() for t in rows()]
+    regs = torch.logspace(-2, 1, 4, dtype=torch.float64)
+    regs = (torch.stack([regs, 2 * regs], 1) if per_output else regs).requires_grad_()
+    machine = MACHINES[name]()
+    received = machine.path(X, Y, regs, clusters, weight)
+    parts = []
+    for row in regs if per_output else regs.unsqueeze(1):
+        columns = [
+            _with_reg(machine, reg).solve(X, y, weight).held_out(clusters)
+            for reg, y in zip(row, Y.split(1, 1) if per_output else [Y], strict=True)
+        ]
+        parts.append(
+            [torch.cat(fields, -1) for fields in zip(*([h[0], h[1], h[5]] for h in columns), strict=True)]
+        )
+    outputs, residuals, variance = (torch.stack(fields) for fields in zip(*parts, strict=True))
+    expected = received._replace(outputs=outputs, residuals=residuals, variance=variance)
+    wanted = [*inputs, regs]
+    parameters = nn.ParameterList(machine.kernel.parameters())
+    compare(gradients(parameters, received, wanted), gradients(parameters, expected, wanted), 1e-8)
+
+
+def _with_reg(machine, reg):
+    """The same machine, sharing everything, with a regularisation that belongs to a graph."""
+    twin = copy.copy(machine)
+    twin._parameters = dict(machine._parameters, log_reg=None)
+    twin.__dict__["log_reg"] = reg.log()
+    return twin
+
+
+@every_machine
+@every_set
+def test_a_stream_is_differentiable_like_a_tensor(name, clusters):
+    X, Y, weight = rows()
+    machine = MACHINES[name]()
+    expected = machine.loo(X, Y, weight) if clusters is None else machine.lco(X, Y, clusters, weight)
+    expected = gradients(machine, expected, [])
+    for block in (9, 1000):
+        stream = tl.Stream(X, Y, weight, block=block, progress=False)
+        received = machine.loo(stream) if clusters is None else machine.lco(stream, clusters=clusters)
+        compare(gradients(machine, received, []), expected, 1e-8)
+        regs = torch.tensor([0.1, 1.0], dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.grad(machine.path(stream, regs=regs).residuals.square().sum(), regs)[0].all()
+
+
+def test_without_grad_mode_or_with_files_no_graph_is_kept(tmp_path):
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    stream = tl.Stream(X, Y, weight, progress=False)
+    assert machine.loo(stream).residuals.requires_grad
+    assert not machine.solve(stream).held_out(out=tmp_path).residuals.requires_grad
+    with torch.no_grad():
+        assert not machine.loo(stream).residuals.requires_grad
+
+
+def test_a_stream_says_that_its_rows_have_derivatives_of_order_one():
+    X, Y, weight = rows()
+    machine = MACHINES["lssvm"]()
+    loss = tl.criteria.press(machine.loo(tl.Stream(X, Y, weight, progress=False)))
+    with pytest.raises(RuntimeError, match="derivatives of order one only"):
+        torch.autograd.grad(loss.sum(), machine.log_reg, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["lssvm", "sparse"])
+def test_second_derivatives_in_memory_are_those_of_all_rows_at_once(name):
+    X, Y, weight = rows()
+    machine = MACHINES[name]()
+    received, expected = [], []
+    for found, held_out in (
+        (received, machine.loo(X, Y, weight)),
+        (expected, machine.solve(X, Y, weight).held_out()),
+    ):
+        (first,) = torch.autograd.grad(tl.criteria.press(held_out).sum(), machine.log_reg, create_graph=True)
+        found.append(torch.autograd.grad(first, machine.log_reg)[0])
+    assert_close(received, expected)
