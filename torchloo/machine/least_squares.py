@@ -92,7 +92,7 @@ class LeastSquares(KernelMachine):
             self._only_stream(y, weight)
             return self.solve(X).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
-        rows = self._rows(guard, X, Y, weight, flat)
+        rows = self._rows(guard, X, Y, weight, flat, single=clusters is None)
         if rows is not None:
             return rows.held_out(clusters)
         return replace(self._solve(guard, X, Y, weight), flat=flat).held_out(clusters)
@@ -123,7 +123,13 @@ class LeastSquares(KernelMachine):
         return path(guard, matrix, targets, regs, weight, self.has_bias, clusters, flat)
 
     def _rows(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, flat: bool
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        flat: bool,
+        single: bool = False,
     ) -> StreamFit | None:
         """The machine solved from rows in memory by their features, where it has fewer of them than rows.
 
@@ -135,7 +141,7 @@ class LeastSquares(KernelMachine):
         found = self._explicit(guard, X, Y, weight)
         if found is None or found[1].count + self.has_bias >= len(X):
             return None
-        return self._in_memory(guard, *found, Y, weight, flat, Alone())
+        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single and X.dtype == torch.float32)
 
     def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
         """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
@@ -168,11 +174,12 @@ class LeastSquares(KernelMachine):
         weight: Tensor | None,
         flat: bool,
         others: Alone,
+        single: bool = False,
     ) -> StreamFit:
         problem = check_rows(guard, inputs, Y, self.reg, weight)
         memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat)
         graph = Graph(inputs, problem.Y, problem.weight)
-        return StreamFit(self, guard, memory, expansion, problem.reg, others, graph, others.call)
+        return StreamFit(self, guard, memory, expansion, problem.reg, others, graph, others.call, single)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

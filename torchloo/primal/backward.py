@@ -248,7 +248,7 @@ class _Backward:
 
     def _own_sums(self) -> None:
         for visit in self.visits("gradient: sums", gather=True):
-            weighted = (visit.zeta * visit.abar).flatten(0, 1)
+            weighted = (visit.zeta * visit.abar).flatten(0, 1).to(visit.U.dtype)
             self.t += (weighted @ visit.U.mT).unflatten(0, self.t.shape[:2])
         if self.partition is None:
             self.Q = self.Q.tril() + self.Q.tril(-1).mT
@@ -310,7 +310,7 @@ class _Backward:
             self.regbar += (g * inverse).sum(-1) / self.machines.regs
             for k, j, _ in self.each:
                 add_weighted(self.Q[k, j], U, zeta * weighted[k, j])
-        DN = U * (self.f.flatten(0, 1).mT @ weighted.flatten(0, 1))
+        DN = U * (self.f.flatten(0, 1).mT @ weighted.flatten(0, 1)).to(U.dtype)
         return _Visit(part.rows, part, U, zeta, r / inverse, abar, D.sum((0, 1)), DN)
 
     def _small(self, sets: Tensor, gather: bool) -> _Visit:
@@ -416,21 +416,24 @@ class _Backward:
 
     def send(self, sent: "_Sent") -> None:
         """The second pass."""
-        v, q = self.v.flatten(0, 1), self.q.flatten(0, 1)
+        kind = self.machines.expansion.kind
+        v, q, total = (t.to(kind) for t in (self.v.flatten(0, 1), self.q.flatten(0, 1), self.total))
         for visit in self.visits("gradient", gather=False):
-            U, zeta = visit.U, visit.zeta
+            U, zeta, a = visit.U, visit.zeta, visit.a
             s = visit.abar + (v @ U).unflatten(0, self.v.shape[:2])  # (R, c, b)
             weighted = zeta * s
-            UQ = self.total @ U
+            UQ = total @ U
             among = list(self._refits_among(visit))
             if self.H is not None and self.EH is not None:
                 effect = self.EH @ U
                 for one, at in among:  # a set does not act on itself in this way
                     effect[one.start : one.start + len(at), at] = 0.0
                 UQ -= self.H @ effect
-            ubar = 2 * zeta * (UQ - visit.DN)
-            ubar.addmm_(v.mT, visit.a.flatten(0, 1)).addmm_(q.mT, weighted.flatten(0, 1), alpha=-1)
-            zetabar = visit.diagonal + (U * (UQ - 2 * visit.DN)).sum(0) + (s * visit.a).sum((0, 1)) / zeta
+            ubar = (UQ - visit.DN).mul_(2 * zeta.to(kind))
+            ubar.addmm_(v.mT, a.flatten(0, 1).to(kind))
+            ubar.addmm_(q.mT, weighted.flatten(0, 1).to(kind), alpha=-1)
+            own = UQ.sub_(visit.DN, alpha=2).mul_(U).sum(0)
+            zetabar = visit.diagonal + own + (s * a).sum((0, 1)) / zeta
             for one, at in among:
                 ubar[:, at] += 2 * one.EH.mT
                 zetabar[at] -= one.diagonal / zeta[at].square()
@@ -460,7 +463,7 @@ class _Sent:
         self.weight[rows] = zetabar.to(self.weight)
         if self.X is None and not self.wanted:
             return
-        columns = self.back @ ubar[: len(self.back)]  # (p, b)
+        columns = self.back.to(ubar.dtype) @ ubar[: len(self.back)]  # (p, b)
         if self.expansion.kept is not None:
             columns = columns * self.expansion.kept.unsqueeze(-1)
         with torch.enable_grad():

@@ -31,7 +31,7 @@ from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, times_lower
 
-__all__ = ["Expansion", "Machines", "one_machine", "path_machines", "transposed"]
+__all__ = ["SINGLE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 
 _FOLD = 1e-11
 
@@ -41,6 +41,15 @@ _SETTLED = 2e5
 
 # Features farther from the origin, in units of their spread, make a step of refinement worth while.
 _FAR = 1e3
+
+# Products of float32 rows are float32 themselves up to this condition, and for leverages up to 1 less its
+# inverse: eps times it is 1e-4.
+SINGLE = 1e-4 / torch.finfo(torch.float32).eps
+
+
+class ImpreciseError(Exception):
+    """Products in float32 are not accurate enough; all is done again in float64."""
+
 
 # Above this condition, eigenvalues of S are known too badly for the smallest regularisation of a path.
 _ILL_CONDITIONED_PATH = 1e8
@@ -77,6 +86,7 @@ class Expansion:
         self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
         self.factor, self.support, self.kept = factor, support, kept
         self.origin: Tensor | None = None
+        self.kind = torch.float64
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
         self._mask = None if kept is None else kept.double().unsqueeze(-1)
         self._inverse = None if factor is None else LowerInverse(factor)
@@ -88,11 +98,11 @@ class Expansion:
 
     @torch.no_grad()
     def columns(self, X: Tensor) -> Tensor:
-        """k - origin (p, b) of inputs (b, d) in float64, which the caller may overwrite."""
+        """k - origin (p, b) of inputs (b, d), of the dtype of products, which the caller may overwrite."""
         k = self.evaluate(X.detach(), self._held)
         if self._mask is not None:
             k = k * self._mask
-        return k.to(torch.float64, copy=True) if self.origin is None else k - self.origin
+        return k.to(self.kind, copy=True) if self.origin is None else (k - self.origin).to(self.kind)
 
     def begin(self, first: Tensor) -> Tensor:
         """Take the mean of the first columns (p, b) for the origin, which a bias absorbs: it saves digits."""
@@ -154,27 +164,30 @@ class Machines:
         columns = self.expansion.columns(X)
         if fold and self.fold and self.folded is not None:
             return self._times(self.folded, columns).sub_(self.rotation @ self.mean)
-        return self._times(self.rotation, self.expansion.features(columns).sub_(self.mean))
+        features = self.expansion.features(columns).sub_(self.mean)
+        return self._times(self.rotation.to(features.dtype), features)
 
     def _times(self, matrix: Tensor, V: Tensor) -> Tensor:
         return times_lower(matrix, V) if self.triangular else matrix @ V
 
     def outputs(self, u: Tensor, q: Tensor) -> Tensor:
-        """q u, (R, c, b), for coefficients q (R, c, p)."""
-        return (q.flatten(0, 1) @ u).unflatten(0, q.shape[:2])
+        """q u, (R, c, b), for coefficients q (R, c, p), in float64."""
+        return (q.flatten(0, 1).to(u.dtype) @ u).unflatten(0, q.shape[:2]).double()
 
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (R, c, b)."""
         R, c = self.offset.shape
         offset = self.offset if self.refined else self.offset[:1]  # one for all, until it is refined
         centred = part.Y.double().mT - offset.unsqueeze(-1)  # (R, c, b) or (1, c, b)
-        if c == 1 or len(centred) == R:
+        if u.dtype == torch.float64 and (c == 1 or len(centred) == R):
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
         return centred - self.outputs(u, self.q)
 
     def norms(self, u: Tensor) -> Tensor:
-        """sum_k f_k u_k^2, (R, c', b)."""
-        return (self.f.flatten(0, 1) @ u.square()).unflatten(0, self.f.shape[:2])
+        """sum_k f_k u_k^2, (R, c', b), in float64."""
+        if self.triangular:  # then f is 1
+            return u.square().sum(0, dtype=torch.float64)[None, None]
+        return (self.f.flatten(0, 1).to(u.dtype) @ u.square()).unflatten(0, self.f.shape[:2]).double()
 
     def step(self, gradient: Tensor) -> Tensor:
         """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (R, c, p)."""
@@ -230,10 +243,12 @@ def one_machine(
     unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
     L, info = torch.linalg.cholesky_ex(S + reg * unit)
     estimate = condition(L)
+    if expansion.kind != torch.float64 and not guard.asks(estimate < SINGLE):
+        raise ImpreciseError
     settled = (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
     if guard.asks(estimate < ILL_CONDITIONED):
         guard.require(info == 0, NOT_DEFINITE)
-        least = trusted(estimate)
+        least = trusted(estimate) if expansion.kind == torch.float64 else torch.full_like(reg, 1 / SINGLE)
     else:
         L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
         least = trusted(condition(L).sqrt())

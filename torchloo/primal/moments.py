@@ -39,15 +39,22 @@ def add_symmetric(S: Tensor, V: Tensor) -> None:
 
     What stands above the diagonal afterwards has no meaning.
     """
-    for start, stop in _panels(len(V)):
-        S[start:stop, :stop].addmm_(V[start:stop], V[:stop].mT)
+    _add_lower(S, V, V)
+
+
+def _add_lower(S: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right^T to the lower triangle of S, whose dtype may be wider than theirs."""
+    for start, stop in _panels(len(left)):
+        corner = S[start:stop, :stop]
+        if left.dtype == S.dtype:
+            corner.addmm_(left[start:stop], right[:stop].mT)
+        else:
+            corner += left[start:stop] @ right[:stop].mT
 
 
 def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:
     """The same with V diag(weight) V^T, for weights (b,) of any sign."""
-    weighted = V * weight
-    for start, stop in _panels(len(V)):
-        S[start:stop, :stop].addmm_(weighted[start:stop], V[:stop].mT)
+    _add_lower(S, V * weight.to(V.dtype), V)
 
 
 def times_lower(T: Tensor, V: Tensor) -> Tensor:
@@ -94,7 +101,7 @@ class Moments:
     """Total weight, means and centred sums of squares of rows; see Note [moments].
 
     Args:
-        like: a float64 tensor of the device.
+        like: a tensor of the device.
         p: number of features.
         c: number of outputs.
         dtype: of the rows as they came.
@@ -103,6 +110,7 @@ class Moments:
 
     def __init__(self, like: Tensor, p: int, c: int, dtype: torch.dtype, centre: bool) -> None:
         self.centre, self.dtype = centre, dtype
+        like = like.double()
         self.weight = like.new_zeros(())
         self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
         self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
@@ -117,7 +125,8 @@ class Moments:
         weight = zeta.sum()
         total, root = self.weight + weight, zeta.sqrt()
         if self.centre:
-            mean_z, mean_y = (Z @ zeta.unsqueeze(-1)) / weight, (zeta @ Y).unsqueeze(0) / weight
+            mean_z = (Z @ zeta.unsqueeze(-1).to(Z.dtype)).double() / weight
+            mean_y = (zeta @ Y).unsqueeze(0) / weight
             apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
             self._shift(apart_z, apart_y, self.weight * weight / total)
             self.mean_z = self.mean_z + weight / total * apart_z
@@ -125,7 +134,10 @@ class Moments:
             Z, Y = Z.sub_(mean_z), Y - mean_y
         self.weight, Z, Y = total, Z.mul_(root), Y * root.unsqueeze(-1)
         add_symmetric(self.S, Z)
-        self.T.addmm_(Z, Y)
+        if Z.dtype == self.T.dtype:
+            self.T.addmm_(Z, Y)
+        else:
+            self.T += Z @ Y.to(Z.dtype)
         self.squares += Y.square().sum(0)
 
     def _shift(self, z: Tensor, y: Tensor, weight: Tensor) -> None:

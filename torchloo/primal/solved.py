@@ -22,7 +22,7 @@ from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
 from torchloo.primal.block import Block, Rows
 from torchloo.primal.collective import Alone, require_own, require_same
-from torchloo.primal.machines import Expansion, Machines, one_machine, path_machines
+from torchloo.primal.machines import Expansion, ImpreciseError, Machines, one_machine, path_machines
 from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
@@ -59,6 +59,7 @@ class StreamFit:
         others: the processes that hold the other rows.
         graph: rows in memory with the graph that they belong to.
         call: name of the public call, where it is not one of this object.
+        single: whether products of float32 rows may be float32, where that is accurate enough.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StreamFit:
         others: Alone,
         graph: Graph | None = None,
         call: str = "",
+        single: bool = False,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if reg.ndim:
@@ -82,10 +84,22 @@ class StreamFit:
         with torch.no_grad():
             if others.count > 1:
                 self._agree(machine.has_bias)
-            self.moments = moments = others.together(lambda: self._gather(machine.has_bias))
-            moments.join(others)
-            self.reg = reg.to(moments.S)
-            self._machine = one_machine(guard, expansion, moments, self.reg.detach(), self._triangle)
+            self.reg = reg.double()
+            try:
+                expansion.kind = torch.float32 if single and expansion.factor is None else torch.float64
+                self._solve(guard, machine.has_bias)
+            except ImpreciseError:
+                self._solve_in_double()
+
+    def _solve(self, guard: Guard, bias: bool) -> None:
+        self.moments = self.others.together(lambda: self._gather(bias))
+        self.moments.join(self.others)
+        reg = self.reg.detach()
+        self._machine = one_machine(guard, self.expansion, self.moments, reg, self._triangle)
+
+    def _solve_in_double(self) -> None:
+        self.expansion.kind = torch.float64
+        self._solve(Guard(self.function), self.moments.centre)
 
     def _gather(self, bias: bool) -> Moments:
         """The first pass of Note [passes]: n m^2 multiplications, half as many again for sparse features."""
@@ -95,7 +109,7 @@ class StreamFit:
             if moments is None:
                 if bias and self.expansion.origin is None:
                     columns = columns - self.expansion.begin(columns)
-                moments = Moments(columns, len(columns), part.Y.shape[1], part.X.dtype, centre=bias)
+                moments = Moments(part.weight, len(columns), part.Y.shape[1], part.X.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
             if not self.stream.lasting:
@@ -188,7 +202,13 @@ class StreamFit:
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
         self._called("held_out")
-        return self._held_out(self._machine, clusters, out, path=False, regs=self.reg.reshape(1, 1))
+        regs = self.reg.reshape(1, 1)
+        try:
+            return self._held_out(self._machine, clusters, out, path=False, regs=regs)
+        except ImpreciseError:
+            with torch.no_grad():
+                self._solve_in_double()
+            return self._held_out(self._machine, clusters, out, path=False, regs=regs)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -312,6 +332,8 @@ class StreamFit:
             questions.append(self._matters(machines, *step, seen))
         answers = self.others.gather(torch.stack(questions).tolist())  # one synchronisation
         lost, large, *matters = (any(column) for column in zip(*answers, strict=True))
+        if lost and self.expansion.kind != torch.float64:
+            raise ImpreciseError
         if large and machines.fold:  # Note [folding]
             machines.fold = False
             return self._leave_one_out(machines, sink)
