@@ -81,10 +81,10 @@ class StreamFit:
             )
         self.graph, self._call = graph or Graph(), call
         self._owner, self._solved_with = machine, _settings(machine)
+        self.reg = reg.double()
         with torch.no_grad():
             if others.count > 1:
                 self._agree(machine.has_bias)
-            self.reg = reg.double()
             try:
                 expansion.kind = torch.float32 if single and expansion.factor is None else torch.float64
                 self._solve(guard, machine.has_bias)
