@@ -90,6 +90,7 @@ class HeldOutRows(Function):
     ) -> tuple[Tensor | None, ...]:
         sink, refitted = solved.run(machines, partition)
         ctx.given = (solved, machines, partition, refitted)
+        ctx.kept, solved.kept = solved.kept, None
         residuals, variance, flags, targets, zeta, _ = sink.fields
         if Y is None:
             ctx.mark_non_differentiable(flags, targets, zeta)
@@ -111,7 +112,7 @@ class HeldOutRows(Function):
         if torch.is_grad_enabled():
             return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
         rbar = torch.zeros_like(residuals) if rbar is None else rbar
-        work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar))
+        work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar), ctx.kept)
         work.gather()
         sent = _Sent(work, X if needs[1] else None, targets, needs[4:], tensors)
         if any(needs[1:]):
@@ -203,8 +204,9 @@ class _Backward:
         partition: Partition | None,
         refitted: list["Refitted"],
         fields: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        kept: list[Tensor] | None,
     ) -> None:
-        self.solved, self.machines, self.partition = solved, machines, partition
+        self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
         self.others = solved.others.backward()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, regs = machines.f, machines.q, machines.regs
@@ -257,7 +259,8 @@ class _Backward:
     def _penalty(self) -> None:
         """Cotangents of regs and of the penalty (p, p) without reg: the share of this process."""
         rotation = self.machines.rotation
-        gram, p = rotation @ rotation.mT, len(rotation)
+        narrow = rotation.to(self.machines.expansion.kind)
+        gram, p = narrow @ narrow.mT, len(rotation)
         self.penalty = torch.zeros_like(rotation)
         v = -self.f * self.t
         for r, j, outputs in self.each:
@@ -272,8 +275,8 @@ class _Backward:
     def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
         """All rows; Q and regbar are added to where it is these that are gathered."""
         if self.partition is None:
-            for part in self.solved.blocks(what):
-                yield self._single(part, gather)
+            for k, part in enumerate(self.solved.blocks(what)):
+                yield self._single(part, self.kept[k] if self.kept else self._rotated(part.X), gather)
             return
         small, large = self.partition.split(self.f.shape[-1])
         size = self.solved.size
@@ -285,8 +288,7 @@ class _Backward:
                 yield self._large(rows, gather)
 
     def _rotated(self, X: Tensor) -> Tensor:
-        U = self.machines.rotated(X)
-        return torch.cat([U, torch.ones_like(U[:1])]) if self.solved.moments.centre else U
+        return self.machines.rotated(X, ones=self.solved.moments.centre)
 
     def _flags(self, rows: slice | Tensor) -> Tensor | None:
         """Whether rows were refitted, (R, c', b), if any were."""
@@ -295,9 +297,9 @@ class _Backward:
         rows = rows.to(self.lost.device) if isinstance(rows, Tensor) else rows
         return self.lost[:, rows].mT.to(self.f.device)
 
-    def _single(self, part: Block, gather: bool) -> _Visit:
+    def _single(self, part: Block, U: Tensor, gather: bool) -> _Visit:
         """Rows that are left out alone."""
-        U, zeta = self._rotated(part.X), part.weight.double()
+        zeta = part.weight.double()
         r, rbar, inverse, g = self.cotangents(part.rows)
         product = rbar * r
         E = (product if inverse.shape[1] == r.shape[1] else product.sum(1, keepdim=True)) / inverse + g
@@ -449,7 +451,7 @@ class _Sent:
         machines = work.machines
         self.expansion = machines.expansion
         self.back = (machines.rotation if machines.folded is None else machines.folded).mT
-        self.penalty = self.back @ work.penalty @ self.back.mT
+        self.penalty = work.penalty
         self.X = None if X is None else torch.zeros_like(X)
         self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0])
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
@@ -485,7 +487,7 @@ class _Sent:
         if self.expansion.gram is not None and self.wanted:
             with torch.enable_grad():
                 Kzz = self.expansion.gram(self.tensors)
-                bar = self.penalty
+                bar = self.back @ self.penalty @ self.back.mT
                 if self.expansion.kept is not None:
                     bar = bar * self.expansion.kept * self.expansion.kept.unsqueeze(-1)
                 self._keep(torch.autograd.grad(Kzz, self.wanted, bar.to(Kzz.dtype), allow_unused=True))

@@ -102,11 +102,16 @@ class Expansion:
         k = self.evaluate(X.detach(), self._held)
         if self._mask is not None:
             k = k * self._mask
-        return k.to(self.kind, copy=True) if self.origin is None else (k - self.origin).to(self.kind)
+        if self.origin is None:
+            return k.to(self.kind, copy=True)
+        return k.to(self.kind) - self.origin.to(self.kind)
 
-    def begin(self, first: Tensor) -> Tensor:
-        """Take the mean of the first columns (p, b) for the origin, which a bias absorbs: it saves digits."""
-        self.origin = first.double().mean(1, keepdim=True)
+    def begin(self, first: Tensor, dtype: torch.dtype) -> Tensor:
+        """Take the mean of the first columns (p, b) for the origin, which a bias absorbs: it saves digits.
+
+        It is a number of the dtype of the rows, so that nothing is rounded twice in the difference.
+        """
+        self.origin = first.double().mean(1, keepdim=True).to(dtype).double()
         return self.origin
 
     def away(self, features: Tensor) -> Tensor:
@@ -159,16 +164,21 @@ class Machines:
     fold: bool = False
     """Whether it may be used."""
 
-    def rotated(self, X: Tensor, fold: bool = True) -> Tensor:
-        """u (p, b) of inputs (b, d), the long way unless `fold`."""
+    def rotated(self, X: Tensor, fold: bool = True, ones: bool = False) -> Tensor:
+        """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for."""
         columns = self.expansion.columns(X)
+        p = len(self.rotation)
+        out = columns.new_empty(p + ones, columns.shape[1])
+        out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
-            return self._times(self.folded, columns).sub_(self.rotation @ self.mean)
-        features = self.expansion.features(columns).sub_(self.mean)
-        return self._times(self.rotation.to(features.dtype), features)
+            self._times(self.folded, columns, out[:p]).sub_(self.rotation @ self.mean)
+        else:
+            features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
+            self._times(self.rotation.to(features.dtype), features, out[:p])
+        return out
 
-    def _times(self, matrix: Tensor, V: Tensor) -> Tensor:
-        return times_lower(matrix, V) if self.triangular else matrix @ V
+    def _times(self, matrix: Tensor, V: Tensor, out: Tensor) -> Tensor:
+        return times_lower(matrix, V, out) if self.triangular else torch.mm(matrix, V, out=out)
 
     def outputs(self, u: Tensor, q: Tensor) -> Tensor:
         """q u, (R, c, b), for coefficients q (R, c, p), in float64."""

@@ -57,9 +57,8 @@ def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:
     _add_lower(S, V * weight.to(V.dtype), V)
 
 
-def times_lower(T: Tensor, V: Tensor) -> Tensor:
+def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
     """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
-    out = torch.empty_like(V)
     for start, stop in _panels(len(T)):
         torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
     return out
@@ -131,8 +130,8 @@ class Moments:
             self._shift(apart_z, apart_y, self.weight * weight / total)
             self.mean_z = self.mean_z + weight / total * apart_z
             self.mean_y = self.mean_y + weight / total * apart_y
-            Z, Y = Z.sub_(mean_z), Y - mean_y
-        self.weight, Z, Y = total, Z.mul_(root), Y * root.unsqueeze(-1)
+            Z, Y = Z.sub_(mean_z.to(Z.dtype)), Y - mean_y
+        self.weight, Z, Y = total, Z.mul_(root.to(Z.dtype)), Y * root.unsqueeze(-1)
         add_symmetric(self.S, Z)
         if Z.dtype == self.T.dtype:
             self.T.addmm_(Z, Y)

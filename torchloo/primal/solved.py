@@ -39,6 +39,9 @@ __all__ = ["StreamFit"]
 # which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
 _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
+# Numbers of rotated features, 64 MB in float64, that may be kept for the backward.
+_KEPT = 1 << 23
+
 # A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
 _LARGE = 0.9
 
@@ -62,6 +65,8 @@ class StreamFit:
         single: whether products of float32 rows may be float32, where that is accurate enough.
     """
 
+    kept: list[Tensor] | None
+
     def __init__(
         self,
         machine: "LeastSquares",
@@ -80,6 +85,7 @@ class StreamFit:
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
         self.graph, self._call = graph or Graph(), call
+        self.wants_graph, self.kept = False, None
         self._owner, self._solved_with = machine, _settings(machine)
         self.reg = reg.double()
         with torch.no_grad():
@@ -108,7 +114,7 @@ class StreamFit:
             columns = self.expansion.columns(part.X)
             if moments is None:
                 if bias and self.expansion.origin is None:
-                    columns = columns - self.expansion.begin(columns)
+                    columns = columns - self.expansion.begin(columns, part.X.dtype).to(columns)
                 moments = Moments(part.weight, len(columns), part.Y.shape[1], part.X.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
@@ -129,7 +135,7 @@ class StreamFit:
         kind = (len(mean), part.Y.shape[1], str(part.X.dtype), bias)
         require_same(self.function, self.others, "features, outputs, dtype and bias", kind)
         if bias:
-            self.expansion.begin(self.others.gather(mean.cpu())[0].to(mean))
+            self.expansion.begin(self.others.gather(mean.cpu())[0].to(mean), part.X.dtype)
 
     def _triangle(self) -> Tensor:
         """R (p, p) with R^T R = S, by QR factorisations of the blocks of one more pass."""
@@ -263,7 +269,8 @@ class StreamFit:
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
-        if out is None and wanted:
+        self.wants_graph = out is None and wanted
+        if self.wants_graph:
             fields = HeldOutRows.apply(self, machines, partition, *inputs)
         else:
             with torch.no_grad():
@@ -343,6 +350,13 @@ class StreamFit:
             machines.move(*step)
         return refit(self, machines, sink, self._lost(machines, sink)) if lost else []
 
+    def _keep(self, machines: Machines) -> list[Tensor] | None:
+        """Where rotated features go that the backward asks for again: nowhere if they are too many."""
+        assert self.stream.n is not None
+        few = self.stream.n * len(machines.rotation) <= _KEPT
+        self.kept = [] if few and self.stream.lasting and self.wants_graph else None
+        return self.kept
+
     def _lost(self, machines: Machines, sink: Sink) -> Lost:
         """The rows whose 1 - h is lost to rounding."""
         scale = machines.regs.unsqueeze(1) / sink.weight.to(machines.regs).unsqueeze(-1)  # (R, n, c')
@@ -358,9 +372,13 @@ class StreamFit:
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
         unit = low.new_ones(())
+        kept = self._keep(machines)
         for part in self.blocks("leave-one-out"):
             zeta = part.weight.double()
-            u = machines.rotated(part.X)
+            U = machines.rotated(part.X, ones=self.moments.centre)
+            u = U[: len(machines.rotation)]
+            if kept is not None:
+                kept.append(U)
             norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
             e, one = machines.residuals(u, part), torch.addcmul(unit, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
