@@ -154,6 +154,10 @@ class Guard:
         """Whether a boolean tensor holds everywhere, seen in one synchronisation with `check`."""
         return self._look([question.detach().all()])[0]
 
+    def answers(self, *questions: Tensor) -> list[bool]:
+        """`asks` for several questions at once."""
+        return [bool(answer) for answer in self._look([question.detach().all() for question in questions])]
+
     def _look(self, questions: list[Tensor]) -> list[bool]:
         """The values of 0-dimensional flags, once every demand was seen to hold."""
         flags, messages = [*self._flags, *questions], self._messages

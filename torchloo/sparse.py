@@ -17,6 +17,7 @@ from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares
 from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
+from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
 from torchloo.smoothers import Fit, solve_features
 from torchloo.spectral import path_features
@@ -30,6 +31,17 @@ __all__ = ["SparseLSSVM", "sparse_lssvm"]
 _NEGLIGIBLE = 1e-10
 
 
+def _negligible(Kzz: Tensor) -> Tensor:
+    """What a basis vector must add, (..., 1); see `_NEGLIGIBLE`."""
+    relative = max(_NEGLIGIBLE, Kzz.shape[-1] * torch.finfo(Kzz.dtype).eps)
+    return relative * Kzz.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+
+
+def _enough(Kzz: Tensor, L: Tensor) -> Tensor:
+    """Whether every vector adds enough to those before it, (..., m), by the Cholesky factor of K_zz."""
+    return L.diagonal(dim1=-2, dim2=-1).square() > _negligible(Kzz)
+
+
 def _independent(guard: Guard, Kzz: Tensor) -> Tensor:
     """Which basis vectors (..., m) a pivoted Cholesky factorisation keeps.
 
@@ -37,11 +49,9 @@ def _independent(guard: Guard, Kzz: Tensor) -> Tensor:
     """
     m = Kzz.shape[-1]
     rest = Kzz.diagonal(dim1=-2, dim2=-1).clone()  # (..., m), what is left of every vector
-    relative = max(_NEGLIGIBLE, m * torch.finfo(Kzz.dtype).eps)
-    limit = relative * rest.amax(-1, keepdim=True)
+    limit = _negligible(Kzz)
     L, info = torch.linalg.cholesky_ex(Kzz)
-    pivots = L.diagonal(dim1=-2, dim2=-1).square()
-    if bool(((info == 0).unsqueeze(-1) & (pivots > limit)).all()):
+    if bool(((info == 0).unsqueeze(-1) & _enough(Kzz, L)).all()):
         return torch.ones_like(rest, dtype=torch.bool)
     kept = torch.zeros_like(rest, dtype=torch.bool)
     rows = torch.zeros_like(Kzz)
@@ -69,6 +79,19 @@ def _factor(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor]:
     L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
     guard.require(info == 0, "Kzz must be positive semi-definite")
     return L, kept
+
+
+def _inverted(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor, LowerInverse | None]:
+    """`_factor`, with the inverse where all vectors are independent, in one look at the values."""
+    K = Kzz.double()
+    L, info = torch.linalg.cholesky_ex(K)
+    inverse = LowerInverse(L)
+    fine = (info == 0) & _enough(Kzz, L).all()
+    independent, *good = torch.cat([fine.reshape(1), inverse.good]).tolist()
+    if not independent:
+        return *_factor(guard, Kzz), None
+    inverse.decide(good)
+    return L, torch.ones_like(K[0], dtype=torch.bool), inverse
 
 
 def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +260,7 @@ class SparseLSSVM(LeastSquares):
     ) -> Expansion:
         """Features from kernel columns evaluate(parameters, basis, X), for tensors (basis, *parameters)."""
         with torch.no_grad():
-            L, kept = _factor(guard, Kzz)
+            L, kept, inverse = _inverted(guard, Kzz)
 
         def columns(X: Tensor, given: Sequence[Tensor]) -> Tensor:
             basis, *others = given
@@ -248,7 +271,7 @@ class SparseLSSVM(LeastSquares):
             basis, *others = given
             return evaluate(others, basis)
 
-        return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept)
+        return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept, inverse)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

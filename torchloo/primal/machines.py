@@ -20,7 +20,6 @@ divided by a small 1 - h, always do.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +70,7 @@ class Expansion:
         factor: L (p, p), lower triangular, of K_zz over the entries in use; or None.
         support: what k is evaluated at, (p, d), or None.
         kept: boolean (p,), which entries of k are in use, or None for all.
+        inverse: that of the factor, where it is known.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Expansion:
         factor: Tensor | None = None,
         support: Tensor | None = None,
         kept: Tensor | None = None,
+        inverse: LowerInverse | None = None,
     ) -> None:
         self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
         self.factor, self.support, self.kept = factor, support, kept
@@ -89,7 +90,10 @@ class Expansion:
         self.kind = torch.float64
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
         self._mask = None if kept is None else kept.double().unsqueeze(-1)
-        self._inverse = None if factor is None else LowerInverse(factor)
+        self._inverse = inverse
+        if factor is not None and inverse is None:
+            self._inverse = LowerInverse(factor)
+            self._inverse.decide(self._inverse.good.tolist())
 
     @property
     def size(self) -> int:
@@ -223,18 +227,44 @@ class Machines:
         return torch.cat([V, spread[p:]])
 
 
-def _folding(
-    expansion: Expansion, rotation: Tensor, f: Tensor, q: Tensor, moments: Moments
-) -> tuple[Any, Any]:
-    """F of Note [folding], and how far rounding of it could change leverages and outputs."""
-    if expansion.factor is None:
-        return None, None
-    folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
-    rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
-    leverage = (rows * f.amax((0, 1)).sqrt()).max()
-    outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
-    rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs) * moments.longest
-    return folded, rounding
+def _machines(
+    expansion: Expansion,
+    moments: Moments,
+    rotation: Tensor,
+    triangular: bool,
+    f: Tensor,
+    regs: Tensor,
+    q: Tensor,
+) -> tuple[Machines, Tensor]:
+    """Machines from A^T, f (R, c', p) and q (R, c, p), and whether they may fold; what is left is to be decided."""
+    folded, fine = None, torch.ones_like(moments.weight, dtype=torch.bool)
+    if expansion.factor is not None:
+        folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
+        rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
+        leverage = (rows * f.amax((0, 1)).sqrt()).max()
+        outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
+        rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs) * moments.longest
+        fine = rounding <= _FOLD
+    offset = moments.mean_y.expand(len(regs), -1)
+    machines = Machines(
+        expansion,
+        moments.mean_z,
+        rotation,
+        triangular,
+        f,
+        regs,
+        q,
+        offset,
+        moments.spread,
+        regs,
+        True,
+        folded,
+    )
+    return machines, fine
+
+
+def _settled(estimate: Tensor, moments: Moments) -> Tensor:
+    return (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
 
 
 def one_machine(
@@ -251,60 +281,51 @@ def one_machine(
     """
     S = moments.symmetric()
     unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
-    L, info = torch.linalg.cholesky_ex(S + reg * unit)
-    estimate = condition(L)
-    if expansion.kind != torch.float64 and not guard.asks(estimate < SINGLE):
-        raise ImpreciseError
-    settled = (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
-    if guard.asks(estimate < ILL_CONDITIONED):
-        guard.require(info == 0, NOT_DEFINITE)
-        least = trusted(estimate) if expansion.kind == torch.float64 else torch.full_like(reg, 1 / SINGLE)
-    else:
-        L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
-        least = trusted(condition(L).sqrt())
-    rotation = torch.linalg.solve_triangular(L, unit, upper=False)
-    q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
     f = torch.ones_like(S[None, :1])
-    folded, rounding = _folding(expansion, rotation, f, q, moments)
-    refined, fold = guard.asks(settled), folded is not None and guard.asks(rounding <= _FOLD)
-    return Machines(
-        expansion, moments.mean_z, rotation, True, f, reg.reshape(1, 1), q, moments.mean_y, moments.spread,
-        least.reshape(1, 1), refined, folded, fold,
-    )  # fmt: skip
+
+    def with_factor(L: Tensor) -> tuple[Machines, Tensor]:
+        rotation = torch.linalg.solve_triangular(L, unit, upper=False)
+        q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
+        return _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
+
+    L, info = torch.linalg.cholesky_ex(S + reg * unit)
+    estimate, narrow = condition(L), expansion.kind != torch.float64
+    machines, fine = with_factor(L)
+    limit = SINGLE if narrow else ILL_CONDITIONED
+    questions = (estimate < limit, _settled(estimate, moments), fine)
+    well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
+    least = torch.full_like(reg, 1 / SINGLE) if narrow else trusted(estimate)
+    if not well_conditioned:
+        if narrow:
+            raise ImpreciseError
+        L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
+        machines, fine = with_factor(L)
+        machines.refined, machines.fold = False, guard.asks(fine)
+        least = trusted(condition(L).sqrt())
+    else:
+        guard.require(info == 0, NOT_DEFINITE)
+    machines.least = least.reshape(1, 1)
+    return machines
 
 
 def path_machines(
     guard: Guard, expansion: Expansion, moments: Moments, regs: Tensor, triangle: Callable[[], Tensor]
 ) -> Machines:
     """The machines of regularisations (R, 1), or (R, c) with one for each output; see `one_machine`."""
+
+    def with_eigen(w: Tensor, Q: Tensor) -> tuple[Machines, Tensor]:
+        f = 1 / (w.clamp(min=0) + regs.unsqueeze(-1))  # (R, c', p); no eigenvalue is negative but by rounding
+        q = f * (moments.T.mT @ Q)
+        return _machines(expansion, moments, Q.mT.contiguous(), False, f, regs, q)
+
     w, Q = torch.linalg.eigh(moments.symmetric())
     estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
-    least = trusted(estimate)
-    if not guard.asks(estimate < _ILL_CONDITIONED_PATH):
+    machines, fine = with_eigen(w, Q)
+    machines.least = trusted(estimate)
+    questions = (estimate < _ILL_CONDITIONED_PATH, _settled(estimate, moments), fine)
+    well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
+    if not well_conditioned:
         _, values, Qt = torch.linalg.svd(triangle())
-        w, Q, least = values.square(), Qt.mT, trusted(estimate.sqrt())
-    w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
-    f = 1 / (w + regs.unsqueeze(-1))  # (R, c', p)
-    q = f * (moments.T.mT @ Q)
-    offset = moments.mean_y.expand(len(regs), -1)
-    rotation = Q.mT.contiguous()
-    folded, rounding = _folding(expansion, rotation, f, q, moments)
-    refined, fold = (
-        guard.asks((estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)),
-        folded is not None and guard.asks(rounding <= _FOLD),
-    )
-    return Machines(
-        expansion,
-        moments.mean_z,
-        rotation,
-        False,
-        f,
-        regs,
-        q,
-        offset,
-        moments.spread,
-        least,
-        refined,
-        folded,
-        fold,
-    )
+        machines, fine = with_eigen(values.square(), Qt.mT)
+        machines.refined, machines.fold, machines.least = False, guard.asks(fine), trusted(estimate.sqrt())
+    return machines

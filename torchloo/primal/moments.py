@@ -68,18 +68,25 @@ class LowerInverse:
     """L^{-1} V for a lower triangular L (p, p), panel by panel.
 
     Panels on the diagonal that are well conditioned are inverted once: a product is faster than a
-    solution, and then as accurate.
+    solution, and then as accurate. Which ones are is to be decided, once the values of `good` are known.
     """
 
     def __init__(self, L: Tensor) -> None:
         self.L = L.contiguous()
         self._inverses: list[Tensor | None] = []
+        good = []
         for start, stop in _panels(len(L)):
             panel = self.L[start:stop, start:stop]
             unit = torch.eye(stop - start, dtype=L.dtype, device=L.device)
             inverse = torch.linalg.solve_triangular(panel, unit, upper=False)
-            condition = torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse)
-            self._inverses.append(inverse if bool(condition < _CONDITION) else None)
+            good.append(torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse) < _CONDITION)
+            self._inverses.append(inverse)
+        self.good = torch.stack(good)  # one flag for each panel
+
+    def decide(self, good: list[bool]) -> None:
+        """Solve with the panels that are not good, as the values of the flags say."""
+        pairs = zip(self._inverses, good, strict=True)
+        self._inverses = [inverse if fine else None for inverse, fine in pairs]
 
     def __call__(self, V: Tensor) -> Tensor:
         """L^{-1} V for V (p, b)."""

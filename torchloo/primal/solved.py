@@ -85,27 +85,39 @@ class StreamFit:
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
         self.graph, self._call = graph or Graph(), call
-        self.wants_graph, self.kept = False, None
+        self.wants_graph, self.kept, self._guard = False, None, guard
         self._owner, self._solved_with = machine, _settings(machine)
         self.reg = reg.double()
         with torch.no_grad():
             if others.count > 1:
                 self._agree(machine.has_bias)
-            try:
-                expansion.kind = torch.float32 if single and expansion.factor is None else torch.float64
-                self._solve(guard, machine.has_bias)
-            except ImpreciseError:
-                self._solve_in_double()
+            expansion.kind = torch.float32 if single and expansion.factor is None else torch.float64
+            self._sum_up(machine.has_bias)
 
-    def _solve(self, guard: Guard, bias: bool) -> None:
+    def _sum_up(self, bias: bool) -> None:
         self.moments = self.others.together(lambda: self._gather(bias))
         self.moments.join(self.others)
-        reg = self.reg.detach()
-        self._machine = one_machine(guard, self.expansion, self.moments, reg, self._triangle)
+        self._solved: Machines | None = None
 
-    def _solve_in_double(self) -> None:
+    @property
+    def _machine(self) -> Machines:
+        """The machine of its own regularisation, solved when it is first asked for."""
+        if self._solved is None:
+            given = (self._guard, self.expansion)
+            with torch.no_grad():
+                try:
+                    self._solved = one_machine(*given, self.moments, self.reg.detach(), self._triangle)
+                except ImpreciseError:
+                    self._in_double()
+                    self._solved = one_machine(*given, self.moments, self.reg.detach(), self._triangle)
+            self._guard.check()
+        return self._solved
+
+    def _in_double(self) -> None:
+        """Begin again, with products in float64."""
         self.expansion.kind = torch.float64
-        self._solve(Guard(self.function), self.moments.centre)
+        with torch.no_grad():
+            self._sum_up(self.moments.centre)
 
     def _gather(self, bias: bool) -> Moments:
         """The first pass of Note [passes]: n m^2 multiplications, half as many again for sparse features."""
@@ -212,8 +224,7 @@ class StreamFit:
         try:
             return self._held_out(self._machine, clusters, out, path=False, regs=regs)
         except ImpreciseError:
-            with torch.no_grad():
-                self._solve_in_double()
+            self._in_double()
             return self._held_out(self._machine, clusters, out, path=False, regs=regs)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
@@ -223,10 +234,13 @@ class StreamFit:
         machine's own reg is not used.
         """
         self._called("path")
-        checked = self.others.together(lambda: self._checked_regs(regs))
-        require_same(self.function, self.others, "regs", checked.tolist())
+        guard = self._guard
+        like, outputs = self.moments.S, self.moments.T.shape[1]
+        checked = self.others.together(lambda: check_regs(guard, regs, outputs, like))
+        if self.others.count > 1:
+            self.others.together(guard.check)
+            require_same(self.function, self.others, "regs", checked.tolist())
         with torch.no_grad():
-            guard = Guard(self.function)
             machines = path_machines(guard, self.expansion, self.moments, checked.detach(), self._triangle)
         return self._held_out(machines, clusters, out, path=True, regs=checked)
 
@@ -235,13 +249,6 @@ class StreamFit:
         self.others = self.others.named(self._call or f"StreamFit.{name}")
         self.others.meet()
         return self
-
-    def _checked_regs(self, regs: Tensor) -> Tensor:
-        """Regularisations (R, 1) or (R, c)."""
-        guard = Guard(self.function)
-        checked = check_regs(guard, regs, self.moments.T.shape[1], like=self.moments.S)
-        guard.check()
-        return checked
 
     def blocks(self, what: str) -> Iterator[Block]:
         """The blocks of one pass, found to be those of the first, under a bar that says what it is for."""
