@@ -236,7 +236,7 @@ def _machines(
     regs: Tensor,
     q: Tensor,
 ) -> tuple[Machines, Tensor]:
-    """Machines from A^T, f (R, c', p) and q (R, c, p), and whether they may fold; what is left is to be decided."""
+    """Machines from A^T, f (R, c', p) and q (R, c, p), not yet refined, and whether they may fold."""
     folded, fine = None, torch.ones_like(moments.weight, dtype=torch.bool)
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
@@ -246,20 +246,8 @@ def _machines(
         rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs) * moments.longest
         fine = rounding <= _FOLD
     offset = moments.mean_y.expand(len(regs), -1)
-    machines = Machines(
-        expansion,
-        moments.mean_z,
-        rotation,
-        triangular,
-        f,
-        regs,
-        q,
-        offset,
-        moments.spread,
-        regs,
-        True,
-        folded,
-    )
+    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, moments.spread)
+    machines = Machines(*given, least=regs, refined=False, folded=folded)
     return machines, fine
 
 
