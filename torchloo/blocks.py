@@ -131,7 +131,7 @@ def solve_blocks(
     several = _several(a, blocks, guard, root)
     for a_L, P_LL in zip(a, blocks, strict=True):
         if P_LL.shape[-1] == 1:
-            guard.require(P_LL > 0, NOT_DEFINITE)
+            guard.expect(P_LL.detach().amin(), lambda least: least > 0, NOT_DEFINITE)
             solved.append((a_L / P_LL, 1 / P_LL))
         else:
             sets = next(several)

@@ -57,25 +57,26 @@ def _panels(n: int, width: int = _PANEL) -> list[tuple[int, int]]:
 
 def _pivot(K: Tensor, ridge: Tensor) -> Tensor:
     """The row p of Note [dual form], (..., 1): least ridge_p + |phi_p - mean of phi|^2."""
-    K = K.detach()
-    distance = K.diagonal(dim1=-2, dim2=-1) - 2 * K.mean(-1)
-    return (ridge.detach() + distance).argmin(-1, keepdim=True)
+    distance = torch.sub(K.diagonal(dim1=-2, dim2=-1), K.mean(-1), alpha=2)
+    return (distance + ridge).argmin(-1, keepdim=True)
 
 
-def _along(pivot: Tensor, values: Tensor) -> Tensor:
-    """The pivot (..., 1) as an index into values (..., n), (..., n, c) or (..., c, n)."""
-    return pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)
+def _along(pivot: Tensor, values: Tensor, dim: int) -> Tensor:
+    """The pivot (..., 1) as an index along an axis of values (..., n), (..., n, c) or (..., c, n)."""
+    shape = list(values.shape)
+    shape[dim] = 1
+    return (pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)).expand(shape)
 
 
 def _at(values: Tensor, pivot: Tensor, dim: int) -> Tensor:
     """The entry p along the last axis, or the last but one, which is kept with size 1."""
-    return values.take_along_dim(_along(pivot, values), dim)
+    return values.gather(dim, _along(pivot, values, dim))
 
 
-def _put(values: Tensor, pivot: Tensor, dim: int, entry: Tensor) -> Tensor:
+def _put(values: Tensor, pivot: Tensor, dim: int, entry: Tensor | float) -> Tensor:
     """The values with another entry p along an axis: in place, but for transforms, which cannot."""
-    index = _along(pivot, values).expand(entry.shape)
-    return (values.scatter_ if values_visible(values, pivot) else values.scatter)(dim, index, entry)
+    scatter = values.scatter_ if values_visible(values, pivot) else values.scatter
+    return scatter(dim, _along(pivot, values, dim), entry)
 
 
 def _matrix(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
@@ -83,18 +84,16 @@ def _matrix(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
     if pivot is None:
         diagonal = K.diagonal(dim1=-2, dim2=-1) + ridge
         return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
-    column = _pivot_column(K, ridge, pivot)
-    A = (K - _at(K, pivot, -2)).sub_(column)
-    A = _put(A, pivot, -1, torch.zeros_like(column))
-    A.diagonal(dim1=-2, dim2=-1).add_(_put(ridge.clone(), pivot, -1, torch.ones_like(ridge[..., :1])))
+    row = _at(K, pivot, -2)
+    A = _put((K - row).sub_(_pivot_column(row, ridge, pivot)), pivot, -1, 0.0)
+    A.diagonal(dim1=-2, dim2=-1).add_(ridge.scatter(-1, pivot, 1.0))
     return A
 
 
-def _pivot_column(K: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
-    """E^T M e_p, (..., n, 1): K_ip - K_pp - ridge_p, and 0 in row p."""
-    column = _at(K, pivot, -1)
-    column = (column - _at(column, pivot, -2)) - _at(ridge, pivot, -1).unsqueeze(-1)
-    return _put(column, pivot, -2, torch.zeros_like(column[..., :1, :]))
+def _pivot_column(row: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
+    """E^T M e_p, (..., n, 1): K_ip - K_pp - ridge_p, and 0 in row p, from the row K_p (..., 1, n)."""
+    column = (row - _at(row, pivot, -1)) - _at(ridge, pivot, -1).unsqueeze(-1)
+    return _put(column, pivot, -1, 0.0).mT
 
 
 def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -115,7 +114,7 @@ def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> Tensor:
     """E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
     half = torch.linalg.solve_triangular(L, differences, upper=False)
     x = torch.linalg.solve_triangular(L.mT, half, upper=True)  # unlike cholesky_solve, no copy of L
-    return x if pivot is None else _put(x.clone(), pivot, -2, -x.sum(-2, keepdim=True))
+    return x if pivot is None else x.scatter(-2, _along(pivot, x, -2), -x.sum(-2, keepdim=True))
 
 
 def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
@@ -123,7 +122,7 @@ def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(A))
     if pivot is None:
         return inverse
-    e_p = _put(torch.zeros_like(A[..., :1]), pivot, -2, torch.ones_like(A[..., :1, :1]))
+    e_p = _put(torch.zeros_like(A[..., :1]), pivot, -2, 1.0)
     sums = inverse.sum(-1, keepdim=True)
     border = sums - e_p * (sums.sum(-2, keepdim=True) / 2)
     return inverse - e_p @ border.mT - border @ e_p.mT
@@ -131,7 +130,7 @@ def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
 
 def _triangular_inverse(L: Tensor) -> Tensor:
     """S = L^{-1} by panels of rows, n^3/3 operations: panel J is -S_JJ L_J S of the rows above it."""
-    if not values_visible(L):  # transforms cannot write into slices
+    if L.shape[-1] <= _PANEL or not values_visible(L):  # transforms cannot write into slices
         unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
         return torch.linalg.solve_triangular(L, unit, upper=False)
     S = torch.zeros_like(L)
@@ -155,6 +154,8 @@ def _mirror(lower: Tensor) -> Tensor:
 
 def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
     """T^T T for T lower triangular but for column p, skipping its zeros: n^3/3 operations."""
+    if T.shape[-1] <= _PANEL:
+        return T.mT @ T
     product = T.new_empty(T.shape)
     for start, stop in _panels(T.shape[-1]):
         rows = T[..., start:, start:stop].mT
@@ -168,6 +169,8 @@ def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
 
 def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     """B^T D B for block-diagonal symmetric D, computing half of it."""
+    if B.shape[-1] <= _PANEL:
+        return B.mT @ partition.block_diagonal_times(D, B)
     product = B.new_empty(B.shape)
     for start, stop in _panels(B.shape[-1]):
         rows = partition.block_diagonal_times(D, B[..., start:stop]).mT  # (..., panel, n)
@@ -213,10 +216,10 @@ class _Coefficients(Function):
             right = _differences(abar, pivot)
             if pivot is not None:
                 bbar = bbar.unsqueeze(-2)  # (..., 1, c)
-                right = right - _pivot_column(K, ridge, pivot) * bbar
+                right = right - _pivot_column(_at(K, pivot, -2), ridge, pivot) * bbar
             U = _solution(L, right, pivot)  # (..., n, c)
             if pivot is not None:
-                U = _put(U.clone(), pivot, -2, _at(U, pivot, -2) + bbar)
+                U = U.scatter(-2, _along(pivot, U, -2), _at(U, pivot, -2) + bbar)
             Kbar = _outer(U, a) if ctx.needs_input_grad[0] else None
             return Kbar, -(U * a).sum(-1), U, None, None
 
@@ -241,7 +244,8 @@ class _Blocks(Function):
             blocks = []
             for rows in index:
                 if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
-                    block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
+                    squares = torch.linalg.vector_norm(T, dim=-2).square().unsqueeze(-1)
+                    block = Partition((rows,)).gather(squares)[0]
                 else:
                     columns = T.mT[..., rows, :]  # (..., g, s, n)
                     block = columns @ columns.mT
@@ -259,7 +263,7 @@ class _Blocks(Function):
     def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
         K, ridge, pivot, T, a, *index = ctx.saved_tensors
         partition = Partition(tuple(index))
-        negative = [(block + block.mT) / -2 for block in D]
+        negative = [-block if block.shape[-1] == 1 else (block + block.mT) / -2 for block in D]
         with full_precision(K):
             if torch.is_grad_enabled() or not values_visible(abar, *D):
                 P = _annihilator(_matrix(K, ridge, pivot), pivot)
@@ -305,10 +309,13 @@ class Dual(NamedTuple):
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
         T, a, *blocks = self._blocks(partition)
-        differences = _differences(self.Y.detach(), self.pivot)
-        TY = torch.linalg.solve_triangular(self.factor, differences, upper=False)
-        solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
-        r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
+        n, root = a.shape[-2], None
+        if not partition.only_single(n):
+            differences = _differences(self.Y.detach(), self.pivot)
+            TY = torch.linalg.solve_triangular(self.factor, differences, upper=False)
+            root = Root(T, TY, partition.groups)
+        solved = solve_blocks(partition.gather(a), blocks, guard, root)
+        r, variance = (partition.scatter(part, n) for part in solved)
         return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
 
 
@@ -338,6 +345,6 @@ def dual(
         well_conditioned = not asked or guard.asks(condition(L) < ILL_CONDITIONED)
     if otherwise is not None and not well_conditioned:
         return otherwise()
-    guard.require(info == 0, NOT_DEFINITE)
+    guard.factored(info, NOT_DEFINITE)
     a, b = _Coefficients.apply(K, ridge, Y, pivot, L)
     return Dual(K, ridge, Y, pivot, a, b, L)

@@ -1,12 +1,15 @@
 """Linear algebra that autocast leaves alone."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 __all__ = ["full_precision"]
 
 
-def full_precision(like: Tensor) -> torch.autocast:
+def full_precision(like: Tensor) -> AbstractContextManager[object]:
     """A context in which products keep the dtype of their inputs, whatever autocast says outside."""
     kind = like.device.type
-    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)
+    kind = kind if torch.amp.is_autocast_available(kind) else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -53,6 +53,12 @@ class Kernel(nn.Module):
     """
 
     _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
+    _symmetric = False  # whether `_evaluate` gives symmetric matrices for one set of points; else it is checked
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
+            cls._symmetric = False  # what a class says of its own matrices says nothing of another's
 
     def __init__(self, *, features: Features = None, **positive: Values) -> None:
         super().__init__()
@@ -86,6 +92,11 @@ class Kernel(nn.Module):
     def _diagonal(self, X: Tensor) -> Tensor:
         blocks = (self._evaluate(rows, None) for rows in X.split(64, dim=-2))
         return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether the matrix for one set of points is known to be symmetric, and so need not be checked."""
+        return self._symmetric
 
     @property
     def is_linear(self) -> bool:
@@ -149,6 +160,7 @@ class Kernel(nn.Module):
 class Scaled(Kernel):
     """scale * kernel, scale > 0 of shape (...)."""
 
+    _symmetric = True
     scale = exp_of("log_scale")
 
     def __init__(self, kernel: Kernel, scale: Values, *, features: Features = None) -> None:
@@ -164,6 +176,11 @@ class Scaled(Kernel):
         return (self._lift("scale", k) * k)[..., 0]
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether the kernel is."""
+        return self._symmetric and self.kernel.is_symmetric
+
+    @property
     def is_linear(self) -> bool:
         """Whether the kernel is."""
         return self.kernel.is_linear
@@ -177,6 +194,7 @@ class Scaled(Kernel):
 class _Composite(Kernel):
     """Several kernels, their matrices combined entry by entry; each applies features of its own last."""
 
+    _symmetric = True
     _combine: Callable[[Any, Any], Any]
 
     def __init__(self, *kernels: Kernel, features: Features = None) -> None:
@@ -188,6 +206,11 @@ class _Composite(Kernel):
 
     def _diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether all of the kernels are."""
+        return self._symmetric and all(kernel.is_symmetric for kernel in self.kernels)
 
 
 class Sum(_Composite):

@@ -35,9 +35,9 @@ class _Stationary(Kernel):
             return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
         centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
-        left = ((X.double() - centre) / scale).expand(*batch, *X.shape[-2:])
-        right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
-        return squared_distance(left, right, same=Z is None, direct=direct, factor=factor, dtype=X.dtype)
+        left = ((X - centre) / scale).expand(*batch, *X.shape[-2:])
+        right = None if Z is None else ((Z - centre) / scale).expand(*batch, *Z.shape[-2:])
+        return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
 
     def _sparse_distance(
         self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
@@ -80,6 +80,8 @@ class RBF(_Stationary):
         """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
         return cls((2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt(), features=features)
 
+    _symmetric = True
+
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return self._distance(X, Z, factor=-0.5).exp_()
 
@@ -92,7 +94,7 @@ class Matern(_Stationary):
     matrices kept for the backward. Lengthscale: as in RBF.
     """
 
-    _fixed = ("nu",)
+    _fixed, _symmetric = ("nu",), True
 
     def __init__(self, nu: float = 1.5, lengthscale: Values = 1.0, *, features: Features = None) -> None:
         super().__init__(features=features, lengthscale=lengthscale)
