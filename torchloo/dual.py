@@ -31,19 +31,21 @@ are evaluated on differentiable operations, so derivatives of every order exist.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from torchloo.autograd import apply
 from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
-__all__ = ["Dual", "add_product", "congruence", "dual"]
+__all__ = ["Dual", "add_product", "congruence", "dual", "inner_products"]
 
 Other = TypeVar("Other")
 
@@ -110,11 +112,11 @@ def _differences(V: Tensor, pivot: Tensor | None) -> Tensor:
     return V if pivot is None else V - _at(V, pivot, -2)
 
 
-def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> Tensor:
-    """E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
+def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """L^{-1} V and E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
     half = torch.linalg.solve_triangular(L, differences, upper=False)
     x = torch.linalg.solve_triangular(L.mT, half, upper=True)  # unlike cholesky_solve, no copy of L
-    return x if pivot is None else x.scatter(-2, _along(pivot, x, -2), -x.sum(-2, keepdim=True))
+    return half, x if pivot is None else x.scatter(-2, _along(pivot, x, -2), -x.sum(-2, keepdim=True))
 
 
 def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
@@ -185,6 +187,31 @@ def add_product(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return M
 
 
+class _InnerProducts(Function):
+    """Z -> Z Z^T for Z (..., n, d), with one product of that size in its backward instead of two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(Z: Tensor) -> Tensor:
+        return Z @ Z.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, Kbar: Tensor) -> Tensor:
+        (Z,) = ctx.saved_tensors
+        with full_precision(Z):
+            return (Kbar + Kbar.mT) @ Z
+
+
+def inner_products(Z: Tensor) -> Tensor:
+    """Z Z^T, (..., n, n), for features Z (..., n, d)."""
+    return apply(_InnerProducts, Z)
+
+
 class _Coefficients(Function):
     """(K, ridge, Y) -> coefficients a, bias b; see Note [dual backward]."""
 
@@ -195,7 +222,7 @@ class _Coefficients(Function):
         K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor
     ) -> tuple[Tensor, Tensor]:
         with full_precision(K):
-            a = _solution(L, _differences(Y, pivot), pivot)
+            _, a = _solution(L, _differences(Y, pivot), pivot)
             if pivot is None:
                 return a, torch.zeros_like(a[..., 0, :])
             ridge_p = _at(ridge, pivot, -1).unsqueeze(-1)  # (..., 1, 1)
@@ -217,7 +244,7 @@ class _Coefficients(Function):
             if pivot is not None:
                 bbar = bbar.unsqueeze(-2)  # (..., 1, c)
                 right = right - _pivot_column(_at(K, pivot, -2), ridge, pivot) * bbar
-            U = _solution(L, right, pivot)  # (..., n, c)
+            _, U = _solution(L, right, pivot)  # (..., n, c)
             if pivot is not None:
                 U = U.scatter(-2, _along(pivot, U, -2), _at(U, pivot, -2) + bbar)
             Kbar = _outer(U, a) if ctx.needs_input_grad[0] else None
@@ -225,19 +252,19 @@ class _Coefficients(Function):
 
 
 class _Blocks(Function):
-    """(K, ridge, Y) -> T, a again, and the diagonal blocks of P, (..., g, s, s) for each size s.
+    """(K, ridge, Y) -> T and T Y, a, and the diagonal blocks of P, (..., g, s, s) for each size s.
 
-    The factor and a are those of `_Coefficients`; a comes out once more so that one backward
-    serves both. See Note [dual backward].
+    One backward serves a and the blocks; see Note [dual backward]. T and T Y have none.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, pivot: Tensor | None, *index: Tensor
+        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor, *index: Tensor
     ) -> tuple[Tensor, ...]:
         with full_precision(L):
+            TY, a = _solution(L, _differences(Y, pivot), pivot)
             T = _triangular_inverse(L)
             if pivot is not None:
                 T = _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
@@ -250,19 +277,21 @@ class _Blocks(Function):
                     columns = T.mT[..., rows, :]  # (..., g, s, n)
                     block = columns @ columns.mT
                 blocks.append(block)
-            return T, a.clone(), *blocks
+            return T, TY, a, *blocks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, _, _, pivot, *index = inputs
-        T, a, *_ = output
-        ctx.mark_non_differentiable(T)
+        K, ridge, _, pivot, _, *index = inputs
+        T, TY, a, *_ = output
+        ctx.mark_non_differentiable(T, TY)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(K, ridge, pivot, T, a, *index)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: None, __: None, abar: Tensor | None, *D: Tensor) -> tuple[Tensor | None, ...]:
         K, ridge, pivot, T, a, *index = ctx.saved_tensors
         partition = Partition(tuple(index))
+        abar = torch.zeros_like(a) if abar is None else abar
         negative = [-block if block.shape[-1] == 1 else (block + block.mT) / -2 for block in D]
         with full_precision(K):
             if torch.is_grad_enabled() or not values_visible(abar, *D):
@@ -277,7 +306,7 @@ class _Blocks(Function):
                 add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
         ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
         Kbar = Mbar if ctx.needs_input_grad[0] else None
-        return Kbar, ridgebar, U, *[None] * (3 + len(index))
+        return Kbar, ridgebar, U, *[None] * (2 + len(index))
 
 
 def _outer(U: Tensor, a: Tensor) -> Tensor:
@@ -285,38 +314,49 @@ def _outer(U: Tensor, a: Tensor) -> Tensor:
     return torch.cat([U, a], -1) @ (-0.5 * torch.cat([a, U], -1)).mT
 
 
-class Dual(NamedTuple):
-    """A factorised dual problem: its solution, and P by blocks on demand."""
+@dataclass
+class Dual:
+    """A factorised dual problem: its solution, and P by blocks, on demand."""
 
     K: Tensor
     ridge: Tensor
     Y: Tensor
     pivot: Tensor | None
     """The row p of Note [dual form], (..., 1); None without a bias."""
-    dual: Tensor
-    bias: Tensor
     factor: Tensor
+    _solution: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def solution(self) -> tuple[Tensor, Tensor]:
+        """a = P Y, (..., n, c), and b, (..., c)."""
+        if self._solution is None:
+            self._solution = apply(_Coefficients, self.K, self.ridge, self.Y, self.pivot, self.factor)
+        return self._solution
+
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
+        return self.solution[0]
+
+    @property
+    def bias(self) -> Tensor:
+        """b, (..., c); zeros without a bias."""
+        return self.solution[1]
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        _, a, *blocks = self._blocks(partition)
+        _, _, a, *blocks = self._blocks(partition)
         return a, blocks
 
     def _blocks(self, partition: Partition) -> tuple[Tensor, ...]:
-        a = self.dual.detach()
-        return _Blocks.apply(self.K, self.ridge, self.Y, a, self.factor, self.pivot, *partition.groups)
+        return apply(_Blocks, self.K, self.ridge, self.Y, self.pivot, self.factor, *partition.groups)
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
-        T, a, *blocks = self._blocks(partition)
-        n, root = a.shape[-2], None
-        if not partition.only_single(n):
-            differences = _differences(self.Y.detach(), self.pivot)
-            TY = torch.linalg.solve_triangular(self.factor, differences, upper=False)
-            root = Root(T, TY, partition.groups)
-        solved = solve_blocks(partition.gather(a), blocks, guard, root)
-        r, variance = (partition.scatter(part, n) for part in solved)
-        return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
+        T, TY, a, *blocks = self._blocks(partition)
+        solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
+        r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
+        return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
 
 
 def dual(
@@ -346,5 +386,4 @@ def dual(
     if otherwise is not None and not well_conditioned:
         return otherwise()
     guard.factored(info, NOT_DEFINITE)
-    a, b = _Coefficients.apply(K, ridge, Y, pivot, L)
-    return Dual(K, ridge, Y, pivot, a, b, L)
+    return Dual(K, ridge, Y, pivot, L)

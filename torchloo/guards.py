@@ -24,7 +24,10 @@ def values_visible(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     legacy = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(..., is_grads_batched=True)
-    return not any(t.is_meta or isinstance(t, FakeTensor) or legacy(t) for t in tensors)
+    for t in tensors:
+        if t.is_meta or isinstance(t, FakeTensor) or legacy(t):
+            return False
+    return True
 
 
 def require_floating(function: str, **tensors: Tensor) -> None:

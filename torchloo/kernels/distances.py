@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd.function import Function
+
+from torchloo.autograd import apply
 
 __all__ = ["matern_of_square", "squared_distance"]
 
@@ -13,6 +15,11 @@ def _tile_rows(shape: torch.Size, device: torch.device) -> int:
     """How many rows of a (..., n, m) matrix to treat at once: a tile fits the cache of a CPU."""
     row = max(1, shape[:-2].numel() * shape[-1])
     return max(32, (1 << (18 if device.type == "cpu" else 24)) // row)
+
+
+def _symmetrise(D: Tensor) -> None:
+    """Make squared distances of one set of points symmetric and 0 on the diagonal, as a matmul need not do."""
+    D.add_(D.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
 
 
 class _SquaredDistance(Function):
@@ -32,22 +39,24 @@ class _SquaredDistance(Function):
         n, m = X.shape[-2], Z.shape[-2]
         shape = torch.Size((*X.shape[:-1], m))
         step = _tile_rows(shape, X.device)
-        D = X.new_empty(shape, dtype=dtype) if n > step else None
+        if n <= step:
+            tile = torch.cdist(X, Z, compute_mode=mode).square_()
+            if same and not direct:
+                _symmetrise(tile)
+            return (tile * factor).to(dtype)
+        D = X.new_empty(shape, dtype=dtype)
         for start in range(0, n, step):
             rows = min(step, n - start)
             columns = start + rows if same else m
             tile = torch.cdist(X.narrow(-2, start, rows), Z.narrow(-2, 0, columns), compute_mode=mode)
             tile.square_()
-            if same and not direct:  # the matmul need not round symmetrically
-                corner = tile.narrow(-1, start, rows)
-                corner.add_(corner.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
-            if D is None:
-                return (tile * factor).to(dtype)
+            if same and not direct:
+                _symmetrise(tile.narrow(-1, start, rows))
             if same:
                 mirror = D.narrow(-2, 0, start).narrow(-1, start, rows)
                 torch.mul(tile.narrow(-1, 0, start).mT, factor, out=mirror)
             torch.mul(tile, factor, out=D.narrow(-2, start, rows).narrow(-1, 0, columns))
-        return X.new_empty(shape, dtype=dtype) if D is None else D
+        return D
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -79,7 +88,7 @@ class _SquaredDistance(Function):
 
         X, Z, *others = inputs
         right = None if Z is None else batched(Z, in_dims[1])
-        return _SquaredDistance.apply(batched(X, in_dims[0]), right, *others), 0
+        return apply(_SquaredDistance, batched(X, in_dims[0]), right, *others), 0
 
 
 class _MaternOfSquare(Function):
@@ -107,7 +116,7 @@ class _MaternOfSquare(Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
         (A,), order = ctx.saved_tensors, ctx.order
-        below = _MaternOfSquare.apply(A, max(0, order - 1))
+        below = apply(_MaternOfSquare, A, max(0, order - 1))
         if order == 0:
             below = below * torch.where(A > 0, A, torch.inf).rsqrt()
         return G * below * (-1 / 6 if order == 2 else -1 / 2), None
@@ -117,9 +126,9 @@ def squared_distance(
     X: Tensor, Z: Tensor | None, *, direct: bool, factor: float, dtype: torch.dtype
 ) -> Tensor:
     """factor |x_i - z_j|^2, (..., n, m) of a dtype, for float64 points; see `_SquaredDistance`."""
-    return _SquaredDistance.apply(X, Z, direct, factor, dtype)
+    return apply(_SquaredDistance, X, Z, direct, factor, dtype)
 
 
 def matern_of_square(A: Tensor, order: int) -> Tensor:
     """The Matern function of order 0, 1 or 2 of the scaled squared distance A; see `_MaternOfSquare`."""
-    return _MaternOfSquare.apply(A, order)
+    return apply(_MaternOfSquare, A, order)

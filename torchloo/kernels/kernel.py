@@ -146,8 +146,8 @@ class Kernel(nn.Module):
         require_floating(self._get_name(), **{name: X})
         csr.require_layout(self._get_name(), name, X)
         self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
-        for own in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
-            if own.device != X.device:
+        for own in (*self._parameters.values(), *self._buffers.values()):
+            if own is not None and own.device != X.device:
                 where = f"{self._get_name()}: {name} must be on the device of the kernel, {own.device}"
                 raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
         if self.features is None:

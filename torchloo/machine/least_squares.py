@@ -89,7 +89,7 @@ class LeastSquares(KernelMachine):
             self._only_stream(y, weight)
             return self.solve(X).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
-        return replace(self._solve(guard, X, Y, weight), flat=flat).held_out(clusters)
+        return self._solve(guard, X, Y, weight).held_out(clusters, flat)
 
     def path(
         self,
