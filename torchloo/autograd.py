@@ -18,11 +18,13 @@ def apply(function: type[Function], *args: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     if forward_ad._current_level < 0 and not (torch.is_grad_enabled() and _requires_grad(args)):
-        with torch.no_grad():
-            return function.forward(*args)
+        return function.forward(*args)
     alive = (torch._C._functorch.unwrap_if_dead(t) if isinstance(t, torch.Tensor) else t for t in args)
     return super(Function, function).apply(*alive)  # type: ignore[misc]
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
+    for argument in args:
+        if isinstance(argument, torch.Tensor) and argument.requires_grad:
+            return True
+    return False

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.autograd import apply
-from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
+from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks, solve_rows
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
@@ -180,10 +180,10 @@ def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     return _mirror(product)
 
 
-def add_product(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """M + left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
+def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """M + factor left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
     n, k = left.shape[-2:]
-    M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT)
+    M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT, alpha=factor)
     return M
 
 
@@ -303,7 +303,7 @@ class _Blocks(Function):
                 U = P @ abar
                 Mbar = congruence(P, negative, partition)
                 del P
-                add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
+                add_product(Mbar, torch.cat([U, a], -1), torch.cat([a, U], -1), -0.5)
         ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
         Kbar = Mbar if ctx.needs_input_grad[0] else None
         return Kbar, ridgebar, U, *[None] * (2 + len(index))
@@ -354,8 +354,11 @@ class Dual:
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
         T, TY, a, *blocks = self._blocks(partition)
-        solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
-        r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
+        if partition.only_single(a.shape[-2]):
+            r, variance = solve_rows(a, blocks[0].squeeze(-1), guard)
+        else:
+            solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
+            r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
 
 

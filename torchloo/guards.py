@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Guard", "broadcast_shapes", "host_labels", "require_floating", "values_visible"]
+__all__ = ["Guard", "broadcast_shapes", "expanded", "host_labels", "require_floating", "values_visible"]
 
 _FLOATING = (torch.float32, torch.float64)
 
@@ -65,6 +65,11 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
     return torch.Size(sizes)
 
 
+def expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in a larger shape, and itself where it has that shape: no node of the graph is made for it."""
+    return tensor if tensor.shape == shape else tensor.expand(shape)
+
+
 def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
     """Cluster labels as an int64 array (n,); they decide shapes, so they live on the host."""
     try:
@@ -104,6 +109,7 @@ class Guard:
         self._symmetric = symmetric
         self._numbers: list[Tensor] = []
         self._demands: list[_Demand] = []
+        self._finite: list[Tensor] = []
 
     def expect(
         self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]
@@ -113,8 +119,11 @@ class Guard:
         One that has to look at values is a function, called only where the demand does not hold.
         """
         if values_visible(number):
-            self._numbers.append(number)
-            self._demands.append(_Demand(holds, message))
+            self._note(number, holds, message)
+
+    def _note(self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]) -> None:
+        self._numbers.append(number)
+        self._demands.append(_Demand(holds, message))
 
     def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
         """Demand that a boolean tensor holds everywhere; the message is as that of `expect`."""
@@ -124,17 +133,18 @@ class Guard:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
             # A NaN or infinity makes the sum one too: no boolean copy of a large matrix is needed.
-            if values_visible(tensor):
+            if values_visible(tensor) and not any(tensor is other for other in self._finite):
+                self._finite.append(tensor)
                 entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
                 total = entries.detach().sum(dtype=torch.float64)
-                self.expect(total, math.isfinite, partial(_not_finite, name))
+                self._note(total, math.isfinite, partial(_not_finite, name))
 
     def symmetric(self, **matrices: Tensor) -> None:
         """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
         for name, matrix in matrices.items():
             if values_visible(matrix):
                 K = matrix.detach()
-                self.expect(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
+                self._note(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
 
     def kernel_matrix(self, **matrices: Tensor) -> None:
         """Demand finite matrices (..., n, n), and symmetric ones unless they are so by construction."""
@@ -147,7 +157,7 @@ class Guard:
                 entries = value.detach()
                 if values_visible(entries) and entries.numel():
                     for extreme in (entries,) if entries.ndim == 0 else entries.aminmax():
-                        self.expect(extreme, _is_positive, partial(_not_positive, name, entries))
+                        self._note(extreme, _is_positive, partial(_not_positive, name, entries))
             elif not isinstance(value, numbers.Real) or not _is_positive(value):
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 
@@ -173,11 +183,11 @@ class Guard:
     def _look(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, once every demand was seen to hold."""
         seen, demands = [*self._numbers, *questions], self._demands
-        self._numbers, self._demands = [], []
+        self._numbers, self._demands, self._finite = [], [], []
         if not seen:
             return []
-        with torch.no_grad():
-            values = torch.stack([number.to(seen[0].device) for number in seen]).tolist()
+        device = seen[0].device
+        values = torch.stack([t if t.device == device else t.to(device) for t in seen]).tolist()
         for value, demand in zip(values, demands, strict=False):
             if not demand.holds(value):
                 message = demand.message() if callable(demand.message) else demand.message

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+from torchloo.guards import Guard, broadcast_shapes, expanded, require_floating, values_visible
 
 __all__ = ["Problem", "check_dual", "check_features", "check_regs"]
 
@@ -57,12 +57,12 @@ class Problem:
     @property
     def ridge(self) -> Tensor:
         """reg / weight, (..., n): what is added to the diagonal of K."""
-        reg = self.reg.unsqueeze(-1)
+        reg = self.reg.unsqueeze(-1) if self.weighted or self.reg.ndim else self.reg
         return reg / self.weight if self.weighted else reg.expand_as(self.weight)
 
     def expand(self, matrix: Tensor) -> Tensor:
         """A matrix with the batch shape of the problem."""
-        return matrix.expand(*self.reg.shape, *matrix.shape[-2:])
+        return expanded(matrix, self.reg.shape + matrix.shape[-2:])
 
 
 def _check(
@@ -102,8 +102,9 @@ def _check(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
-    Y = Y.clone().expand(*batch, *Y.shape[-2:])  # what a Fit holds does not change with the caller's tensors
-    return Problem(Y, weight.expand(*batch, n), reg.expand(batch), guard, Given.of(matrix), weighted)
+    Y = expanded(Y.clone(), batch + Y.shape[-2:])  # what a Fit holds does not change with the caller's tensors
+    weight, reg = expanded(weight, (*batch, n)), expanded(reg, batch)
+    return Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
 
 
 def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:

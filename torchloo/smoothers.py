@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual, inner_products
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
@@ -46,7 +46,7 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
-    fields = (Y - r, r, Y.expand_as(r), variance.expand_as(r))
+    fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
 

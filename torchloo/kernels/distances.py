@@ -65,18 +65,21 @@ class _SquaredDistance(Function):
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor | None, ...]:
-        def bar(X: Tensor, Z: Tensor, *cotangents: Tensor) -> Tensor:
-            step = _tile_rows(cotangents[0].shape, X.device)
+        def bar(X: Tensor, Z: Tensor, G: Tensor, both: bool = False) -> Tensor:
             parts = []
-            for x, *tiles in zip(*(t.split(step, dim=-2) for t in (X, *cotangents)), strict=True):
-                g = sum(tiles).to(Z.dtype)  # never a float64 copy of a whole float32 G
+            step = _tile_rows(G.shape, X.device)
+            for index, x in enumerate(X.split(step, dim=-2)):
+                g = G.narrow(-2, index * step, x.shape[-2])
+                if both:
+                    g = g + G.narrow(-1, index * step, x.shape[-2]).mT
+                g = g.to(Z.dtype)  # never a float64 copy of a whole float32 G
                 parts.append(g.sum(-1, keepdim=True) * x - g @ Z)
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
             return 2 * ctx.factor * whole
 
         X, Z = ctx.saved_tensors
         if Z is None:
-            return bar(X, X, G, G.mT), None, None, None, None
+            return bar(X, X, G, both=True), None, None, None, None
         X_bar = bar(X, Z, G) if ctx.needs_input_grad[0] else None
         Z_bar = bar(Z, X, G.mT) if ctx.needs_input_grad[1] else None
         return X_bar, Z_bar, None, None, None

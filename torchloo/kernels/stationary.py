@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
+from torchloo.guards import expanded
 from torchloo.kernels.distances import matern_of_square, squared_distance
 from torchloo.kernels.kernel import Features, Kernel, Values, exp_of, log_of
 
@@ -35,8 +36,8 @@ class _Stationary(Kernel):
             return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
         centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
-        left = ((X - centre) / scale).expand(*batch, *X.shape[-2:])
-        right = None if Z is None else ((Z - centre) / scale).expand(*batch, *Z.shape[-2:])
+        left = expanded((X - centre) / scale, batch + X.shape[-2:])
+        right = None if Z is None else expanded((Z - centre) / scale, batch + Z.shape[-2:])
         return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
 
     def _sparse_distance(
