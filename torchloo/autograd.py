@@ -24,7 +24,4 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:
-    for argument in args:
-        if isinstance(argument, torch.Tensor) and argument.requires_grad:
-            return True
-    return False
+    return any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)

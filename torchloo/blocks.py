@@ -18,7 +18,7 @@ from torch.autograd.function import Function
 from torchloo.autograd import apply
 from torchloo.guards import Guard, values_visible
 
-__all__ = ["NOT_DEFINITE", "Root", "solve_blocks", "solve_rows"]
+__all__ = ["NOT_DEFINITE", "Root", "solve_blocks"]
 
 NOT_DEFINITE = (
     "the regularised matrix is not positive definite to working precision; "
@@ -112,12 +112,6 @@ class _Sets:
         self.r = self.r.index_put(index, W @ (Q.mT @ TY))
 
 
-def solve_rows(a: Tensor, P: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
-    """a_i / P_ii and 1 / P_ii, held-out residuals and variances of rows left out alone."""
-    guard.expect(P.detach().amin(), lambda least: least > 0, NOT_DEFINITE)
-    return a / P, P.reciprocal()
-
-
 def solve_blocks(
     a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,7 +132,8 @@ def solve_blocks(
     several = iter(()) if all(P_LL.shape[-1] == 1 for P_LL in blocks) else _several(a, blocks, guard, root)
     for a_L, P_LL in zip(a, blocks, strict=True):
         if P_LL.shape[-1] == 1:
-            solved.append(solve_rows(a_L, P_LL, guard))
+            guard.expect(P_LL.detach().amin(), lambda least: least > 0, NOT_DEFINITE)
+            solved.append((a_L / P_LL, P_LL.reciprocal()))
         else:
             sets = next(several)
             solved.append(apply(_Solved, a_L, P_LL, sets.r, sets.W))

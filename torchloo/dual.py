@@ -30,6 +30,7 @@ Every term is symmetric: K is read as a symmetric matrix. Under create_graph the
 are evaluated on differentiable operations, so derivatives of every order exist.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.autograd import apply
-from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks, solve_rows
+from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
@@ -251,6 +252,50 @@ class _Coefficients(Function):
             return Kbar, -(U * a).sum(-1), U, None, None
 
 
+def _root(L: Tensor, pivot: Tensor | None) -> Tensor:
+    """T of Note [dual form], (..., n, n)."""
+    T = _triangular_inverse(L)
+    return T if pivot is None else _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
+
+
+class _Rows(Function):
+    """(K, ridge, Y) -> r_i = a_i / P_ii and 1 / P_ii for every row i, and T; see Note [dual backward].
+
+    With v_i = 1 / P_ii, cotangents rbar and vbar give abar = v rbar and D = -diag(abar . r + v^2 vbar).
+    T has none.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _, a = _solution(L, _differences(Y, pivot), pivot)
+        T = _root(L, pivot)
+        P = torch.linalg.vector_norm(T, dim=-2).square().unsqueeze(-1)  # (..., n, 1)
+        return a / P, P.reciprocal(), T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        K, ridge, _, pivot, _ = inputs
+        r, v, T = output
+        ctx.mark_non_differentiable(T)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(K, ridge, pivot, r, v, T)
+
+    @staticmethod
+    def backward(ctx: Any, rbar: Tensor | None, vbar: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        K, ridge, pivot, r, v, T = ctx.saved_tensors
+        abar = torch.zeros_like(r) if rbar is None else v * rbar
+        negative = (abar * r).sum(-1, keepdim=True)  # (..., n, 1)
+        if vbar is not None:
+            negative = negative + v.square() * vbar
+        rows = torch.arange(r.shape[-2], device=r.device).unsqueeze(-1)
+        bars = _cotangents(ctx, K, ridge, pivot, T, r / v, abar, [negative.unsqueeze(-1)], (rows,))
+        return *bars, None, None
+
+
 class _Blocks(Function):
     """(K, ridge, Y) -> T and T Y, a, and the diagonal blocks of P, (..., g, s, s) for each size s.
 
@@ -263,50 +308,58 @@ class _Blocks(Function):
     def forward(
         K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor, *index: Tensor
     ) -> tuple[Tensor, ...]:
-        with full_precision(L):
-            TY, a = _solution(L, _differences(Y, pivot), pivot)
-            T = _triangular_inverse(L)
-            if pivot is not None:
-                T = _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
-            blocks = []
-            for rows in index:
-                if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
-                    squares = torch.linalg.vector_norm(T, dim=-2).square().unsqueeze(-1)
-                    block = Partition((rows,)).gather(squares)[0]
-                else:
-                    columns = T.mT[..., rows, :]  # (..., g, s, n)
-                    block = columns @ columns.mT
-                blocks.append(block)
-            return T, TY, a, *blocks
+        TY, a = _solution(L, _differences(Y, pivot), pivot)
+        T = _root(L, pivot)
+        blocks = []
+        for rows in index:
+            if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
+                block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
+            else:
+                columns = T.mT[..., rows, :]  # (..., g, s, n)
+                block = columns @ columns.mT
+            blocks.append(block)
+        return T, TY, a, *blocks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         K, ridge, _, pivot, _, *index = inputs
         T, TY, a, *_ = output
         ctx.mark_non_differentiable(T, TY)
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(K, ridge, pivot, T, a, *index)
 
     @staticmethod
-    def backward(ctx: Any, _: None, __: None, abar: Tensor | None, *D: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor, __: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
         K, ridge, pivot, T, a, *index = ctx.saved_tensors
-        partition = Partition(tuple(index))
-        abar = torch.zeros_like(a) if abar is None else abar
-        negative = [-block if block.shape[-1] == 1 else (block + block.mT) / -2 for block in D]
-        with full_precision(K):
-            if torch.is_grad_enabled() or not values_visible(abar, *D):
-                P = _annihilator(_matrix(K, ridge, pivot), pivot)
-                U = P @ abar
-                Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
-            else:
-                P = _gram(T, pivot)
-                U = P @ abar
-                Mbar = congruence(P, negative, partition)
-                del P
-                add_product(Mbar, torch.cat([U, a], -1), torch.cat([a, U], -1), -0.5)
-        ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
-        Kbar = Mbar if ctx.needs_input_grad[0] else None
-        return Kbar, ridgebar, U, *[None] * (2 + len(index))
+        negative = [(block + block.mT) / -2 for block in D]
+        bars = _cotangents(ctx, K, ridge, pivot, T, a, abar, negative, tuple(index))
+        return *bars, *[None] * (2 + len(index))
+
+
+def _cotangents(
+    ctx: Any,
+    K: Tensor,
+    ridge: Tensor,
+    pivot: Tensor | None,
+    T: Tensor,
+    a: Tensor,
+    abar: Tensor,
+    negative: list[Tensor],
+    groups: tuple[Tensor, ...],
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Kbar, ridgebar and Ybar of Note [dual backward] from abar and -D, for the sets (g, s) of each size."""
+    partition = Partition(groups)
+    with full_precision(K):
+        if torch.is_grad_enabled() or not values_visible(abar, *negative):
+            P = _annihilator(_matrix(K, ridge, pivot), pivot)
+            U = P @ abar
+            Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
+        else:
+            P = _gram(T, pivot)
+            U = P @ abar
+            Mbar = congruence(P, negative, partition)
+            del P
+            add_product(Mbar, torch.cat([U, a], -1), torch.cat([a, U], -1), -0.5)
+    return Mbar if ctx.needs_input_grad[0] else None, Mbar.diagonal(dim1=-2, dim2=-1), U
 
 
 def _outer(U: Tensor, a: Tensor) -> Tensor:
@@ -345,18 +398,23 @@ class Dual:
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        _, _, a, *blocks = self._blocks(partition)
+        with full_precision(self.K):
+            _, _, a, *blocks = self._blocks(partition)
         return a, blocks
 
     def _blocks(self, partition: Partition) -> tuple[Tensor, ...]:
         return apply(_Blocks, self.K, self.ridge, self.Y, self.pivot, self.factor, *partition.groups)
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
-        T, TY, a, *blocks = self._blocks(partition)
-        if partition.only_single(a.shape[-2]):
-            r, variance = solve_rows(a, blocks[0].squeeze(-1), guard)
+        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none.
+
+        To be called in `full_precision`.
+        """
+        if partition.only_single(self.Y.shape[-2]):
+            r, variance, _ = apply(_Rows, self.K, self.ridge, self.Y, self.pivot, self.factor)
+            guard.expect(variance.detach().amax(), math.isfinite, NOT_DEFINITE)
         else:
+            T, TY, a, *blocks = self._blocks(partition)
             solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
             r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)

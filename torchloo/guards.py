@@ -24,10 +24,7 @@ def values_visible(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
     legacy = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(..., is_grads_batched=True)
-    for t in tensors:
-        if t.is_meta or isinstance(t, FakeTensor) or legacy(t):
-            return False
-    return True
+    return not any(t.is_meta or isinstance(t, FakeTensor) or legacy(t) for t in tensors)
 
 
 def require_floating(function: str, **tensors: Tensor) -> None:
@@ -54,8 +51,9 @@ def require_floating(function: str, **tensors: Tensor) -> None:
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
     """As `torch.broadcast_shapes`, whose first call takes half a second to import what it does not need."""
-    longest = max(shapes, key=len)
-    sizes = list(longest)
+    if not any(shapes):
+        return torch.Size()
+    sizes = [1] * max(map(len, shapes))
     for shape in shapes:
         for axis in range(-len(shape), 0):
             if sizes[axis] == 1:
@@ -66,7 +64,7 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
 
 
 def expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor in a larger shape, and itself where it has that shape: no node of the graph is made for it."""
+    """The tensor in a larger shape; itself if it has that shape, which saves the graph a node."""
     return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
@@ -107,7 +105,7 @@ class Guard:
     def __init__(self, function: str, symmetric: bool = False) -> None:
         self.function = function
         self._symmetric = symmetric
-        self._numbers: list[Tensor] = []
+        self._flags: list[Tensor] = []
         self._demands: list[_Demand] = []
         self._finite: list[Tensor] = []
 
@@ -122,12 +120,12 @@ class Guard:
             self._note(number, holds, message)
 
     def _note(self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]) -> None:
-        self._numbers.append(number)
+        self._flags.append(number)
         self._demands.append(_Demand(holds, message))
 
     def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
         """Demand that a boolean tensor holds everywhere; the message is as that of `expect`."""
-        self.expect(flag.detach().all(), bool, message)
+        self.expect(_constant(flag).all(), bool, message)
 
     def finite(self, **tensors: Tensor) -> None:
         """Demand that no entry is NaN or infinite."""
@@ -136,14 +134,14 @@ class Guard:
             if values_visible(tensor) and not any(tensor is other for other in self._finite):
                 self._finite.append(tensor)
                 entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
-                total = entries.detach().sum(dtype=torch.float64)
+                total = _constant(entries).sum(dtype=torch.float64)
                 self._note(total, math.isfinite, partial(_not_finite, name))
 
     def symmetric(self, **matrices: Tensor) -> None:
         """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
         for name, matrix in matrices.items():
             if values_visible(matrix):
-                K = matrix.detach()
+                K = _constant(matrix)
                 self._note(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
 
     def kernel_matrix(self, **matrices: Tensor) -> None:
@@ -154,7 +152,7 @@ class Guard:
         """Demand that every entry is positive and finite."""
         for name, value in tensors.items():
             if isinstance(value, Tensor):
-                entries = value.detach()
+                entries = _constant(value)
                 if values_visible(entries) and entries.numel():
                     for extreme in (entries,) if entries.ndim == 0 else entries.aminmax():
                         self._note(extreme, _is_positive, partial(_not_positive, name, entries))
@@ -178,12 +176,12 @@ class Guard:
 
     def asks(self, question: Tensor) -> bool:
         """Whether a boolean tensor holds everywhere, seen in one synchronisation with `check`."""
-        return bool(self._look([question.detach().all()])[0])
+        return bool(self._look([_constant(question).all()])[0])
 
     def _look(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, once every demand was seen to hold."""
-        seen, demands = [*self._numbers, *questions], self._demands
-        self._numbers, self._demands, self._finite = [], [], []
+        seen, demands = [*self._flags, *questions], self._demands
+        self._flags, self._demands, self._finite = [], [], []
         if not seen:
             return []
         device = seen[0].device
@@ -195,6 +193,11 @@ class Guard:
         return values[len(demands) :]
 
 
+def _constant(tensor: Tensor) -> Tensor:
+    """The tensor outside of any graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _is_positive(value: float) -> bool:
     return 0 < value < math.inf
 
@@ -204,7 +207,7 @@ def _is_no_excess(value: float) -> bool:
 
 
 def _asymmetry(K: Tensor) -> Tensor:
-    """By how much K v and K^T v differ more than summing in another order may change: at most 0 if K = K^T."""
+    """How much more K v and K^T v differ than by summing in another order: at most 0 if K = K^T."""
     n = K.shape[-1]
     v = torch.arange(n, dtype=K.dtype, device=K.device).cos_()
     Kv = K @ v

@@ -8,8 +8,12 @@ from torch import Tensor
 __all__ = ["full_precision"]
 
 
+_NOTHING = nullcontext()
+
+
 def full_precision(like: Tensor) -> AbstractContextManager[object]:
     """A context in which products keep the dtype of their inputs, whatever autocast says outside."""
     kind = like.device.type
-    kind = kind if torch.amp.is_autocast_available(kind) else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind):
+        kind = "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING

@@ -102,7 +102,8 @@ def _check(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
-    Y = expanded(Y.clone(), batch + Y.shape[-2:])  # what a Fit holds does not change with the caller's tensors
+    # What a Fit holds does not change with the tensors of the caller.
+    Y = expanded(Y.clone(), batch + Y.shape[-2:])
     weight, reg = expanded(weight, (*batch, n)), expanded(reg, batch)
     return Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
 

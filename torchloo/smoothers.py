@@ -63,7 +63,7 @@ class FeatureWeights(NamedTuple):
 
 
 class _Later:
-    """A field of a dataclass that may be given as a function, which is called when the field is first read."""
+    """A field of a dataclass that may be given as a function, called when the field is first read."""
 
     def __init__(self, *default: Any) -> None:
         self.default = default
@@ -110,7 +110,7 @@ class Fit:
     """True where the targets came without an output axis."""
 
     def checked(self) -> "Fit":
-        """The same, once the guard has looked at the values; the solution is that of the inputs as they are."""
+        """The same, solved from the inputs as they are now, once the guard has looked at the values."""
         self.problem.guard.check()
         _ = self.columns, self.offset, self.features
         return self
@@ -231,7 +231,8 @@ def centred(Z: Tensor, weight: Tensor | None, bias: bool) -> tuple[Tensor, Tenso
     shift is zero.
     """
     if not bias:
-        return Z.double(), torch.zeros_like(Z[..., :1, :], dtype=torch.float64, requires_grad=False)
+        zero = torch.zeros((), dtype=torch.float64, device=Z.device)
+        return Z.double(), zero.expand(*Z.shape[:-2], 1, Z.shape[-1])
     if weight is None:
         mean = Z.detach().mean(-2, keepdim=True, dtype=torch.float64)
     else:

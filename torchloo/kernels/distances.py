@@ -18,7 +18,7 @@ def _tile_rows(shape: torch.Size, device: torch.device) -> int:
 
 
 def _symmetrise(D: Tensor) -> None:
-    """Make squared distances of one set of points symmetric and 0 on the diagonal, as a matmul need not do."""
+    """Make squared distances of one set of points symmetric, 0 on the diagonal: a matmul may round them."""
     D.add_(D.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
 
 

@@ -53,7 +53,7 @@ class Kernel(nn.Module):
     """
 
     _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
-    _symmetric = False  # whether `_evaluate` gives symmetric matrices for one set of points; else it is checked
+    _symmetric: bool = False  # whether the matrix of one set of points is known to be symmetric
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

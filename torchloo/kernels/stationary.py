@@ -35,7 +35,8 @@ class _Stationary(Kernel):
         if csr.is_csr(X) or csr.is_csr(Z):
             return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
-        centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
+        rows = X if X.shape[-2] or Z is None else Z
+        centre = rows.detach().mean(-2, keepdim=True, dtype=torch.float64)  # (..., 1, d)
         left = expanded((X - centre) / scale, batch + X.shape[-2:])
         right = None if Z is None else expanded((Z - centre) / scale, batch + Z.shape[-2:])
         return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
