@@ -262,23 +262,24 @@ class _Rows(Function):
     """(K, ridge, Y) -> r_i = a_i / P_ii and 1 / P_ii for every row i, and T; see Note [dual backward].
 
     With v_i = 1 / P_ii, cotangents rbar and vbar give abar = v rbar and D = -diag(abar . r + v^2 vbar).
-    T has none.
+    T has none. The last argument is a where it is known.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor
+        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor, a: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        _, a = _solution(L, _differences(Y, pivot), pivot)
+        if a is None:
+            _, a = _solution(L, _differences(Y, pivot), pivot)
         T = _root(L, pivot)
         P = torch.linalg.vector_norm(T, dim=-2).square().unsqueeze(-1)  # (..., n, 1)
         return a / P, P.reciprocal(), T
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, pivot, _ = inputs
+        K, ridge, _, pivot, *_ = inputs
         r, v, T = output
         ctx.mark_non_differentiable(T)
         ctx.set_materialize_grads(False)
@@ -293,7 +294,7 @@ class _Rows(Function):
             negative = negative + v.square() * vbar
         rows = torch.arange(r.shape[-2], device=r.device).unsqueeze(-1)
         bars = _cotangents(ctx, K, ridge, pivot, T, r / v, abar, [negative.unsqueeze(-1)], (rows,))
-        return *bars, None, None
+        return *bars, None, None, None
 
 
 class _Blocks(Function):
@@ -411,7 +412,8 @@ class Dual:
         To be called in `full_precision`.
         """
         if partition.only_single(self.Y.shape[-2]):
-            r, variance, _ = apply(_Rows, self.K, self.ridge, self.Y, self.pivot, self.factor)
+            known = None if self._solution is None else self._solution[0].detach()
+            r, variance, _ = apply(_Rows, self.K, self.ridge, self.Y, self.pivot, self.factor, known)
             guard.expect(variance.detach().amax(), math.isfinite, NOT_DEFINITE)
         else:
             T, TY, a, *blocks = self._blocks(partition)
