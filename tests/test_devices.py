@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cases import BASIS, CASES, IDS, problem
+from counting import Counting
 from fake_cuda import fake_cuda
 from torch.testing import assert_close
 
@@ -86,6 +87,43 @@ def test_one_synchronisation_checks_all_values(monkeypatch):
     X, Y, weight = problem(N)
     tl.LSSVM(tl.kernels.RBF()).solve(X, Y, weight)
     assert len(looks) == 1
+
+
+def test_leave_one_out_of_a_small_problem_is_few_operations():
+    """Small problems cost what they dispatch: 33 operations when this was written."""
+    X, Y, _ = problem(50)
+    machine = tl.RLS(tl.kernels.RBF(), 0.5)
+    with torch.no_grad(), Counting() as counting:
+        machine.loo(X, Y[:, 0])
+    assert counting.operations < 45, counting.calls
+    assert counting.synchronisations == 1
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_leave_one_out_of_episodes_is_few_operations(weighted):
+    """A linear machine with a bias, on fewer rows than features, with its gradient."""
+    X, Y, weight = problem(25, d=64, c=5, batch=(4,))
+    X.requires_grad_()
+    machine = tl.LSSVM(tl.kernels.Linear())
+    with Counting() as counting:
+        tl.criteria.press(machine.loo(X, Y, weight if weighted else None)).sum().backward()
+    assert counting.operations < 110, counting.calls
+    assert counting.synchronisations == 1
+
+
+def test_counting_leaves_out_views_and_sees_every_look_at_values():
+    t = torch.arange(6.0)
+    with Counting() as counting:
+        t.view(2, 3).mT[0].unsqueeze(-1).expand(2, 4).detach()
+    assert (counting.operations, counting.synchronisations) == (0, 0)
+    looks = [t.tolist, lambda: t[0].item(), t.nonzero, lambda: t[t > 2], lambda: torch.equal(t, t + 1)]
+    for look in looks:
+        with Counting() as counting:
+            look()
+        assert counting.synchronisations == 1
+    with Counting() as counting:
+        t.add_(1).mul(2)
+    assert counting.calls == {"add_": 1, "mul": 1}
 
 
 @pytest.fixture

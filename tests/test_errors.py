@@ -300,3 +300,74 @@ def sparse(g, Kxz):
 def test_bad_input_raises(what, call, exception, message):
     with pytest.raises(exception, match=message):
         call(good())
+
+
+KERNELS = [
+    tl.kernels.RBF(),
+    tl.kernels.Matern(0.5),
+    tl.kernels.Linear(),
+    tl.kernels.Polynomial(3),
+    2.0 * RBF() + tl.kernels.Linear(),
+    tl.kernels.RBF(features=torch.nn.ReLU()),  # through which -inf would pass unseen
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM])
+def test_no_value_that_is_not_finite_passes_unseen(kernel, value, machine):
+    g, machine = good(), machine(kernel)
+    for wide in (g["X"], g["X"].repeat(1, 4)):  # fewer features than rows, and more
+        for call in (machine.loo, machine.solve, machine.fit):
+            with pytest.raises(ValueError, match="X must be finite, got NaN or infinity"):
+                call(poked(wide, value), g["y"])
+            with pytest.raises(ValueError, match="Y must be finite, got NaN or infinity"):
+                call(wide, poked(g["y"], value))
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-3, torch.nan, torch.inf])
+@pytest.mark.parametrize("function", [F.rls, F.lssvm])
+def test_values_that_leave_the_matrix_positive_definite_are_refused_all_the_same(function, value):
+    g = good()
+    K = 100 * torch.eye(N, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"reg must be positive and finite, got"):
+        function(K, g["Y"], torch.tensor(value, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"reg must be positive and finite, got .* at \(1,\)"):
+        function(K, g["Y"], torch.tensor([1.0, value], dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"weight must be positive and finite, got .* at \(1,\)"):
+        function(K, g["Y"], 1.0, poked(g["weight"], value))
+
+
+class Skewed(tl.kernels.RBF):
+    """A kernel of one's own that is not symmetric, made from one that is."""
+
+    def _evaluate(self, X, Z):
+        K = super()._evaluate(X, Z)
+        return K + torch.ones_like(K).triu(1)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [Skewed(), 2.0 * Skewed(), RBF() + Skewed(), RBF() * Skewed()],
+    ids=["own", "scaled", "sum", "product"],
+)
+def test_kernels_of_ones_own_are_checked_for_symmetry(kernel):
+    g = good()
+    for machine in (tl.RLS, tl.LSSVM, tl.KFD):
+        for call in (machine(kernel).loo, machine(kernel).fit):
+            with pytest.raises(ValueError, match="K must be symmetric, but differs from its transpose"):
+                call(g["X"], g["y"])
+
+
+def test_a_given_matrix_is_checked_for_symmetry():
+    g = good()
+    for machine in (tl.RLS, tl.LSSVM, tl.KFD):
+        with pytest.raises(ValueError, match="K must be symmetric"):
+            machine(tl.kernels.Precomputed()).loo(poked(g["K"], 9.0), g["y"])
+
+
+def test_a_kernel_matrix_that_overflows_is_named():
+    g = good()
+    for machine in (tl.RLS, tl.LSSVM, tl.KFD):
+        with pytest.raises(ValueError, match="K must be finite, got NaN or infinity"):
+            machine(tl.kernels.Polynomial(3)).loo(1e150 * g["X"], g["y"])

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import torchloo as tl
 from torchloo import dual, primal
 from torchloo.clusters import Partition
+from torchloo.guards import broadcast_shapes
 
 F = tl.functional
 
@@ -515,3 +516,30 @@ def test_clusters_of_one_row_in_any_order_have_the_gradients_of_leave_one_out():
     target = randn(6, 1, seed=8)
     losses = [(fit.held_out(clusters).outputs * target).sum() for clusters in (None, [5, 1, 4, 0, 3, 2])]
     assert_close(*(torch.autograd.grad(loss, K, retain_graph=True)[0] for loss in losses))
+
+
+@pytest.mark.parametrize("function", [F.rls, F.lssvm])
+def test_a_solution_is_that_of_the_matrix_at_the_time(function):
+    K, Y = spd(6, 10.0), randn(6, 2)
+    expected = function(K.clone(), Y, 0.2)
+    fit = function(K, Y, 0.2)
+    K.mul_(3.0)
+    assert_close(fit.coef, expected.coef, rtol=0, atol=0)
+    assert_close(fit.bias, expected.bias, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own
+def test_forward_mode_is_refused_instead_of_ignored():
+    K, Y = spd(5, 10.0), randn(5, 1)
+    with torch.autograd.forward_ad.dual_level():
+        moved = torch.autograd.forward_ad.make_dual(K, torch.ones_like(K))
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            F.rls(moved, Y, 0.2).held_out()
+
+
+def test_shapes_broadcast_as_torch_broadcasts_them():
+    for shapes in ([(), ()], [(3,), ()], [(2, 1), (3,)], [(1, 4), (5, 1, 1), ()], [(0,), (1,)]):
+        assert broadcast_shapes(*shapes) == torch.broadcast_shapes(*shapes)
+    for shapes in ([(2,), (3,)], [(0,), (2,)], [(2, 3), (2, 1, 4)]):
+        with pytest.raises(RuntimeError):
+            broadcast_shapes(*shapes)

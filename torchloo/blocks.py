@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from torchloo.autograd import apply
 from torchloo.guards import Guard, values_visible
 
 __all__ = ["NOT_DEFINITE", "Root", "solve_blocks"]
@@ -128,14 +129,14 @@ def solve_blocks(
     Differentiable in a and the blocks, to every order.
     """
     solved = []
-    several = _several(a, blocks, guard, root)
+    several = iter(()) if all(P_LL.shape[-1] == 1 for P_LL in blocks) else _several(a, blocks, guard, root)
     for a_L, P_LL in zip(a, blocks, strict=True):
         if P_LL.shape[-1] == 1:
-            guard.require(P_LL > 0, NOT_DEFINITE)
-            solved.append((a_L / P_LL, 1 / P_LL))
+            guard.expect(P_LL.detach().amin(), lambda least: least > 0, NOT_DEFINITE)
+            solved.append((a_L / P_LL, P_LL.reciprocal()))
         else:
             sets = next(several)
-            solved.append(_Solved.apply(a_L, P_LL, sets.r, sets.W))
+            solved.append(apply(_Solved, a_L, P_LL, sets.r, sets.W))
     return [r for r, _ in solved], [variance for _, variance in solved]
 
 

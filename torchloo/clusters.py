@@ -67,6 +67,10 @@ class Partition:
         small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
         return Partition(small), Partition(self.groups[len(small) :])  # sizes ascend
 
+    def only_single(self, n: int) -> bool:
+        """Whether each of n rows is a set of its own; they are then in order."""
+        return len(self.groups) == 1 and self.groups[0].shape == (n, 1)
+
     @property
     def index(self) -> Tensor:
         """All rows, set after set, group after group."""
@@ -74,19 +78,23 @@ class Partition:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Rows of (..., n, c) by group: (..., g, s, c) each."""
+        if self.only_single(values.shape[-2]):
+            return [values.unsqueeze(-2)]
         # All at once: gradients of one gather for each size would be added up over all n rows each time.
         parts = values.index_select(-2, self.index).split([rows.numel() for rows in self.groups], -2)
         return [part.unflatten(-2, rows.shape) for part, rows in zip(parts, self.groups, strict=True)]
 
     def scatter(self, parts: list[Tensor], n: int) -> Tensor:
         """Put (..., g, s, c) of each group back in their rows: (..., n, c), zero where there is none."""
+        if self.only_single(n):
+            return parts[0].squeeze(-2)
         values = torch.cat([part.flatten(-3, -2) for part in parts], -2)
         blank = values.new_zeros((*values.shape[:-2], n, values.shape[-1]))
         return blank.index_copy(-2, self.index, values)
 
     def block_diagonal_times(self, blocks: list[Tensor], V: Tensor) -> Tensor:
         """D V for the block-diagonal matrix D of blocks (..., g, s, s) and V (..., n, m)."""
-        if blocks[0].shape[-3:] == (V.shape[-2], 1, 1):  # all rows single, in order: nothing to gather
+        if self.only_single(V.shape[-2]):
             return blocks[0][..., 0] * V
         parts = [block @ part for block, part in zip(blocks, self.gather(V), strict=True)]
         return self.scatter(parts, V.shape[-2])

@@ -30,20 +30,23 @@ Every term is symmetric: K is read as a symmetric matrix. Under create_graph the
 are evaluated on differentiable operations, so derivatives of every order exist.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from torchloo.autograd import apply
 from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 
-__all__ = ["Dual", "add_product", "congruence", "dual"]
+__all__ = ["Dual", "add_product", "congruence", "dual", "inner_products"]
 
 Other = TypeVar("Other")
 
@@ -57,25 +60,26 @@ def _panels(n: int, width: int = _PANEL) -> list[tuple[int, int]]:
 
 def _pivot(K: Tensor, ridge: Tensor) -> Tensor:
     """The row p of Note [dual form], (..., 1): least ridge_p + |phi_p - mean of phi|^2."""
-    K = K.detach()
-    distance = K.diagonal(dim1=-2, dim2=-1) - 2 * K.mean(-1)
-    return (ridge.detach() + distance).argmin(-1, keepdim=True)
+    distance = torch.sub(K.diagonal(dim1=-2, dim2=-1), K.mean(-1), alpha=2)
+    return (distance + ridge).argmin(-1, keepdim=True)
 
 
-def _along(pivot: Tensor, values: Tensor) -> Tensor:
-    """The pivot (..., 1) as an index into values (..., n), (..., n, c) or (..., c, n)."""
-    return pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)
+def _along(pivot: Tensor, values: Tensor, dim: int) -> Tensor:
+    """The pivot (..., 1) as an index along an axis of values (..., n), (..., n, c) or (..., c, n)."""
+    shape = list(values.shape)
+    shape[dim] = 1
+    return (pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)).expand(shape)
 
 
 def _at(values: Tensor, pivot: Tensor, dim: int) -> Tensor:
     """The entry p along the last axis, or the last but one, which is kept with size 1."""
-    return values.take_along_dim(_along(pivot, values), dim)
+    return values.gather(dim, _along(pivot, values, dim))
 
 
-def _put(values: Tensor, pivot: Tensor, dim: int, entry: Tensor) -> Tensor:
+def _put(values: Tensor, pivot: Tensor, dim: int, entry: Tensor | float) -> Tensor:
     """The values with another entry p along an axis: in place, but for transforms, which cannot."""
-    index = _along(pivot, values).expand(entry.shape)
-    return (values.scatter_ if values_visible(values, pivot) else values.scatter)(dim, index, entry)
+    scatter = values.scatter_ if values_visible(values, pivot) else values.scatter
+    return scatter(dim, _along(pivot, values, dim), entry)
 
 
 def _matrix(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
@@ -83,18 +87,16 @@ def _matrix(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
     if pivot is None:
         diagonal = K.diagonal(dim1=-2, dim2=-1) + ridge
         return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
-    column = _pivot_column(K, ridge, pivot)
-    A = (K - _at(K, pivot, -2)).sub_(column)
-    A = _put(A, pivot, -1, torch.zeros_like(column))
-    A.diagonal(dim1=-2, dim2=-1).add_(_put(ridge.clone(), pivot, -1, torch.ones_like(ridge[..., :1])))
+    row = _at(K, pivot, -2)
+    A = _put((K - row).sub_(_pivot_column(row, ridge, pivot)), pivot, -1, 0.0)
+    A.diagonal(dim1=-2, dim2=-1).add_(ridge.scatter(-1, pivot, 1.0))
     return A
 
 
-def _pivot_column(K: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
-    """E^T M e_p, (..., n, 1): K_ip - K_pp - ridge_p, and 0 in row p."""
-    column = _at(K, pivot, -1)
-    column = (column - _at(column, pivot, -2)) - _at(ridge, pivot, -1).unsqueeze(-1)
-    return _put(column, pivot, -2, torch.zeros_like(column[..., :1, :]))
+def _pivot_column(row: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
+    """E^T M e_p, (..., n, 1): K_ip - K_pp - ridge_p, and 0 in row p, from the row K_p (..., 1, n)."""
+    column = (row - _at(row, pivot, -1)) - _at(ridge, pivot, -1).unsqueeze(-1)
+    return _put(column, pivot, -1, 0.0).mT
 
 
 def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -111,11 +113,11 @@ def _differences(V: Tensor, pivot: Tensor | None) -> Tensor:
     return V if pivot is None else V - _at(V, pivot, -2)
 
 
-def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> Tensor:
-    """E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
+def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
+    """L^{-1} V and E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
     half = torch.linalg.solve_triangular(L, differences, upper=False)
     x = torch.linalg.solve_triangular(L.mT, half, upper=True)  # unlike cholesky_solve, no copy of L
-    return x if pivot is None else _put(x.clone(), pivot, -2, -x.sum(-2, keepdim=True))
+    return half, x if pivot is None else x.scatter(-2, _along(pivot, x, -2), -x.sum(-2, keepdim=True))
 
 
 def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
@@ -123,7 +125,7 @@ def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(A))
     if pivot is None:
         return inverse
-    e_p = _put(torch.zeros_like(A[..., :1]), pivot, -2, torch.ones_like(A[..., :1, :1]))
+    e_p = _put(torch.zeros_like(A[..., :1]), pivot, -2, 1.0)
     sums = inverse.sum(-1, keepdim=True)
     border = sums - e_p * (sums.sum(-2, keepdim=True) / 2)
     return inverse - e_p @ border.mT - border @ e_p.mT
@@ -131,7 +133,7 @@ def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
 
 def _triangular_inverse(L: Tensor) -> Tensor:
     """S = L^{-1} by panels of rows, n^3/3 operations: panel J is -S_JJ L_J S of the rows above it."""
-    if not values_visible(L):  # transforms cannot write into slices
+    if L.shape[-1] <= _PANEL or not values_visible(L):  # transforms cannot write into slices
         unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
         return torch.linalg.solve_triangular(L, unit, upper=False)
     S = torch.zeros_like(L)
@@ -155,6 +157,8 @@ def _mirror(lower: Tensor) -> Tensor:
 
 def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
     """T^T T for T lower triangular but for column p, skipping its zeros: n^3/3 operations."""
+    if T.shape[-1] <= _PANEL:
+        return T.mT @ T
     product = T.new_empty(T.shape)
     for start, stop in _panels(T.shape[-1]):
         rows = T[..., start:, start:stop].mT
@@ -168,6 +172,8 @@ def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
 
 def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     """B^T D B for block-diagonal symmetric D, computing half of it."""
+    if B.shape[-1] <= _PANEL:
+        return B.mT @ partition.block_diagonal_times(D, B)
     product = B.new_empty(B.shape)
     for start, stop in _panels(B.shape[-1]):
         rows = partition.block_diagonal_times(D, B[..., start:stop]).mT  # (..., panel, n)
@@ -175,11 +181,36 @@ def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     return _mirror(product)
 
 
-def add_product(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """M + left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
+def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """M + factor left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
     n, k = left.shape[-2:]
-    M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT)
+    M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT, alpha=factor)
     return M
+
+
+class _InnerProducts(Function):
+    """Z -> Z Z^T for Z (..., n, d), with one product of that size in its backward instead of two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(Z: Tensor) -> Tensor:
+        return Z @ Z.mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, Kbar: Tensor) -> Tensor:
+        (Z,) = ctx.saved_tensors
+        with full_precision(Z):
+            return (Kbar + Kbar.mT) @ Z
+
+
+def inner_products(Z: Tensor) -> Tensor:
+    """Z Z^T, (..., n, n), for features Z (..., n, d)."""
+    return apply(_InnerProducts, Z)
 
 
 class _Coefficients(Function):
@@ -192,7 +223,7 @@ class _Coefficients(Function):
         K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor
     ) -> tuple[Tensor, Tensor]:
         with full_precision(K):
-            a = _solution(L, _differences(Y, pivot), pivot)
+            _, a = _solution(L, _differences(Y, pivot), pivot)
             if pivot is None:
                 return a, torch.zeros_like(a[..., 0, :])
             ridge_p = _at(ridge, pivot, -1).unsqueeze(-1)  # (..., 1, 1)
@@ -213,67 +244,123 @@ class _Coefficients(Function):
             right = _differences(abar, pivot)
             if pivot is not None:
                 bbar = bbar.unsqueeze(-2)  # (..., 1, c)
-                right = right - _pivot_column(K, ridge, pivot) * bbar
-            U = _solution(L, right, pivot)  # (..., n, c)
+                right = right - _pivot_column(_at(K, pivot, -2), ridge, pivot) * bbar
+            _, U = _solution(L, right, pivot)  # (..., n, c)
             if pivot is not None:
-                U = _put(U.clone(), pivot, -2, _at(U, pivot, -2) + bbar)
+                U = U.scatter(-2, _along(pivot, U, -2), _at(U, pivot, -2) + bbar)
             Kbar = _outer(U, a) if ctx.needs_input_grad[0] else None
             return Kbar, -(U * a).sum(-1), U, None, None
 
 
-class _Blocks(Function):
-    """(K, ridge, Y) -> T, a again, and the diagonal blocks of P, (..., g, s, s) for each size s.
+def _root(L: Tensor, pivot: Tensor | None) -> Tensor:
+    """T of Note [dual form], (..., n, n)."""
+    T = _triangular_inverse(L)
+    return T if pivot is None else _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
 
-    The factor and a are those of `_Coefficients`; a comes out once more so that one backward
-    serves both. See Note [dual backward].
+
+class _Rows(Function):
+    """(K, ridge, Y) -> r_i = a_i / P_ii and 1 / P_ii for every row i, and T; see Note [dual backward].
+
+    With v_i = 1 / P_ii, cotangents rbar and vbar give abar = v rbar and D = -diag(abar . r + v^2 vbar).
+    T has none. The last argument is a where it is known.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        K: Tensor, ridge: Tensor, Y: Tensor, a: Tensor, L: Tensor, pivot: Tensor | None, *index: Tensor
-    ) -> tuple[Tensor, ...]:
-        with full_precision(L):
-            T = _triangular_inverse(L)
-            if pivot is not None:
-                T = _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
-            blocks = []
-            for rows in index:
-                if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
-                    block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
-                else:
-                    columns = T.mT[..., rows, :]  # (..., g, s, n)
-                    block = columns @ columns.mT
-                blocks.append(block)
-            return T, a.clone(), *blocks
+        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor, a: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if a is None:
+            _, a = _solution(L, _differences(Y, pivot), pivot)
+        T = _root(L, pivot)
+        P = torch.linalg.vector_norm(T, dim=-2).square().unsqueeze(-1)  # (..., n, 1)
+        return a / P, P.reciprocal(), T
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        K, ridge, _, _, _, pivot, *index = inputs
-        T, a, *_ = output
+        K, ridge, _, pivot, *_ = inputs
+        r, v, T = output
         ctx.mark_non_differentiable(T)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(K, ridge, pivot, r, v, T)
+
+    @staticmethod
+    def backward(ctx: Any, rbar: Tensor | None, vbar: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        K, ridge, pivot, r, v, T = ctx.saved_tensors
+        abar = torch.zeros_like(r) if rbar is None else v * rbar
+        negative = (abar * r).sum(-1, keepdim=True)  # (..., n, 1)
+        if vbar is not None:
+            negative = negative + v.square() * vbar
+        rows = torch.arange(r.shape[-2], device=r.device).unsqueeze(-1)
+        bars = _cotangents(ctx, K, ridge, pivot, T, r / v, abar, [negative.unsqueeze(-1)], (rows,))
+        return *bars, None, None, None
+
+
+class _Blocks(Function):
+    """(K, ridge, Y) -> T and T Y, a, and the diagonal blocks of P, (..., g, s, s) for each size s.
+
+    One backward serves a and the blocks; see Note [dual backward]. T and T Y have none.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor, *index: Tensor
+    ) -> tuple[Tensor, ...]:
+        TY, a = _solution(L, _differences(Y, pivot), pivot)
+        T = _root(L, pivot)
+        blocks = []
+        for rows in index:
+            if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
+                block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
+            else:
+                columns = T.mT[..., rows, :]  # (..., g, s, n)
+                block = columns @ columns.mT
+            blocks.append(block)
+        return T, TY, a, *blocks
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        K, ridge, _, pivot, _, *index = inputs
+        T, TY, a, *_ = output
+        ctx.mark_non_differentiable(T, TY)
         ctx.save_for_backward(K, ridge, pivot, T, a, *index)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor, __: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
         K, ridge, pivot, T, a, *index = ctx.saved_tensors
-        partition = Partition(tuple(index))
         negative = [(block + block.mT) / -2 for block in D]
-        with full_precision(K):
-            if torch.is_grad_enabled() or not values_visible(abar, *D):
-                P = _annihilator(_matrix(K, ridge, pivot), pivot)
-                U = P @ abar
-                Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
-            else:
-                P = _gram(T, pivot)
-                U = P @ abar
-                Mbar = congruence(P, negative, partition)
-                del P
-                add_product(Mbar, torch.cat([U, a], -1), -0.5 * torch.cat([a, U], -1))
-        ridgebar = Mbar.diagonal(dim1=-2, dim2=-1)
-        Kbar = Mbar if ctx.needs_input_grad[0] else None
-        return Kbar, ridgebar, U, *[None] * (3 + len(index))
+        bars = _cotangents(ctx, K, ridge, pivot, T, a, abar, negative, tuple(index))
+        return *bars, *[None] * (2 + len(index))
+
+
+def _cotangents(
+    ctx: Any,
+    K: Tensor,
+    ridge: Tensor,
+    pivot: Tensor | None,
+    T: Tensor,
+    a: Tensor,
+    abar: Tensor,
+    negative: list[Tensor],
+    groups: tuple[Tensor, ...],
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Kbar, ridgebar and Ybar of Note [dual backward] from abar and -D, for the sets (g, s) of each size."""
+    partition = Partition(groups)
+    with full_precision(K):
+        if torch.is_grad_enabled() or not values_visible(abar, *negative):
+            P = _annihilator(_matrix(K, ridge, pivot), pivot)
+            U = P @ abar
+            Mbar = P @ partition.block_diagonal_times(negative, P) + _outer(U, a)
+        else:
+            P = _gram(T, pivot)
+            U = P @ abar
+            Mbar = congruence(P, negative, partition)
+            del P
+            add_product(Mbar, torch.cat([U, a], -1), torch.cat([a, U], -1), -0.5)
+    return Mbar if ctx.needs_input_grad[0] else None, Mbar.diagonal(dim1=-2, dim2=-1), U
 
 
 def _outer(U: Tensor, a: Tensor) -> Tensor:
@@ -281,35 +368,58 @@ def _outer(U: Tensor, a: Tensor) -> Tensor:
     return torch.cat([U, a], -1) @ (-0.5 * torch.cat([a, U], -1)).mT
 
 
-class Dual(NamedTuple):
-    """A factorised dual problem: its solution, and P by blocks on demand."""
+@dataclass
+class Dual:
+    """A factorised dual problem: its solution, and P by blocks, on demand."""
 
     K: Tensor
     ridge: Tensor
     Y: Tensor
     pivot: Tensor | None
     """The row p of Note [dual form], (..., 1); None without a bias."""
-    dual: Tensor
-    bias: Tensor
     factor: Tensor
+    _solution: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def solution(self) -> tuple[Tensor, Tensor]:
+        """a = P Y, (..., n, c), and b, (..., c)."""
+        if self._solution is None:
+            self._solution = apply(_Coefficients, self.K, self.ridge, self.Y, self.pivot, self.factor)
+        return self._solution
+
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
+        return self.solution[0]
+
+    @property
+    def bias(self) -> Tensor:
+        """b, (..., c); zeros without a bias."""
+        return self.solution[1]
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        _, a, *blocks = self._blocks(partition)
+        with full_precision(self.K):
+            _, _, a, *blocks = self._blocks(partition)
         return a, blocks
 
     def _blocks(self, partition: Partition) -> tuple[Tensor, ...]:
-        a = self.dual.detach()
-        return _Blocks.apply(self.K, self.ridge, self.Y, a, self.factor, self.pivot, *partition.groups)
+        return apply(_Blocks, self.K, self.ridge, self.Y, self.pivot, self.factor, *partition.groups)
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none."""
-        T, a, *blocks = self._blocks(partition)
-        differences = _differences(self.Y.detach(), self.pivot)
-        TY = torch.linalg.solve_triangular(self.factor, differences, upper=False)
-        solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
-        r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
-        return r, variance, torch.zeros_like(r[..., 0], dtype=torch.bool)
+        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none.
+
+        To be called in `full_precision`.
+        """
+        if partition.only_single(self.Y.shape[-2]):
+            known = None if self._solution is None else self._solution[0].detach()
+            r, variance, _ = apply(_Rows, self.K, self.ridge, self.Y, self.pivot, self.factor, known)
+            guard.expect(variance.detach().amax(), math.isfinite, NOT_DEFINITE)
+        else:
+            T, TY, a, *blocks = self._blocks(partition)
+            solved = solve_blocks(partition.gather(a), blocks, guard, Root(T, TY, partition.groups))
+            r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
+        return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
 
 
 def dual(
@@ -338,6 +448,5 @@ def dual(
         well_conditioned = not asked or guard.asks(condition(L) < ILL_CONDITIONED)
     if otherwise is not None and not well_conditioned:
         return otherwise()
-    guard.require(info == 0, NOT_DEFINITE)
-    a, b = _Coefficients.apply(K, ridge, Y, pivot, L)
-    return Dual(K, ridge, Y, pivot, a, b, L)
+    guard.factored(info, NOT_DEFINITE)
+    return Dual(K, ridge, Y, pivot, L)

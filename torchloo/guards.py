@@ -1,9 +1,10 @@
 """Input checks: shapes and dtypes at once, values of one call in a single synchronisation."""
 
+import math
 import numbers
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 __all__ = [
     "Guard",
     "broadcast_shapes",
+    "expanded",
     "host_labels",
     "is_whole",
     "require_floating",
@@ -58,7 +60,21 @@ def require_floating(function: str, **tensors: Tensor) -> None:
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
     """As `torch.broadcast_shapes`, whose first call takes half a second to import what it does not need."""
-    return torch.broadcast_tensors(*(torch.empty(shape, device="meta") for shape in shapes))[0].shape
+    if not any(shapes):
+        return torch.Size()
+    sizes = [1] * max(map(len, shapes))
+    for shape in shapes:
+        for axis in range(-len(shape), 0):
+            if sizes[axis] == 1:
+                sizes[axis] = shape[axis]
+            elif shape[axis] not in (1, sizes[axis]):
+                raise RuntimeError(f"shapes do not broadcast: {', '.join(map(str, map(tuple, shapes)))}")
+    return torch.Size(sizes)
+
+
+def expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in a larger shape; itself if it has that shape, which saves the graph a node."""
+    return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 def is_whole(value: object) -> bool:
@@ -88,55 +104,80 @@ def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
     return labels.astype(np.int64)
 
 
+class _Demand(NamedTuple):
+    """What must hold of a number, and what else is wrong."""
+
+    holds: Callable[[float], bool]
+    message: str | Callable[[], str]
+
+
 class Guard:
     """Gathers the checks of values of one call, so that a GPU is waited for only once.
 
-    Flags are 0-dimensional boolean tensors on the device of the data; `check` looks at all of
-    them together and raises ValueError with the first message that applies.
+    A check reduces what it is about to one number, which stays on the device of the data; `check` looks at
+    all numbers together and raises ValueError with the first message that applies. What exactly is wrong is
+    looked into only then.
+
+    Args:
+        function: the name that errors carry.
+        symmetric: whether kernel matrices of this call are symmetric because of how they are computed.
     """
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, symmetric: bool = False) -> None:
         self.function = function
+        self._symmetric = symmetric
         self._flags: list[Tensor] = []
-        self._messages: list[Callable[[], str]] = []
+        self._demands: list[_Demand] = []
+        self._finite: list[Tensor] = []
 
-    def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
-        """Demand that a boolean tensor holds everywhere; the message says what else is wrong.
+    def expect(
+        self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]
+    ) -> None:
+        """Demand that `holds` is true of a 0-dimensional tensor; the message says what else is wrong.
 
         One that has to look at values is a function, called only where the demand does not hold.
         """
-        if values_visible(flag):
-            self._flags.append(flag.detach().all())
-            self._messages.append(message if callable(message) else lambda: message)
+        if values_visible(number):
+            self._note(number, holds, message)
+
+    def _note(self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]) -> None:
+        self._flags.append(number)
+        self._demands.append(_Demand(holds, message))
+
+    def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
+        """Demand that a boolean tensor holds everywhere; the message is as that of `expect`."""
+        self.expect(_constant(flag).all(), bool, message)
 
     def finite(self, **tensors: Tensor) -> None:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
             # A NaN or infinity makes the sum one too: no boolean copy of a large matrix is needed.
-            entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
-            total = entries.detach().sum(dtype=torch.float64)
-            self.require(total.isfinite(), f"{name} must be finite, got NaN or infinity")
+            if values_visible(tensor) and not any(tensor is other for other in self._finite):
+                self._finite.append(tensor)
+                entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
+                total = _constant(entries).sum(dtype=torch.float64)
+                self._note(total, math.isfinite, partial(_not_finite, name))
 
     def symmetric(self, **matrices: Tensor) -> None:
         """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
         for name, matrix in matrices.items():
-            K = matrix.detach()
-            n = K.shape[-1]
-            v = torch.arange(n, dtype=K.dtype, device=K.device).cos()
-            Kv = K @ v
-            gap = (Kv - K.mT @ v).abs().amax(-1)
-            self.require(gap.isfinite(), f"{name} must be finite, got NaN or infinity")
-            size = Kv.abs().amax(-1) + K.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
-            limit = n * torch.finfo(K.dtype).eps * size  # what summing in another order may change
-            self.require(gap <= limit, f"{name} must be symmetric, but differs from its transpose")
+            if values_visible(matrix):
+                K = _constant(matrix)
+                self._note(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
+
+    def kernel_matrix(self, **matrices: Tensor) -> None:
+        """Demand finite matrices (..., n, n), and symmetric ones unless they are so by construction."""
+        (self.finite if self._symmetric else self.symmetric)(**matrices)
 
     def positive(self, **tensors: Tensor | float) -> None:
         """Demand that every entry is positive and finite."""
         for name, value in tensors.items():
             if isinstance(value, Tensor):
-                flag = (value > 0) & (value < torch.inf)
-                self.require(flag, partial(_with_entry, f"{name} must be positive and finite", value, flag))
-            elif not isinstance(value, numbers.Real) or not 0 < value < float("inf"):
+                entries = _constant(value)
+                if values_visible(entries) and entries.numel():
+                    for extreme in (entries,) if entries.ndim == 0 else entries.aminmax():
+                        self._note(extreme, _is_positive, partial(_not_positive, name, entries))
+            elif not isinstance(value, numbers.Real) or not _is_positive(value):
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 
     def two_classes(self, **labels: Tensor) -> None:
@@ -146,29 +187,73 @@ class Guard:
             both = (y > 0).any(-2) & (y < 0).any(-2)  # (..., c)
             self.require(both, partial(_with_column, f"{name} must hold both classes, got one only", both))
 
+    def factored(self, info: Tensor, message: str) -> None:
+        """Demand that every one of some factorisations succeeded, by what `torch.linalg.cholesky_ex` says."""
+        self.expect(info.sum(dtype=torch.float64), lambda failed: failed == 0, message)
+
     def check(self) -> None:
         """Raise for the first demand that does not hold."""
         self._look([])
 
     def asks(self, question: Tensor) -> bool:
         """Whether a boolean tensor holds everywhere, seen in one synchronisation with `check`."""
-        return self._look([question.detach().all()])[0]
+        return bool(self._look([_constant(question).all()])[0])
 
     def answers(self, *questions: Tensor) -> list[bool]:
         """`asks` for several questions at once."""
-        return [bool(answer) for answer in self._look([question.detach().all() for question in questions])]
+        return [bool(answer) for answer in self._look([_constant(question).all() for question in questions])]
 
-    def _look(self, questions: list[Tensor]) -> list[bool]:
-        """The values of 0-dimensional flags, once every demand was seen to hold."""
-        flags, messages = [*self._flags, *questions], self._messages
-        self._flags, self._messages = [], []
-        if not flags:
+    def _look(self, questions: list[Tensor]) -> list[float]:
+        """The values of 0-dimensional tensors, once every demand was seen to hold."""
+        seen, demands = [*self._flags, *questions], self._demands
+        self._flags, self._demands, self._finite = [], [], []
+        if not seen:
             return []
-        values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
-        for held, message in zip(values, messages, strict=False):
-            if not held:
-                raise ValueError(f"{self.function}: {message()}")
-        return values[len(messages) :]
+        device = seen[0].device
+        values = torch.stack([t if t.device == device else t.to(device) for t in seen]).tolist()
+        for value, demand in zip(values, demands, strict=False):
+            if not demand.holds(value):
+                message = demand.message() if callable(demand.message) else demand.message
+                raise ValueError(f"{self.function}: {message}")
+        return values[len(demands) :]
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    """The tensor outside of any graph."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _is_no_excess(value: float) -> bool:
+    return -math.inf < value <= 0
+
+
+def _asymmetry(K: Tensor) -> Tensor:
+    """How much more K v and K^T v differ than by summing in another order: at most 0 if K = K^T."""
+    n = K.shape[-1]
+    v = torch.arange(n, dtype=K.dtype, device=K.device).cos_()
+    Kv = K @ v
+    gap, size, diagonal = (
+        torch.linalg.vector_norm(t, torch.inf, dim=-1)
+        for t in (Kv - K.mT @ v, Kv, K.diagonal(dim1=-2, dim2=-1))
+    )
+    return torch.sub(gap, size + diagonal, alpha=n * torch.finfo(K.dtype).eps).amax()
+
+
+def _not_finite(name: str) -> str:
+    return f"{name} must be finite, got NaN or infinity"
+
+
+def _not_symmetric(name: str, K: Tensor) -> str:
+    symmetric = f"{name} must be symmetric, but differs from its transpose"
+    return symmetric if K.sum(dtype=torch.float64).isfinite() else _not_finite(name)
+
+
+def _not_positive(name: str, value: Tensor) -> str:
+    return _with_entry(f"{name} must be positive and finite", value, (value > 0) & (value < torch.inf))
 
 
 def _with_entry(message: str, value: Tensor, held: Tensor) -> str:

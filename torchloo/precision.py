@@ -1,12 +1,19 @@
 """Linear algebra that autocast leaves alone."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 __all__ = ["full_precision"]
 
 
-def full_precision(like: Tensor) -> torch.autocast:
+_NOTHING = nullcontext()
+
+
+def full_precision(like: Tensor) -> AbstractContextManager[object]:
     """A context in which products keep the dtype of their inputs, whatever autocast says outside."""
     kind = like.device.type
-    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind):
+        kind = "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING

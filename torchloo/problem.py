@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+from torchloo.guards import Guard, broadcast_shapes, expanded, require_floating, values_visible
 
 __all__ = ["Problem", "check_dual", "check_features", "check_regs", "check_rows"]
 
@@ -46,6 +46,8 @@ class Problem:
     """Demands on the values, not yet looked at, and the name that errors carry."""
     given: "Given"
     """The matrix that the problem was solved from."""
+    weighted: bool = True
+    """False where no weights were given."""
 
     @property
     def function(self) -> str:
@@ -55,11 +57,12 @@ class Problem:
     @property
     def ridge(self) -> Tensor:
         """reg / weight, (..., n): what is added to the diagonal of K."""
-        return self.reg.unsqueeze(-1) / self.weight
+        reg = self.reg.unsqueeze(-1) if self.weighted or self.reg.ndim else self.reg
+        return reg / self.weight if self.weighted else reg.expand_as(self.weight)
 
     def expand(self, matrix: Tensor) -> Tensor:
         """A matrix with the batch shape of the problem."""
-        return matrix.expand(*self.reg.shape, *matrix.shape[-2:])
+        return expanded(matrix, self.reg.shape + matrix.shape[-2:])
 
 
 def _check(
@@ -72,7 +75,7 @@ def _check(
     shape = tuple(matrix.shape)
     if matrix.ndim < 2 or 0 in shape:
         raise ValueError(f"{function}: {name} must be a matrix with at least one row, got shape {shape}")
-    n = shape[-2]
+    n, weighted = shape[-2], weight is not None
     if Y.ndim < 2 or Y.shape[-2] != n or 0 in Y.shape:
         raise ValueError(f"{function}: Y must have {n} rows to match {name}, got shape {tuple(Y.shape)}")
     if weight is None:
@@ -83,13 +86,14 @@ def _check(
         )
     else:
         weight = weight.clone()
-    guard.positive(reg=reg)
-    reg = (
-        reg.to(Y, copy=True)
-        if isinstance(reg, Tensor)
-        else torch.full((), reg, dtype=Y.dtype, device=Y.device)
-    )
-    guard.positive(reg=reg, weight=weight)  # again, as a number may be too small for the dtype
+    if isinstance(reg, Tensor):
+        reg = reg.to(Y, copy=True)
+    else:
+        guard.positive(reg=reg)
+        reg = torch.full((), reg, dtype=Y.dtype, device=Y.device)
+    guard.positive(reg=reg)  # a number as well, which may be too small for the dtype
+    if weighted:
+        guard.positive(weight=weight)
     guard.finite(Y=Y)
     try:
         batch = broadcast_shapes(shape[:-2], Y.shape[:-2], weight.shape[:-1], reg.shape)
@@ -98,8 +102,10 @@ def _check(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
-    Y = Y.clone().expand(*batch, *Y.shape[-2:])  # what a Fit holds does not change with the caller's tensors
-    return Problem(Y, weight.expand(*batch, n), reg.expand(batch), guard, Given.of(matrix))
+    # What a Fit holds does not change with the tensors of the caller.
+    Y = expanded(Y.clone(), batch + Y.shape[-2:])
+    weight, reg = expanded(weight, (*batch, n)), expanded(reg, batch)
+    return Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
 
 
 def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
@@ -107,7 +113,7 @@ def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: 
     problem = _check(guard, "K", K, Y, reg, weight)
     if K.shape[-1] != K.shape[-2]:
         raise ValueError(f"{guard.function}: K must be square, (..., n, n), got shape {tuple(K.shape)}")
-    problem.guard.symmetric(K=K)
+    guard.kernel_matrix(K=K)
     return problem
 
 

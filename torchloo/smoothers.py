@@ -15,14 +15,14 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition
-from torchloo.dual import Dual, dual
-from torchloo.guards import Guard, require_floating
+from torchloo.dual import Dual, dual, inner_products
+from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
@@ -46,8 +46,8 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
-    fields = (Y - r, r, Y.expand_as(r), variance.expand_as(r))
-    outputs, residuals, targets, variance = (t[..., 0] if flat else t for t in fields)
+    fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
+    outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
 
 
@@ -60,6 +60,29 @@ class FeatureWeights(NamedTuple):
     """(..., 1, d); zeros without a bias."""
     offset: Tensor
     """(..., c)."""
+
+
+class _Later:
+    """A field of a dataclass that may be given as a function, called when the field is first read."""
+
+    def __init__(self, *default: Any) -> None:
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self.name] = value
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:  # dataclass asks for the default
+            if self.default:
+                return self.default[0]
+            raise AttributeError(self.name)
+        value = vars(instance)[self.name]
+        if callable(value):
+            value = vars(instance)[self.name] = value()
+        return value
 
 
 @dataclass(frozen=True)
@@ -75,11 +98,11 @@ class Fit:
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
-    columns: Tensor
+    columns: Tensor = _Later()  # type: ignore[assignment]
     """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
-    offset: Tensor
+    offset: Tensor = _Later()  # type: ignore[assignment]
     """(..., c), zeros for a machine without a bias."""
-    features: "FeatureWeights | None" = None
+    features: "FeatureWeights | None" = _Later(None)  # type: ignore[assignment]
     """Weights of the explicit features, where the machine has such."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
@@ -87,8 +110,9 @@ class Fit:
     """True where the targets came without an output axis."""
 
     def checked(self) -> "Fit":
-        """The same, once the guard has looked at the values."""
+        """The same, solved from the inputs as they are now, once the guard has looked at the values."""
         self.problem.guard.check()
+        _ = self.columns, self.offset, self.features
         return self
 
     def _shaped(self, values: Tensor) -> Tensor:
@@ -156,7 +180,7 @@ class Fit:
         with full_precision(K_new):
             return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
 
-    def held_out(self, clusters: object | None = None) -> HeldOut:
+    def held_out(self, clusters: object | None = None, flat: bool | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
 
         Note [held-out residual]. Differentiable. In the primal form, sets whose 1 - h is lost to
@@ -165,6 +189,7 @@ class Fit:
 
         Args:
             clusters: integer labels (n,) on the host; None leaves every row out alone.
+            flat: whether to leave out the output axis; None: as the targets came.
         """
         Y, function = self.targets, self.problem.function
         self.problem.given.require_unchanged(function)
@@ -173,7 +198,7 @@ class Fit:
         with full_precision(Y):
             parts = self.form.held_out(partition, guard)
         guard.check()
-        return assemble(Y, self.weight, partition.labels, parts, self.flat)
+        return assemble(Y, self.weight, partition.labels, parts, self.flat if flat is None else flat)
 
 
 def solve_dual(
@@ -182,7 +207,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, form.dual, form.bias)
+    return Fit(form, problem, lambda: form.dual, lambda: form.bias)  # type: ignore[arg-type]
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -211,7 +236,8 @@ def solve_features(
     n, d = Z.shape[-2:]
     problem = check_features(guard, Z, Y, reg, weight)
     with full_precision(Z):
-        shifted, centre = centred(problem.expand(Z).double(), problem.weight.double(), bias)
+        zeta = problem.weight.double() if problem.weighted else None
+        shifted, centre = centred(problem.expand(Z), zeta, bias)
 
         def from_features() -> Primal:
             design, R = with_ones(shifted, problem.reg.double(), bias)
@@ -223,11 +249,23 @@ def solve_features(
             # Z Z^T squares the condition of Z, which the primal form can avoid.
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
-            form = dual(shifted @ shifted.mT, ridge, Y64, bias, guard, otherwise)
+            form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
+
+    def weights() -> FeatureWeights:
         if isinstance(form, Primal):
-            coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
-        else:
-            coef, offset = shifted.mT @ form.dual, form.bias
-        at_zero = offset - (centre @ coef)[..., 0, :]
-    features = FeatureWeights(*(t.to(Y.dtype) for t in (coef, centre, offset)))
-    return Fit(form, problem, form.dual.to(Y.dtype), at_zero.to(Y.dtype), features)
+            return FeatureWeights(form.coef[..., :d, :], centre, form.coef[..., d:, :].sum(-2))
+        with full_precision(Z):
+            return FeatureWeights(shifted.mT @ form.dual, centre, form.bias)
+
+    def at_zero() -> Tensor:
+        coef, centre, offset = weights()
+        with full_precision(Z):
+            return (offset - (centre @ coef)[..., 0, :]).to(Y.dtype)
+
+    return Fit(
+        form,
+        problem,
+        columns=lambda: form.dual.to(Y.dtype),  # type: ignore[arg-type]
+        offset=at_zero,  # type: ignore[arg-type]
+        features=lambda: FeatureWeights(*(t.to(Y.dtype) for t in weights())),  # type: ignore[arg-type]
+    )

@@ -4,39 +4,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd.function import Function
+
+from torchloo.autograd import apply
 
 __all__ = ["matern_of_square", "squared_distance"]
 
 
-def _tile_rows(matrix: Tensor) -> int:
+def _tile_rows(shape: torch.Size, device: torch.device) -> int:
     """How many rows of a (..., n, m) matrix to treat at once: a tile fits the cache of a CPU."""
-    row = max(1, matrix.shape[:-2].numel() * matrix.shape[-1])
-    return max(32, (1 << (18 if matrix.device.type == "cpu" else 24)) // row)
+    row = max(1, shape[:-2].numel() * shape[-1])
+    return max(32, (1 << (18 if device.type == "cpu" else 24)) // row)
+
+
+def _symmetrise(D: Tensor) -> None:
+    """Make squared distances of one set of points symmetric, 0 on the diagonal: a matmul may round them."""
+    D.add_(D.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
 
 
 class _SquaredDistance(Function):
     """factor |x_i - z_j|^2 for float64 points X (..., n, d) and Z (..., m, d), as (..., n, m) of a dtype.
 
     Up to 16 coordinates, or if `direct`, by differences: relatively accurate, exactly 0 for equal rows. Else
-    by |x|^2 + |z|^2 - 2 x.z, one matmul, with an absolute error of about 1e-16 (|x|^2 + |z|^2). If `same`,
-    Z is X and only the lower triangle is computed. The backward keeps X and Z alone and can be differentiated
-    in turn: Xbar = 2 factor (diag(G 1) X - G Z) for a cotangent G, and Zbar likewise with G^T.
+    by |x|^2 + |z|^2 - 2 x.z, one matmul, with an absolute error of about 1e-16 (|x|^2 + |z|^2). If Z is None,
+    it is X, and only the lower triangle is computed. The backward keeps X and Z alone and can be
+    differentiated in turn: Xbar = 2 factor (diag(G 1) X - G Z) for a cotangent G, and Zbar likewise with G^T.
     """
 
     @staticmethod
-    def forward(X: Tensor, Z: Tensor, same: bool, direct: bool, factor: float, dtype: Any) -> Tensor:
-        mode = "donot_use_mm_for_euclid_dist" if direct or X.shape[-1] <= 16 else "use_mm_for_euclid_dist"
+    def forward(X: Tensor, Z: Tensor | None, direct: bool, factor: float, dtype: Any) -> Tensor:
+        same, Z = Z is None, X if Z is None else Z
+        direct = direct or X.shape[-1] <= 16
+        mode = "donot_use_mm_for_euclid_dist" if direct else "use_mm_for_euclid_dist"
         n, m = X.shape[-2], Z.shape[-2]
-        D = X.new_empty((*X.shape[:-1], m), dtype=dtype)
-        for start in range(0, n, step := _tile_rows(D)):
+        shape = torch.Size((*X.shape[:-1], m))
+        step = _tile_rows(shape, X.device)
+        if n <= step:
+            tile = torch.cdist(X, Z, compute_mode=mode).square_()
+            if same and not direct:
+                _symmetrise(tile)
+            return (tile * factor).to(dtype)
+        D = X.new_empty(shape, dtype=dtype)
+        for start in range(0, n, step):
             rows = min(step, n - start)
             columns = start + rows if same else m
             tile = torch.cdist(X.narrow(-2, start, rows), Z.narrow(-2, 0, columns), compute_mode=mode)
             tile.square_()
+            if same and not direct:
+                _symmetrise(tile.narrow(-1, start, rows))
             if same:
-                corner = tile.narrow(-1, start, rows)  # the matmul need not round symmetrically
-                corner.add_(corner.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
                 mirror = D.narrow(-2, 0, start).narrow(-1, start, rows)
                 torch.mul(tile.narrow(-1, 0, start).mT, factor, out=mirror)
             torch.mul(tile, factor, out=D.narrow(-2, start, rows).narrow(-1, 0, columns))
@@ -44,28 +60,38 @@ class _SquaredDistance(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        X, Z, _, _, ctx.factor, _ = inputs
+        X, Z, _, ctx.factor, _ = inputs
         ctx.save_for_backward(X, Z)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor | None, ...]:
-        def bar(G: Tensor, X: Tensor, Z: Tensor) -> Tensor:
-            tiles = zip(G.split(step := _tile_rows(G), dim=-2), X.split(step, dim=-2), strict=True)
-            wide = ((g.to(Z.dtype), x) for g, x in tiles)  # never a float64 copy of a whole float32 G
-            return 2 * ctx.factor * torch.cat([g.sum(-1, keepdim=True) * x - g @ Z for g, x in wide], dim=-2)
+        def bar(X: Tensor, Z: Tensor, G: Tensor, both: bool = False) -> Tensor:
+            parts = []
+            step = _tile_rows(G.shape, X.device)
+            for index, x in enumerate(X.split(step, dim=-2)):
+                g = G.narrow(-2, index * step, x.shape[-2])
+                if both:
+                    g = g + G.narrow(-1, index * step, x.shape[-2]).mT
+                g = g.to(Z.dtype)  # never a float64 copy of a whole float32 G
+                parts.append(g.sum(-1, keepdim=True) * x - g @ Z)
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+            return 2 * ctx.factor * whole
 
         X, Z = ctx.saved_tensors
-        X_bar = bar(G, X, Z) if ctx.needs_input_grad[0] else None
-        Z_bar = bar(G.mT, Z, X) if ctx.needs_input_grad[1] else None
-        return X_bar, Z_bar, None, None, None, None
+        if Z is None:
+            return bar(X, X, G, both=True), None, None, None, None
+        X_bar = bar(X, Z, G) if ctx.needs_input_grad[0] else None
+        Z_bar = bar(Z, X, G.mT) if ctx.needs_input_grad[1] else None
+        return X_bar, Z_bar, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        points = [
-            P.expand(info.batch_size, *P.shape) if axis is None else P.movedim(axis, 0)
-            for P, axis in zip(inputs[:2], in_dims[:2], strict=True)
-        ]
-        return _SquaredDistance.apply(*points, *inputs[2:]), 0
+        def batched(points: Tensor, axis: int | None) -> Tensor:
+            return points.expand(info.batch_size, *points.shape) if axis is None else points.movedim(axis, 0)
+
+        X, Z, *others = inputs
+        right = None if Z is None else batched(Z, in_dims[1])
+        return apply(_SquaredDistance, batched(X, in_dims[0]), right, *others), 0
 
 
 class _MaternOfSquare(Function):
@@ -93,19 +119,19 @@ class _MaternOfSquare(Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
         (A,), order = ctx.saved_tensors, ctx.order
-        below = _MaternOfSquare.apply(A, max(0, order - 1))
+        below = apply(_MaternOfSquare, A, max(0, order - 1))
         if order == 0:
             below = below * torch.where(A > 0, A, torch.inf).rsqrt()
         return G * below * (-1 / 6 if order == 2 else -1 / 2), None
 
 
 def squared_distance(
-    X: Tensor, Z: Tensor, *, same: bool, direct: bool, factor: float, dtype: torch.dtype
+    X: Tensor, Z: Tensor | None, *, direct: bool, factor: float, dtype: torch.dtype
 ) -> Tensor:
     """factor |x_i - z_j|^2, (..., n, m) of a dtype, for float64 points; see `_SquaredDistance`."""
-    return _SquaredDistance.apply(X, Z, same, direct, factor, dtype)
+    return apply(_SquaredDistance, X, Z, direct, factor, dtype)
 
 
 def matern_of_square(A: Tensor, order: int) -> Tensor:
     """The Matern function of order 0, 1 or 2 of the scaled squared distance A; see `_MaternOfSquare`."""
-    return _MaternOfSquare.apply(A, order)
+    return apply(_MaternOfSquare, A, order)

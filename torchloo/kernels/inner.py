@@ -23,6 +23,8 @@ def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
 class _OfInner(Kernel):
     """A function of the inner product x . z, given by `_of_inner`, entry by entry."""
 
+    _symmetric = True
+
     def _of_inner(self, inner: Tensor) -> Tensor:
         raise NotImplementedError
 

@@ -54,6 +54,12 @@ class Kernel(nn.Module):
     """
 
     _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
+    _symmetric: bool = False  # whether the matrix of one set of points is known to be symmetric
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
+            cls._symmetric = False  # what a class says of its own matrices says nothing of another's
 
     def __init__(self, *, features: Features = None, **positive: Values) -> None:
         super().__init__()
@@ -113,6 +119,11 @@ class Kernel(nn.Module):
         return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether the matrix for one set of points is known to be symmetric, and so need not be checked."""
+        return self._symmetric
+
+    @property
     def is_linear(self) -> bool:
         """Whether the kernel is linear in finitely many features, which `feature_map` lists."""
         return False
@@ -160,8 +171,8 @@ class Kernel(nn.Module):
         require_floating(self._get_name(), **{name: X})
         csr.require_layout(self._get_name(), name, X)
         self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
-        for own in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
-            if own.device != X.device:
+        for own in (*self._parameters.values(), *self._buffers.values()):
+            if own is not None and own.device != X.device:
                 where = f"{self._get_name()}: {name} must be on the device of the kernel, {own.device}"
                 raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
         if self.features is None:
@@ -174,6 +185,7 @@ class Kernel(nn.Module):
 class Scaled(Kernel):
     """scale * kernel, scale > 0 of shape (...)."""
 
+    _symmetric = True
     scale = exp_of("log_scale")
 
     def __init__(self, kernel: Kernel, scale: Values, *, features: Features = None) -> None:
@@ -192,6 +204,11 @@ class Scaled(Kernel):
         return (self._lift("scale", k) * k)[..., 0]
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether the kernel is."""
+        return self._symmetric and self.kernel.is_symmetric
+
+    @property
     def is_linear(self) -> bool:
         """Whether the kernel is."""
         return self.kernel.is_linear
@@ -205,6 +222,7 @@ class Scaled(Kernel):
 class _Composite(Kernel):
     """Several kernels, their matrices combined entry by entry; each applies features of its own last."""
 
+    _symmetric = True
     _combine: Callable[[Any, Any], Any]
 
     def __init__(self, *kernels: Kernel, features: Features = None) -> None:
@@ -219,6 +237,11 @@ class _Composite(Kernel):
 
     def _diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether all of the kernels are."""
+        return self._symmetric and all(kernel.is_symmetric for kernel in self.kernels)
 
 
 class Sum(_Composite):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
+from torchloo.guards import expanded
 from torchloo.kernels.distances import matern_of_square, squared_distance
 from torchloo.kernels.kernel import Features, Kernel, Values, exp_of, log_of
 
@@ -34,10 +35,11 @@ class _Stationary(Kernel):
         if csr.is_csr(X) or csr.is_csr(Z):
             return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
-        centre = X.detach().sum(-2, keepdim=True, dtype=torch.float64) / max(1, X.shape[-2])  # (..., 1, d)
-        left = ((X.double() - centre) / scale).expand(*batch, *X.shape[-2:])
-        right = left if Z is None else ((Z.double() - centre) / scale).expand(*batch, *Z.shape[-2:])
-        return squared_distance(left, right, same=Z is None, direct=direct, factor=factor, dtype=X.dtype)
+        rows = X if X.shape[-2] or Z is None else Z
+        centre = rows.detach().mean(-2, keepdim=True, dtype=torch.float64)  # (..., 1, d)
+        left = expanded((X - centre) / scale, batch + X.shape[-2:])
+        right = None if Z is None else expanded((Z - centre) / scale, batch + Z.shape[-2:])
+        return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
 
     def _sparse_distance(
         self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
@@ -80,6 +82,8 @@ class RBF(_Stationary):
         """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
         return cls((2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt(), features=features)
 
+    _symmetric = True
+
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return self._distance(X, Z, factor=-0.5).exp_()
 
@@ -92,7 +96,7 @@ class Matern(_Stationary):
     matrices kept for the backward. Lengthscale: as in RBF.
     """
 
-    _fixed = ("nu",)
+    _fixed, _symmetric = ("nu",), True
 
     def __init__(self, nu: float = 1.5, lengthscale: Values = 1.0, *, features: Features = None) -> None:
         super().__init__(features=features, lengthscale=lengthscale)

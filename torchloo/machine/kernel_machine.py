@@ -120,7 +120,7 @@ class KernelMachine(nn.Module):
                 f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
                 f"with the batch dimensions of X, got shape {tuple(y.shape)}"
             )
-        guard = Guard(self._function)
+        guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
 

@@ -95,7 +95,7 @@ class LeastSquares(KernelMachine):
         rows = self._rows(guard, X, Y, weight, flat, single=clusters is None)
         if rows is not None:
             return rows.held_out(clusters)
-        return replace(self._solve(guard, X, Y, weight), flat=flat).held_out(clusters)
+        return self._solve(guard, X, Y, weight).held_out(clusters, flat)
 
     def path(
         self,

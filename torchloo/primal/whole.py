@@ -263,17 +263,21 @@ def primal(
     return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, least)
 
 
-def centred(Z: Tensor, weight: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """Features (..., n, d) about their weighted mean (..., 1, d), which is held constant.
+def centred(Z: Tensor, weight: Tensor | None, bias: bool) -> tuple[Tensor, Tensor]:
+    """Features (..., n, d) about their weighted mean (..., 1, d), which is held constant, both in float64.
 
     An unpenalised bias absorbs any shift of the features, so this changes no output and no
     gradient; it keeps features far from the origin from losing their digits. Without a bias the
     shift is zero.
     """
     if not bias:
-        return Z, torch.zeros_like(Z[..., :1, :]).detach()
-    zeta = weight.detach().unsqueeze(-1)
-    mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
+        zero = torch.zeros((), dtype=torch.float64, device=Z.device)
+        return Z.double(), zero.expand(*Z.shape[:-2], 1, Z.shape[-1])
+    if weight is None:
+        mean = Z.detach().mean(-2, keepdim=True, dtype=torch.float64)
+    else:
+        zeta = weight.detach().unsqueeze(-1)
+        mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
     return Z - mean, mean
 
 

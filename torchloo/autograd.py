@@ -1,0 +1,27 @@
+"""Functions of torch.autograd, quick to call."""
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.function import Function
+
+__all__ = ["apply"]
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """function.apply(*args), for a Function with `setup_context` and all arguments of its `forward`.
+
+    torch binds default arguments at every call by inspecting the signature of `forward`, and notes a backward
+    even where no graph is wanted: both take longer than the whole forward of a small problem.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    if forward_ad._current_level < 0 and not (torch.is_grad_enabled() and _requires_grad(args)):
+        return function.forward(*args)
+    alive = (torch._C._functorch.unwrap_if_dead(t) if isinstance(t, torch.Tensor) else t for t in args)
+    return super(Function, function).apply(*alive)  # type: ignore[misc]
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
