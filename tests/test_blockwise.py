@@ -184,3 +184,37 @@ def test_second_derivatives_in_memory_are_those_of_all_rows_at_once(name):
         (first,) = torch.autograd.grad(tl.criteria.press(held_out).sum(), machine.log_reg, create_graph=True)
         found.append(torch.autograd.grad(first, machine.log_reg)[0])
     assert_close(received, expected)
+
+
+@pytest.mark.parametrize("search", ["gradient", "grid"])
+@pytest.mark.parametrize("clusters", [None, RAGGED], ids=["rows", "ragged"])
+def test_a_search_over_a_stream_finds_what_one_over_tensors_finds(search, clusters):
+    X, Y, weight = rows(c=1)
+    y = Y[:, 0]
+    grid = (
+        {"reg": [0.01, 0.1, 1.0], "lengthscale": [[1.0] * 4, [2.0, 1.0, 2.0, 1.0]]}
+        if search == "grid"
+        else None
+    )
+    machine = tl.SparseLSSVM(ard(), 0.1, basis=randn(9, 4, seed=4))
+    options = {"search": search, "clusters": clusters, "grid": grid, "max_evaluations": 15, "progress": False}
+    if search == "grid":
+        del options["max_evaluations"]
+    expected = tl.select(machine, X, y, weight=weight, **options)
+    stream = tl.Stream(X, y, weight, block=11, progress=False)
+    received = tl.select(machine, stream, **options)
+    assert received.evaluations == expected.evaluations
+    assert received.value == pytest.approx(expected.value, rel=1e-6)
+    assert_close(received.machine(X), expected.machine(X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_search_over_a_stream_says_what_it_cannot_serve():
+    X, Y, weight = rows(c=1)
+    stream = tl.Stream(X, Y[:, 0], weight, progress=False)
+    machine = MACHINES["sparse"]()
+    with pytest.raises(TypeError, match="select: a stream brings its own y and weight"):
+        tl.select(machine, stream, Y[:, 0], progress=False)
+    with pytest.raises(TypeError, match="select: a stream needs a machine with few features"):
+        tl.select(tl.SVC(ard()), stream, progress=False)
+    with pytest.raises(TypeError, match="a linear kernel, or SparseLSSVM"):
+        tl.select(tl.LSSVM(ard()), stream, progress=False)

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from torchloo import criteria
-from torchloo.machine import KernelMachine
+from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
 from torchloo.search.prior import Prior
-from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, weight_of
+from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, streamed, weight_of
 from torchloo.search.run import Plan, run, warn_interrupted
 from torchloo.search.score import Score
 from torchloo.search.starts import warn_of_scales
+from torchloo.streaming.stream import Stream
 
 __all__ = ["Selection", "select"]
 
@@ -41,8 +42,8 @@ class Selection(NamedTuple):
 
 def select(
     machine: KernelMachine,
-    X: Tensor,
-    y: Tensor,
+    X: Tensor | Stream,
+    y: Tensor | None = None,
     criterion: Any = criteria.press,
     search: str = "gradient",
     *,
@@ -66,7 +67,9 @@ def select(
 
     Args:
         machine: any machine of torchloo.
-        X: inputs, (n, d). y: targets, (n,) or (n, c).
+        X: inputs, (n, d), or a `Stream`, which brings y and weight; then every evaluation is a pass or two
+            over its rows, in memory that does not grow with them.
+        y: targets, (n,) or (n, c).
         criterion: one of tl.criteria, its name, or a callable of a HeldOut that returns one number, lower
             being better unless it has an attribute lower_is_better = False. For several classes, one column
             each, "press" or "multiclass_error"; a criterion of two classes as a mean over the columns is
@@ -115,13 +118,21 @@ def select(
     )
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
-    space = Space("select", machine)
-    check_rows("select", X, y)
-    warn_of_scales(space, X)
-    own = weight_of("select", "weight", weight, y)
-    of_criterion = weight_of("select", "criterion_weight", criterion_weight, y)
+    space = Space("select", machine, batched=not isinstance(X, Stream))
     check_clusters("select", score, clusters)
-    problems = stack("select", [X], [y], [own], [of_criterion], [clusters])
+    own = None
+    if isinstance(X, Stream):
+        _require_stream(machine, score, y, weight, criterion_weight)
+        problems = streamed("select", X, clusters)
+        problems = problems._replace(criterion_weight=criterion_weight)
+        warn_of_scales(space, next(iter(problems.X)))
+    else:
+        targets: Any = y
+        check_rows("select", X, targets)
+        warn_of_scales(space, X)
+        own = weight_of("select", "weight", weight, targets)
+        of_criterion = weight_of("select", "criterion_weight", criterion_weight, targets)
+        problems = stack("select", [X], [targets], [own], [of_criterion], [clusters])
     objective, interrupted = run(plan, space, problems, score)
     if interrupted:
         warn_interrupted("select")
@@ -130,3 +141,18 @@ def select(
     fitted: Any = space.machine_at(best.theta)
     fitted.fit(X, y, own)
     return Selection(fitted, best.value, objective.history, objective.evaluations[0])
+
+
+def _require_stream(machine: Any, score: Score, y: object, weight: object, criterion_weight: object) -> None:
+    """Raise where a stream is given what it brings itself, or what it cannot serve."""
+    if y is not None or weight is not None:
+        raise TypeError("select: a stream brings its own y and weight; leave them None")
+    if not (criterion_weight is None or (isinstance(criterion_weight, str) and criterion_weight == "own")):
+        raise TypeError("select: criterion_weight must be 'own' or None for a stream")
+    if score.takes_fit:
+        raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
+    if not isinstance(machine, LeastSquares):
+        raise TypeError(
+            "select: a stream needs a machine with few features: a linear kernel, or SparseLSSVM(kernel, "
+            f"reg, basis=...); got {type(machine).__name__}"
+        )

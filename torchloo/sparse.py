@@ -241,8 +241,7 @@ class SparseLSSVM(LeastSquares):
         if basis is None:
             assert self.rows is not None
             basis = stream.head(self._function, self.rows)
-        # Later passes must find what was solved, whatever becomes of the machine.
-        evaluate, tensors = pure(copy.deepcopy(self.kernel), self.kernel, "forward")
+        evaluate, tensors = pure(self.kernel, "forward")
         guard = Guard(self._function)
         with torch.no_grad():
             Kzz = self.kernel(basis)
@@ -290,7 +289,7 @@ class SparseLSSVM(LeastSquares):
             return Kxz, Expansion(transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept)
         require_floating(self._function, basis=basis, X=X)
         inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
-        evaluate, tensors = pure(self.kernel, self.kernel, "between")
+        evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
             Kzz = self.kernel.between(centres)
         if Kzz.ndim > 2 or inputs.ndim > 2:

@@ -23,19 +23,19 @@ class _Call(nn.Module):
         return getattr(self.kernel, self.method)(*inputs)
 
 
-def pure(kernel: Kernel, source: Kernel, method: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A method of a kernel as a function (tensors, *inputs), and the tensors that it has in `source`.
+def pure(kernel: Kernel, method: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """A method of a kernel as a function (parameters, *inputs), and the parameters that it has now.
 
-    `kernel` is left as it is; where its parameters may change before the function is called, give a copy.
+    Buffers stay as they are now, whatever becomes of the kernel.
     """
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    for name, parameter in source.named_parameters(prefix="kernel"):
-        names.append(name)
-        tensors.append(parameter)
     module = _Call(kernel, method)
+    names, parameters = [], list[Tensor]()
+    for name, parameter in module.named_parameters():
+        names.append(name)
+        parameters.append(parameter)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def evaluate(given: Sequence[Tensor], *inputs: Any) -> Tensor:
-        return functional_call(module, dict(zip(names, given, strict=True)), inputs)
+        return functional_call(module, buffers | dict(zip(names, given, strict=True)), inputs)
 
-    return evaluate, tensors
+    return evaluate, parameters

@@ -1,6 +1,5 @@
 """What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self, overload
@@ -241,7 +240,7 @@ class LeastSquares(KernelMachine):
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "
                 f"SparseLSSVM(kernel, reg, basis=...); got the kernel {self.kernel}"
             )
-        evaluate, tensors = pure(copy.deepcopy(self.kernel), self.kernel, "feature_map")
+        evaluate, tensors = pure(self.kernel, "feature_map")
         return Expansion(lambda X, given: evaluate(given, X).mT, 0, tensors)
 
     def extra_repr(self) -> str:

@@ -306,7 +306,11 @@ def path_machines(
         q = f * (moments.T.mT @ Q)
         return _machines(expansion, moments, Q.mT.contiguous(), False, f, regs, q)
 
-    w, Q = torch.linalg.eigh(moments.symmetric())
+    try:
+        w, Q = torch.linalg.eigh(moments.symmetric())
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        guard.check()  # values that are not finite have a name there
+        raise
     estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
     machines, fine = with_eigen(w, Q)
     machines.least = trusted(estimate)

@@ -24,9 +24,10 @@ from tqdm import tqdm
 from torchloo.search.alike import in_order
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
-from torchloo.search.problems import Problems
+from torchloo.search.problems import Problems, StreamRows
 from torchloo.search.score import Score
 from torchloo.search.starts import given_matrix
+from torchloo.streaming.stream import Stream
 
 __all__ = ["Best", "Evaluation", "Objective", "Outset"]
 
@@ -75,7 +76,7 @@ class Outset(NamedTuple):
 class _Rows(NamedTuple):
     """What candidates are evaluated on: of one problem, or with a leading dimension B."""
 
-    X: Tensor
+    X: Any
     y: Tensor
     weight: Tensor | None
     criterion_weight: Any
@@ -187,6 +188,10 @@ class Objective:
     ) -> Any:
         """What the criterion is called with: held-out outputs, or the Fit."""
         call, (X, y, weight, _) = functools.partial(self.space.call, theta, among=among), rows
+        if isinstance(X, Stream):  # which brings targets and weights
+            if regs is not None:
+                return call("path", X, None, regs.to(theta), labels)
+            return call("loo", X) if labels is None else call("lco", X, None, labels)
         if regs is not None:
             return call("path", X, y, regs.to(X), labels, weight)
         if self.score.takes_fit:
@@ -233,6 +238,8 @@ class Objective:
 
 def _of(values: Any, problem: Tensor) -> Any:
     """Entries of a tensor for problem () or (B,); anything else as it is."""
+    if isinstance(values, StreamRows):
+        return values.stream
     if not isinstance(values, Tensor):
         return values
     return values[problem.to(values.device)] if problem.ndim else values[int(problem)]

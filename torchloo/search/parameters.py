@@ -86,7 +86,7 @@ class Space:
     they are. The machine itself is never changed.
     """
 
-    def __init__(self, function: str, machine: KernelMachine) -> None:
+    def __init__(self, function: str, machine: KernelMachine, batched: bool = True) -> None:
         if not isinstance(machine, KernelMachine):
             raise TypeError(f"{function}: machine must be a torchloo machine, got {type(machine).__name__}")
         self.function, self.machine = function, _unfitted(machine)
@@ -98,7 +98,7 @@ class Space:
                 self.size += parameter.numel()
         if not self.entries:
             raise ValueError(f"{function}: machine must have a parameter that requires grad, got none")
-        self.batched = all(entry.batch is not None for entry in self.entries)
+        self.batched = batched and all(entry.batch is not None for entry in self.entries)
         self._call = _Method(self._stacking() if self.batched else self.machine)
 
     def _entry(self, path: str, parameter: Tensor) -> Entry:

@@ -1,6 +1,6 @@
 """Problems of one shape that are searched together, and the checks of what a search is given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -9,20 +9,58 @@ from torch import Tensor
 from torchloo.guards import Guard, require_floating
 from torchloo.search.alike import Clusters
 from torchloo.search.score import Score
+from torchloo.streaming.stream import Stream
 
-__all__ = ["Problems", "Weighting", "check_clusters", "check_rows", "stack", "weight_of"]
+__all__ = [
+    "Problems",
+    "StreamRows",
+    "Weighting",
+    "check_clusters",
+    "check_rows",
+    "stack",
+    "streamed",
+    "weight_of",
+]
 
 Weighting = Tensor | Callable[[Tensor], Tensor] | None
 """Row weights, or a function of the targets that gives them, such as `balanced_weight`."""
 
 
+class StreamRows:
+    """The rows of a stream, in the place of the inputs of one problem."""
+
+    ndim = 3
+
+    def __init__(self, stream: Stream, first: Tensor) -> None:
+        self.stream, self.device, self.first = stream, first.device, first
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(1, n, d); n is counted by a pass where nothing else tells."""
+        if self.stream.n is None:
+            for _ in self.stream.blocks("select", 1 << 14, "counting rows"):
+                pass
+        assert self.stream.n is not None
+        return 1, self.stream.n, self.first.shape[-1]
+
+    def __getitem__(self, problem: object) -> Stream:
+        return self.stream
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Some rows, for where a search begins."""
+        yield self.first
+
+
 class Problems(NamedTuple):
     """P problems of one shape, which are searched together."""
 
-    X: Tensor
+    X: Tensor | StreamRows
     """(P, n, d)."""
     y: Tensor
-    """(P, n) or (P, n, c)."""
+    """(P, n) or (P, n, c); of a stream, those of its first rows."""
     weight: Tensor | None
     """Training weights, (P, n)."""
     criterion_weight: Any
@@ -78,3 +116,16 @@ def stack(
 
     labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
     return Problems(torch.stack(X), torch.stack(y), together(weight), together(of), labels)
+
+
+# So many of the first rows of a stream tell where a search begins.
+_FIRST = 2000
+
+
+def streamed(function: str, stream: Stream, clusters: object | None) -> Problems:
+    """The one problem of a stream."""
+    first = stream.sample(function, _FIRST)
+    y = first.Y[:, 0] if stream.flat else first.Y
+    rows = StreamRows(stream, first.X)
+    labels = None if clusters is None else Clusters.of(function, [clusters], rows.shape[1])
+    return Problems(rows, y.unsqueeze(0), first.weight.unsqueeze(0), "own", labels)

@@ -90,13 +90,24 @@ class Stream:
 
     def head(self, function: str, count: int) -> Tensor:
         """The first rows of X, (count, d)."""
+        rows = self.sample(function, count).X
+        if len(rows) < count:
+            raise ValueError(
+                f"{function}: basis must be at most the number of rows, {len(rows)}, got {count}"
+            )
+        return rows
+
+    def sample(self, function: str, count: int) -> Block:
+        """The first rows, at most so many."""
         parts, found = [], 0
         for start, raw in self._source.blocks(function, self.block or count):
-            parts.append(self._checked(function, raw, start).X[: count - found].clone())
-            found += len(parts[-1])
+            part = self._checked(function, raw, start)
+            parts.append([t[: count - found].clone() for t in part[1:]])
+            found += len(parts[-1][0])
             if found == count:
-                return torch.cat(parts)
-        raise ValueError(f"{function}: basis must be at most the number of rows, {found}, got {count}")
+                break
+        X, Y, weight = (torch.cat(values) for values in zip(*parts, strict=True))
+        return Block(0, X, Y, weight)
 
     def take(self, function: str, index: Tensor) -> Block:
         """The rows of an index (b,), in its order; batches are spooled first, see `spool`."""
