@@ -632,3 +632,23 @@ def test_bench_prints_its_ratios(capsys):
     ratios = {line.split("   ")[0]: float(line.split()[-1]) for line in out.splitlines()[3:]}
     assert len(ratios) == 6
     assert all(ratio > 0 for ratio in ratios.values())
+
+
+def test_a_table_too_large_for_a_dense_machine_takes_the_sparse_one_and_says_why(folder, monkeypatch, capsys):
+    def too_large(machine, kernel, n):
+        return (
+            ""
+            if machine == "sparse"
+            else f"{n} rows need about 48 GB with --machine {machine}, and 9 GB are free"
+        )
+
+    monkeypatch.setattr("torchloo.commands.select._too_large", too_large)
+    given = ("select", "data.csv", "--target", "price", "--drop", "good", "--out", "out", *QUICK)
+    assert run(*given) == 0
+    assert (
+        "note: the machine is sparse: 48 rows need about 48 GB with --machine lssvm"
+        in capsys.readouterr().out
+    )
+    assert isinstance(load(Path("out/model.pt"), "cpu")[1], tl.SparseLSSVM)
+    assert run(*given[:6], "--machine", "lssvm", "--out", "other", *QUICK) == 2
+    assert "48 rows need about 48 GB with --machine lssvm" in capsys.readouterr().err

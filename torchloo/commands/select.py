@@ -60,7 +60,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("data", type=Path, metavar="data.csv", help="the table: .csv, .parquet or .npz")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
-    parser.add_argument("--machine", choices=MACHINES, default="lssvm", help="(default: %(default)s)")
+    parser.add_argument(
+        "--machine",
+        choices=("auto", *MACHINES),
+        default="auto",
+        help="auto: lssvm, or sparse where that would not fit into memory (default: %(default)s)",
+    )
     parser.add_argument("--kernel", choices=KERNELS, default="rbf", help="(default: %(default)s)")
     parser.add_argument(
         "--criterion",
@@ -115,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     frame, read = read_table(args.data)
     roles = Roles(args.target, args.clusters, args.weights, tuple(args.drop), args.task)
     prepared = prepare(frame, roles, standardise=args.kernel != "boolean")
-    prepared = prepared._replace(notes=(*read, *prepared.notes))
+    args.machine, why = _machine(args, len(prepared.y))
+    prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
     plan = _plan(args, prepared)
     print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
@@ -199,20 +205,35 @@ def _basis(args: argparse.Namespace, prepared: Prepared) -> int:
     return args.basis or min(200, most)
 
 
+def _machine(args: argparse.Namespace, n: int) -> tuple[str, list[str]]:
+    """The machine that --machine auto stands for, and a note where it is not the usual one."""
+    if args.machine != "auto":
+        return args.machine, []
+    if args.basis is not None:
+        return "sparse", ["the machine is sparse, as --basis asks for"]
+    lack = _too_large("lssvm", args.kernel, n) if args.device == "cpu" else ""
+    return ("sparse", [f"the machine is sparse: {lack}"]) if lack else ("lssvm", [])
+
+
 def _require_memory(machine: str, kernel: str, n: int) -> None:
-    """Refuse what cannot fit: a dense machine needs about six matrices n x n."""
+    """Refuse what cannot fit."""
+    if lack := _too_large(machine, kernel, n):
+        raise UserError(f"{lack}; take --machine sparse")
+
+
+def _too_large(machine: str, kernel: str, n: int) -> str:
+    """What a machine lacks to fit, or nothing: a dense one needs about six matrices n x n."""
     if machine == "sparse" or kernel == "linear":
-        return
+        return ""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
-        return
-    if 6 * 8 * n * n > available:
-        raise UserError(
-            f"{n} rows need about {48e-9 * n * n:.0f} GB with --machine {machine}, and "
-            f"{available / 1e9:.0f} GB are free; take --machine sparse"
-        )
+        return ""
+    if 6 * 8 * n * n <= available:
+        return ""
+    needed = f"{n} rows need about {48e-9 * n * n:.0f} GB with --machine {machine}"
+    return f"{needed}, and {available / 1e9:.0f} GB are free"
 
 
 def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
