@@ -440,7 +440,7 @@ def test_usual_regularisations_are_not_factorised(machine, monkeypatch):
     received = machine(kernel).path(X, Y, regs, None, rand(400)).outputs
     for r in range(10):
         expected = machine(kernel, regs[r]).loo(X, Y, rand(400)).outputs
-        assert relative(received[r], expected) <= 1e-7  # at reg 1e-6 the factorisation itself has no more digits
+        assert relative(received[r], expected) <= 1e-7  # at reg 1e-6 a factorisation has no more digits
 
 
 def test_weights_of_a_larger_batch_than_the_targets():

@@ -147,7 +147,7 @@ def path_dual(
 
     Differentiable once in K, Y, regs and weight (a few regularisations are factorised one by one,
     and then to every order), but neither in forward mode nor under vmap. Cost one eigendecomposition
-    in float64; the backward n^3 for each regularisation. Memory 6 n^2 numbers, 10 n^2 with the
+    in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 10 n^2 with the
     backward, more with few large clusters, and R n c for what comes back. Regularisations too small
     for the accuracy of eigenvalues are factorised: some 1e-7 of the scale of K, more where weights
     differ by many orders; see Note [spectral accuracy].
