@@ -23,11 +23,15 @@ def make(machine, kernel, reg, n):
 
 
 @st.composite
-def problems(draw):
-    """A machine, its rows, targets, weights and clusters; reg over 20 orders of its scale."""
-    machine = draw(st.sampled_from(["rls", "lssvm", "kfd", "sparse"]))
+def learning(draw, machines, wide=False):
+    """A machine, its kernel, rows, targets, weights and clusters, and the scale of its regularisation.
+
+    Where `wide` is set, a linear kernel has no fewer features than rows.
+    """
+    machine = draw(st.sampled_from(machines))
     kernel = draw(st.sampled_from(list(KERNELS)))
-    n, d = draw(st.integers(4 if machine == "kfd" else 2, 12)), draw(st.integers(1, 14))
+    n = draw(st.integers(4 if machine == "kfd" else 2, 12))
+    d = draw(st.integers(n if wide and kernel == "linear" else 1, 14))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     X = torch.randn(n, d, generator=generator, dtype=torch.float64) * 10 ** draw(st.floats(-1, 1))
     X += draw(st.sampled_from([0.0, 30.0]))
@@ -45,7 +49,23 @@ def problems(draw):
         kinds.append([0] + [1] * (n - 1))  # one row is left to learn from
     clusters = draw(st.sampled_from(kinds))
     scale = KERNELS[kernel]().diagonal(X).detach().mean().item() ** (2 if machine == "kfd" else 1)
-    return machine, kernel, X, y, scale * 10 ** draw(st.floats(-10, 10)), weight, clusters
+    return (machine, kernel, X, y, weight, clusters), scale
+
+
+@st.composite
+def problems(draw):
+    """A machine and what it learns from; reg over 20 orders of its scale."""
+    problem, scale = draw(learning(["rls", "lssvm", "kfd", "sparse"]))
+    return problem, scale * 10 ** draw(st.floats(-10, 10))
+
+
+@st.composite
+def paths(draw):
+    """A machine and what it learns from; few or many regs over 20 orders of their scale."""
+    problem, scale = draw(learning(["rls", "lssvm", "kfd"], wide=True))
+    count = draw(st.sampled_from([4, 7, 7]))
+    exponents = draw(st.lists(st.floats(-10, 10), min_size=count, max_size=count))
+    return problem, scale * 10 ** torch.tensor(exponents, dtype=torch.float64)
 
 
 def moved(values, source):
@@ -83,8 +103,22 @@ def movement(machine, kernel, X, y, reg, weight, clusters, basis, expected):
     return worst
 
 
-def compare(problem):
-    machine, kernel, X, y, reg, weight, clusters = problem
+def assert_refitted(problem, reg, outputs, targets, basis=()):
+    """The outputs are those of refits with 60 digits, to 1e-8 or to what rounding of the inputs changes."""
+    machine, kernel, X, y, weight, clusters = problem
+    rows, labels, exact_weight = (digits.exact(t) for t in (X, y, weight))
+    reg = mp.mpf(reg.item())
+    expected = digits.held_out(machine, kernel, rows, labels, reg, exact_weight, clusters, basis)
+    size = max(abs(value) for value in expected) + targets.abs().max().item()
+    pairs = zip(outputs.tolist(), expected, strict=True)
+    error = max(abs(mp.mpf(output) - value) for output, value in pairs) / size
+    if error > 1e-8:
+        limit = movement(machine, kernel, X, y, reg, weight, clusters, basis, expected) / size
+        assert error <= 100 * limit
+
+
+def compare(problem, reg):
+    machine, kernel, X, y, weight, clusters = problem
     solver = make(machine, kernel, reg, len(X))
     fit = solver.solve(X, y, weight)
     received = fit.held_out(clusters)
@@ -95,15 +129,15 @@ def compare(problem):
 def compare_outputs(received, problem, solver, fit):
     machine, kernel, X, y, _, weight, clusters = problem
     basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
-    exact = [digits.exact(t) for t in (X, y)], mp.mpf(solver.reg.item()), digits.exact(weight)
-    (rows, targets), exact_reg, exact_weight = exact
-    expected = digits.held_out(machine, kernel, rows, targets, exact_reg, exact_weight, clusters, basis)
-    size = max(abs(value) for value in expected) + received.targets.abs().max().item()
-    pairs = zip(received.outputs.tolist(), expected, strict=True)
-    error = max(abs(mp.mpf(output) - value) for output, value in pairs) / size
-    if error > 1e-8:
-        limit = movement(machine, kernel, X, y, exact_reg, weight, clusters, basis, expected) / size
-        assert error <= 100 * limit
+    assert_refitted(problem, solver.reg, received.outputs, received.targets, basis)
+
+
+def compare_path(problem, regs):
+    """At the least regularisation, and at the first."""
+    machine, kernel, X, y, weight, clusters = problem
+    received = make(machine, kernel, 1.0, len(X)).path(X, y, regs, clusters, weight)
+    for r in {0, int(regs.argmin())}:
+        assert_refitted(problem, regs[r], received.outputs[r], received.targets[r])
 
 
 anything = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -112,14 +146,27 @@ anything = settings(deadline=None, suppress_health_check=list(HealthCheck), data
 @settings(anything, max_examples=200, derandomize=True)
 @given(problems())
 def test_held_out_outputs_are_those_of_the_refit_to_rounding(problem):
-    compare(problem)
+    compare(*problem)
 
 
 @pytest.mark.slow
 @settings(anything, max_examples=2000)
 @given(problems())
 def test_held_out_outputs_are_those_of_many_refits_to_rounding(problem):
-    compare(problem)
+    compare(*problem)
+
+
+@settings(anything, max_examples=200, derandomize=True)
+@given(paths())
+def test_outputs_along_a_path_are_those_of_the_refit_to_rounding(path):
+    compare_path(*path)
+
+
+@pytest.mark.slow
+@settings(anything, max_examples=2000)
+@given(paths())
+def test_outputs_along_a_path_are_those_of_many_refits_to_rounding(path):
+    compare_path(*path)
 
 
 def randn(*shape, seed=0):
@@ -201,7 +248,7 @@ def test_heavy_and_light_rows_left_out_together_are_solved(seed):
     X, y = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((8, 9), (8,)))
     weight = 10 ** (12 * torch.rand(8, dtype=torch.float64, generator=generator) - 6)
     for clusters in ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]):
-        compare(("lssvm", "linear", X, y, 1e-10, weight, clusters))
+        compare(("lssvm", "linear", X, y, weight, clusters), 1e-10)
 
 
 @pytest.mark.parametrize("function", [tl.functional.rls, tl.functional.lssvm])

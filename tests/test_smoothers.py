@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jacrev, vmap
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchloo as tl
 from torchloo import dual, primal
 from torchloo.clusters import Partition
 from torchloo.guards import broadcast_shapes
+from torchloo.spectral import path as spectral_path
 
 F = tl.functional
 
@@ -382,8 +384,9 @@ def test_path_is_exact_for_weights_of_very_different_size(dtype, most, limit):
 
 
 @pytest.mark.parametrize("per_output", [False, True])
-def test_path_in_chunks_has_the_same_values_and_gradients(per_output):
+def test_path_in_chunks_has_the_same_values_and_gradients(per_output, monkeypatch):
     """Two folds: the blocks of all regularisations would be many times n^2, so they come in chunks."""
+    monkeypatch.setattr(spectral_path, "_TOGETHER", 1)
     K, Y = spd(8, 10.0).requires_grad_(), randn(8, 2).requires_grad_()
     regs = torch.logspace(-1, 1, 7, dtype=torch.float64)
     regs = torch.stack([regs, regs.flip(0)], -1) if per_output else regs
@@ -397,6 +400,48 @@ def test_path_in_chunks_has_the_same_values_and_gradients(per_output):
     assert_close(together, separate, rtol=1e-9, atol=1e-10)
     gradients = [torch.autograd.grad(t.square().sum(), (K, Y)) for t in (together, separate)]
     assert_close(gradients[0], gradients[1], rtol=1e-8, atol=1e-9)
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of the operations that are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.name().split("::")[1].split(".")[0])
+        return operation(*args, **(kwargs or {}))
+
+
+def path_operations(machine, X, Y, count, clusters):
+    regs = torch.logspace(-3, 3, count, dtype=torch.float64)
+    with torch.no_grad(), Dispatched() as dispatched:
+        machine.path(X, Y, regs, clusters, rand(40))
+    return dispatched.names
+
+
+@pytest.mark.parametrize("machine", [tl.LSSVM, tl.RLS, tl.KFD])
+@pytest.mark.parametrize("kernel", [tl.kernels.RBF, tl.kernels.Linear])
+@pytest.mark.parametrize("clusters", [None, [i % 13 for i in range(40)]], ids=["rows", "sets"])
+def test_a_path_takes_as_many_operations_however_many_regularisations(machine, kernel, clusters):
+    X, Y = randn(40, 60), randn(40, 1).sign()
+    few, many = (path_operations(machine(kernel()), X, Y, count, clusters) for count in (10, 90))
+    assert few == many
+    assert many.count("_linalg_eigh") == 1
+    assert "_linalg_svd" not in many
+
+
+@pytest.mark.parametrize("machine", [tl.LSSVM, tl.RLS])
+def test_usual_regularisations_are_not_factorised(machine, monkeypatch):
+    monkeypatch.setattr(spectral_path, "_factorised", None)
+    X, Y = randn(400, 2), randn(400, 1)  # eigenvalues down to rounding
+    kernel = tl.kernels.RBF()
+    regs = torch.logspace(-6, 3, 10, dtype=torch.float64)
+    received = machine(kernel).path(X, Y, regs, None, rand(400)).outputs
+    for r in range(10):
+        expected = machine(kernel, regs[r]).loo(X, Y, rand(400)).outputs
+        assert relative(received[r], expected) <= 1e-7  # at reg 1e-6 a factorisation has no more digits
 
 
 def test_weights_of_a_larger_batch_than_the_targets():

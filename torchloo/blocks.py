@@ -25,6 +25,9 @@ NOT_DEFINITE = (
     "take a larger reg, float64, or a positive semi-definite kernel"
 )
 
+# The least squared Cholesky pivot, once the diagonal is scaled to 1, of a well conditioned block.
+_WELL = 1e-3
+
 
 class Root(NamedTuple):
     """Where P is a product P = T^T T: the factor T, and what it makes of the targets."""
@@ -35,6 +38,8 @@ class Root(NamedTuple):
     """T Y, (..., n, c)."""
     groups: tuple[Tensor, ...]
     """The rows (g, s) of the sets of each size, as in a Partition."""
+    spare_well: bool = False
+    """Whether a_L is accurate enough for well conditioned blocks, so that only others are refined."""
 
     def gradient(self, rows: Tensor, r: Tensor) -> Tensor:
         """T_L^T (T Y - T_L r), (..., g, s, c), for rows (g, s) and r (..., g, s, c); n^2 numbers at once."""
@@ -88,6 +93,7 @@ class _Sets:
         L, info = torch.linalg.cholesky_ex(self.scale * block * self.scale.mT)
         least = L.diagonal(dim1=-2, dim2=-1).amin(-1).square()
         self.definite = info == 0  # (..., g)
+        self.well = self.definite & (least > _WELL)
         self.safe = self.definite & (least > torch.finfo(least.dtype).eps ** 0.5)
         self.W = _inverse_root(self.scale, L.mT)
         self.r = self.W @ (self.W.mT @ a)
@@ -142,13 +148,16 @@ def solve_blocks(
 
 @torch.no_grad()
 def _several(a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | None) -> Iterator[_Sets]:
-    """The sets of every size but 1, solved; values are looked at once."""
+    """The sets of every size but 1, solved; values are looked at once, or twice if some are doubtful."""
     parts = [_Sets(a_L, P_LL) for a_L, P_LL in zip(a, blocks, strict=True) if P_LL.shape[-1] > 1]
     if root is not None:
         groups = [rows for rows in root.groups if rows.shape[-1] > 1]
+        visible = bool(parts) and values_visible(*a)
+        if visible and root.spare_well and guard.asks(torch.stack([part.well.all() for part in parts])):
+            return iter(parts)
         for part, rows in zip(parts, groups, strict=True):
             part.refine(root, rows)
-        if parts and values_visible(*a):
+        if visible:
             if not guard.asks(torch.stack([part.safe.all() for part in parts])):
                 for part, rows in zip(parts, groups, strict=True):
                     part.solve_doubtful(root, rows, guard)

@@ -1,5 +1,6 @@
 """Held-out outputs for many regularisations: which form serves each of them, and what comes back."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -24,51 +25,75 @@ __all__ = ["path_dual", "path_features"]
 # n = 1000 on and in batches of small problems (scripts/bench/least_squares.py measures it).
 _FEW = 5
 
-# Eigenvalues are known to eps |A|. Where that is more than this part of a regularisation (float32:
-# the second), its machine is factorised instead, which the scale of weights and of constants in K
-# does not disturb.
-_LOST = {torch.float64: 1e-9, torch.float32: 1e-5}
+# Where the rounding of Note [spectral accuracy] is more than this, another form serves (float32: the second).
+_LOST = {torch.float64: 3e-10, torch.float32: 3e-8}
+
+# So many numbers at least are computed at once, however small a problem.
+_TOGETHER = 2**20
 
 
-def _decomposed(problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool) -> Parts:
+def _decomposed(
+    problem: Problem, K: Tensor, Z: Tensor | None, regs: Tensor, partition: Partition, bias: bool
+) -> Parts:
     """Held-out parts by Note [spectral form], but for regularisations that it would serve badly."""
-    K = K.double()
-    form = spectral(K, problem.weight.double(), problem.Y.double(), bias)
-    problem.guard.require(form.least + regs.min() > 0, NOT_DEFINITE)
-    served = list(range(len(regs)))
+    K, regs, guard = K.double(), regs.double(), problem.guard
+    form = spectral(K, problem.weight.double(), problem.Y.double(), bias, Z)
+    lost = [False] * len(regs)
     if values_visible(form.size):
-        lost = torch.finfo(K.dtype).eps * form.size.max() > _LOST[problem.Y.dtype] * regs.amin(-1)  # (R,)
-        served = (~lost).nonzero()[:, 0].tolist()
-    others = [r for r in range(len(regs)) if r not in served]
-    parts = []
-    if served:
-        index = torch.tensor(served, device=regs.device)
-        parts += _in_chunks(form, regs[index].double(), partition, problem.guard)
-    if others:
-        index = torch.tensor(others, device=regs.device)
-        parts.append(_factorised(problem, K, regs[index].double(), partition, bias))
-    order = torch.tensor(served + others, device=regs.device).argsort()
-    r, variance, refitted = (torch.cat(part)[order] for part in zip(*parts, strict=True))
+        lost = (form.rounding(regs.detach()) > _LOST[problem.Y.dtype]).tolist()
+    if Z is not None and any(lost):
+        form, lost = form.by_singular_values(), [False] * len(regs)
+    guard.require(form.least + regs.min() > 0, NOT_DEFINITE)
+    if not any(lost):
+        return _joined(_in_chunks(form, regs, partition, guard))
+    order = sorted(range(len(regs)), key=lost.__getitem__)  # those that are served come first
+    served, others = regs[order].tensor_split([lost.count(False)])
+    parts = _in_chunks(form, served, partition, guard) if len(served) else []
+    parts.append(_factorised(problem, K, others, partition, bias))
+    back = torch.tensor(order, device=regs.device).argsort()
+    r, variance, refitted = _joined(parts)
+    return r[back], variance[back], refitted[back]
+
+
+def _joined(parts: list[Parts]) -> Parts:
+    r, variance, refitted = (torch.cat(part) for part in zip(*parts, strict=True))
     return r, variance, refitted
 
 
 def _in_chunks(form: Spectral, regs: Tensor, partition: Partition, guard: Guard) -> list[Parts]:
     """Held-out parts of a few regularisations at a time; the graph keeps no blocks if there are many."""
-    entries = sum(rows.numel() * rows.shape[-1] for rows in partition.groups) * regs.shape[1]
-    width = max(1, form.K.shape[-1] ** 2 // entries)
+    together = max(form.B.numel(), _TOGETHER)
+    columns = form.w.numel() * regs.shape[1]  # of P, for one regularisation
+    largest = partition.groups[-1].shape[-1]
+    width = max(1, together // (columns * form.w.shape[-1] if largest > 1 else columns))
     held_out: Callable[..., Parts] = form.held_out
-    if width < len(regs) and torch.is_grad_enabled():
+    if columns * largest * len(regs) > together and torch.is_grad_enabled():
         held_out = functools.partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
     return [held_out(chunk, partition, guard) for chunk in regs.split(width)]
 
 
-def _factorised(problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool) -> Parts:
-    """Held-out parts by one Cholesky factorisation for each regularisation."""
+class _IllConditionedError(Exception):
+    """Z Z^T is too badly conditioned to be factorised."""
+
+
+def _refuse() -> Dual:
+    raise _IllConditionedError
+
+
+def _factorised(
+    problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool, by_features: bool = False
+) -> Parts:
+    """Held-out parts by one Cholesky factorisation for each regularisation.
+
+    A K from features squares their condition: _IllConditionedError where that costs too many digits.
+    """
     dtype = K.dtype
     inverse = 1 / problem.weight.to(dtype)
+    otherwise = _refuse if by_features else None
 
     def form_of(reg: Tensor, Y: Tensor) -> Dual:
-        return dual(K, reg.to(dtype).unsqueeze(-1) * inverse, Y.to(dtype), bias, problem.guard)
+        ridge = reg.to(dtype).unsqueeze(-1) * inverse
+        return dual(K, ridge, Y.to(dtype), bias, problem.guard, otherwise)
 
     return _each(problem, regs, partition, form_of)
 
@@ -124,11 +149,12 @@ def path_dual(
     and then to every order), but neither in forward mode nor under vmap. Cost one eigendecomposition
     in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 10 n^2 with the
     backward, more with few large clusters, and R n c for what comes back. Regularisations too small
-    for the accuracy of eigenvalues, beside the scale of K and of the weights, are factorised.
+    for the accuracy of eigenvalues are factorised: some 1e-7 of the scale of K, more where weights
+    differ by many orders; see Note [spectral accuracy].
     """
     problem = check_dual(guard, K, Y, 1.0, weight)
     regs, partition = _checked(problem, regs, clusters)
-    return _dual(problem, problem.expand(K), regs, partition, bias, flat)
+    return _dual(problem, problem.expand(K), None, regs, partition, bias, flat)
 
 
 def _checked(problem: Problem, regs: Tensor, clusters: object | None) -> tuple[Tensor, Partition]:
@@ -140,11 +166,24 @@ def _checked(problem: Problem, regs: Tensor, clusters: object | None) -> tuple[T
     return regs, partition
 
 
-def _dual(problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool, flat: bool) -> HeldOut:
+def _dual(
+    problem: Problem,
+    K: Tensor,
+    Z: Tensor | None,
+    regs: Tensor,
+    partition: Partition,
+    bias: bool,
+    flat: bool,
+) -> HeldOut:
     """A path from K (..., n, n): a few regularisations in its own dtype, many in float64."""
     with full_precision(K):
-        route = _factorised if regs.numel() <= _FEW else _decomposed
-        return _finish(problem, partition, route(problem, K, regs, partition, bias), flat)
+        parts = None
+        if regs.numel() <= _FEW:
+            with contextlib.suppress(_IllConditionedError):
+                parts = _factorised(problem, K, regs, partition, bias, Z is not None)
+        if parts is None:
+            parts = _decomposed(problem, K, Z, regs, partition, bias)
+        return _finish(problem, partition, parts, flat)
 
 
 def path_features(
@@ -161,7 +200,8 @@ def path_features(
 
     With fewer features than rows, they are rotated to the eigenvectors of their (weighted, centred)
     Gram matrix, where the normal matrix is diagonal for every regularisation. The rotation is held
-    constant: no output and no gradient depends on it.
+    constant: no output and no gradient depends on it. With no fewer, this is `path_dual` with singular
+    values in place of eigenvalues where regularisations are too small for the latter.
 
     Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with its
     backward); memory n d + d^2 numbers for each regularisation.
@@ -173,7 +213,10 @@ def path_features(
     with full_precision(Z):
         shifted, _ = centred(problem.expand(Z).double(), zeta, bias)
         if d + bias >= n:
-            return _dual(problem, shifted @ shifted.mT, regs, partition, bias, flat)
+            if bias:  # once more, as the first mean was rounded: a row that outweighs all others is the mean
+                share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
+                shifted = shifted - share @ shifted.detach()
+            return _dual(problem, shifted @ shifted.mT, shifted, regs, partition, bias, flat)
         with torch.no_grad():
             w, Q = torch.linalg.eigh(shifted.mT @ (zeta.unsqueeze(-1) * shifted))
             w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
