@@ -121,15 +121,9 @@ def compare(problem, reg):
     machine, kernel, X, y, weight, clusters = problem
     solver = make(machine, kernel, reg, len(X))
     fit = solver.solve(X, y, weight)
-    received = fit.held_out(clusters)
-    for form in (received, solver.lco(X, y, clusters, weight)):  # all rows at once, and by blocks
-        compare_outputs(form, problem, solver, fit)
-
-
-def compare_outputs(received, problem, solver, fit):
-    machine, kernel, X, y, _, weight, clusters = problem
     basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
-    assert_refitted(problem, solver.reg, received.outputs, received.targets, basis)
+    for held_out in (fit.held_out(clusters), solver.lco(X, y, clusters, weight)):  # all at once, by blocks
+        assert_refitted(problem, solver.reg, held_out.outputs, held_out.targets, basis)
 
 
 def compare_path(problem, regs):
