@@ -218,3 +218,15 @@ def test_a_search_over_a_stream_says_what_it_cannot_serve():
         tl.select(tl.SVC(ard()), stream, progress=False)
     with pytest.raises(TypeError, match="a linear kernel, or SparseLSSVM"):
         tl.select(tl.LSSVM(ard()), stream, progress=False)
+
+
+def test_parameters_that_change_between_solve_and_held_out_are_noticed():
+    X, Y, weight = rows()
+    machine = MACHINES["sparse"]()
+    solved = machine.solve(tl.Stream(X, Y, weight, progress=False))
+    with torch.no_grad():
+        machine.kernel.log_lengthscale.add_(0.1)
+    with pytest.raises(RuntimeError, match="parameters of the machine were changed in place after solve"):
+        solved.held_out()
+    with torch.no_grad():
+        solved.held_out()  # without a graph it is still the machine that was solved

@@ -24,7 +24,7 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
 
     One all-reduce of the normal equations, of m^2 numbers. `held_out` and `path` of the StreamFit give
     the rows of the process, and `machine.fit(solved)` stores the machine in each; all processes must call
-    them. No graph is kept.
+    them. Held-out rows belong to the graph of the machine's parameters.
 
     Args:
         machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; alike in
@@ -63,7 +63,7 @@ def path(
     weight: Tensor | None = None,
     group: Any = None,
 ) -> HeldOut:
-    """Held-out rows of this process for every regularisation, without a graph; see `StreamFit.path`."""
+    """Held-out rows of this process for every regularisation; see `StreamFit.path`."""
     processes = Processes("distributed.path", group)
     require_alike(processes, machine)
 
@@ -88,7 +88,7 @@ def loo(
     From tensors, differentiable: what is descended is the sum of the losses of all processes
     (Note [sums over processes]), or one loss of all rows, made of `gather`. All processes must call
     backward. Gradients of X, y and weight are then whole; those of the machine's parameters are the
-    process's share, until `sum_gradients(machine)`. From a Stream, without a graph.
+    process's share, until `sum_gradients(machine)`. The rows of a Stream are not differentiated.
 
     Args:
         machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; alike in

@@ -88,6 +88,7 @@ class Expansion:
         self.factor, self.support, self.kept = factor, support, kept
         self.origin: Tensor | None = None
         self.kind = torch.float64
+        self._versions = [None if t.is_inference() else t._version for t in self.tensors]
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
         self._mask = None if kept is None else kept.double().unsqueeze(-1)
         self._inverse = inverse
@@ -132,6 +133,14 @@ class Expansion:
             k = k * self._mask
             Kzz = Kzz * self._mask * self._mask.mT + torch.diag_embed(1 - self._mask[:, 0])
         return torch.linalg.solve_triangular(torch.linalg.cholesky(Kzz), k, upper=False).mT
+
+    def require_unchanged(self, function: str) -> None:
+        """Raise if what the features depend on was changed in place: a gradient would be that of another."""
+        for tensor, version in zip(self.tensors, self._versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise RuntimeError(
+                    f"{function}: parameters of the machine were changed in place after solve; solve again"
+                )
 
     def features(self, columns: Tensor) -> Tensor:
         """Z (p, b) of columns (p, b), which the caller may overwrite."""

@@ -49,7 +49,8 @@ _LARGE = 0.9
 class StreamFit:
     """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
 
-    It stays as it was solved, whatever becomes of the machine, and keeps no graph. Memory: a few (m, m)
+    It stays as it was solved, whatever becomes of the machine. Held-out rows belong to the graph of the
+    machine's parameters as they were then; coefficients to none. Memory, also in the backward: a few (m, m)
     matrices and a few blocks of m features, whatever the number n of rows, in float64; and what comes
     back, of order n c for each regularisation.
 
@@ -278,6 +279,7 @@ class StreamFit:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
         if self.wants_graph:
+            self.expansion.require_unchanged(self.function)
             fields = HeldOutRows.apply(self, machines, partition, *inputs)
         else:
             with torch.no_grad():

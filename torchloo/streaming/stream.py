@@ -20,7 +20,8 @@ class Stream:
     """Rows for a least-squares machine, read in blocks, once for every pass over them.
 
     Give it to `fit`, `solve`, `loo`, `lco` or `path` of a machine in place of X; `StreamFit` says what
-    is computed and in which memory. No graph is kept.
+    is computed and in which memory. Held-out rows are differentiable in whatever the machine depends on:
+    regularisation, parameters of the kernel, a trainable basis, a network; not in the rows.
 
     Args:
         X: inputs (n, d) as a tensor or a NumPy array, memory-mapped or not; or an iterable of batches
