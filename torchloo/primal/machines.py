@@ -50,8 +50,9 @@ class ImpreciseError(Exception):
     """Products in float32 are not accurate enough; all is done again in float64."""
 
 
-# Above this condition, eigenvalues of S are known too badly for the smallest regularisation of a path.
-_ILL_CONDITIONED_PATH = 1e8
+# Above this condition, times the square root of the number of rows, eigenvalues of S are known too badly for the
+# smallest regularisation of a path.
+_ILL_CONDITIONED_PATH = 1e6
 
 
 def transposed(X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -323,7 +324,8 @@ def path_machines(
     estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
     machines, fine = with_eigen(w, Q)
     machines.least = trusted(estimate)
-    questions = (estimate < _ILL_CONDITIONED_PATH, _settled(estimate, moments), fine)
+    limit = _ILL_CONDITIONED_PATH * moments.count**0.5
+    questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
     if not well_conditioned:
         _, values, Qt = torch.linalg.svd(triangle())
