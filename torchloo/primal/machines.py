@@ -50,8 +50,8 @@ class ImpreciseError(Exception):
     """Products in float32 are not accurate enough; all is done again in float64."""
 
 
-# Above this condition, times the square root of the number of rows, eigenvalues of S are known too badly for the
-# smallest regularisation of a path.
+# Above this condition, times the square root of the number of rows, eigenvalues of S are known too badly for
+# the smallest regularisation of a path.
 _ILL_CONDITIONED_PATH = 1e6
 
 
@@ -71,7 +71,7 @@ class Expansion:
         factor: L (p, p), lower triangular, of K_zz over the entries in use; or None.
         support: what k is evaluated at, (p, d), or None.
         kept: boolean (p,), which entries of k are in use, or None for all.
-        inverse: that of the factor, where it is known.
+        inverse: that of the factor, where it is known; then all entries are in use.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Expansion:
         self.kind = torch.float64
         self._versions = [None if t.is_inference() else t._version for t in self.tensors]
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
-        self._mask = None if kept is None else kept.double().unsqueeze(-1)
+        self._mask = None if kept is None or inverse is not None else kept.double().unsqueeze(-1)
         self._inverse = inverse
         if factor is not None and inverse is None:
             self._inverse = LowerInverse(factor)
@@ -106,6 +106,8 @@ class Expansion:
     def columns(self, X: Tensor) -> Tensor:
         """k - origin (p, b) of inputs (b, d), of the dtype of products, which the caller may overwrite."""
         k = self.evaluate(X.detach(), self._held)
+        if self.factor is not None:
+            k = k.contiguous()  # so that panels of features stand together
         if self._mask is not None:
             k = k * self._mask
         if self.origin is None:
