@@ -226,7 +226,8 @@ def test_parameters_that_change_between_solve_and_held_out_are_noticed():
     solved = machine.solve(tl.Stream(X, Y, weight, progress=False))
     with torch.no_grad():
         machine.kernel.log_lengthscale.add_(0.1)
-    with pytest.raises(RuntimeError, match="parameters of the machine were changed in place after solve"):
-        solved.held_out()
-    with torch.no_grad():
-        solved.held_out()  # without a graph it is still the machine that was solved
+    held_out = solved.held_out()  # that of the machine that was solved
+    with pytest.raises(
+        RuntimeError, match="parameters of the machine were changed in place between solve and"
+    ):
+        held_out.residuals.sum().backward()

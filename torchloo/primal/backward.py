@@ -91,6 +91,7 @@ class HeldOutRows(Function):
         sink, refitted = solved.run(machines, partition)
         ctx.given = (solved, machines, partition, refitted)
         ctx.kept, solved.kept = solved.kept, None
+        ctx.has_changed = solved.expansion.has_changed
         residuals, variance, flags, targets, zeta, _ = sink.fields
         if Y is None:
             ctx.mark_non_differentiable(flags, targets, zeta)
@@ -109,6 +110,11 @@ class HeldOutRows(Function):
         _, X, _, _, *tensors = inputs
         needs = ctx.needs_input_grad[3:]
         solved, machines, partition, refitted = ctx.given
+        if ctx.has_changed:
+            raise RuntimeError(
+                f"{solved.function}: parameters of the machine were changed in place between solve and "
+                "held_out, so that there is no gradient in them; solve again"
+            )
         if torch.is_grad_enabled():
             return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
         rbar = torch.zeros_like(residuals) if rbar is None else rbar

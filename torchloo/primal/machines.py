@@ -137,13 +137,11 @@ class Expansion:
             Kzz = Kzz * self._mask * self._mask.mT + torch.diag_embed(1 - self._mask[:, 0])
         return torch.linalg.solve_triangular(torch.linalg.cholesky(Kzz), k, upper=False).mT
 
-    def require_unchanged(self, function: str) -> None:
-        """Raise if what the features depend on was changed in place: a gradient would be that of another."""
-        for tensor, version in zip(self.tensors, self._versions, strict=True):
-            if version is not None and tensor._version != version:
-                raise RuntimeError(
-                    f"{function}: parameters of the machine were changed in place after solve; solve again"
-                )
+    @property
+    def has_changed(self) -> bool:
+        """Whether what the features depend on was changed in place: a gradient would be that of another."""
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return any(version is not None and tensor._version != version for tensor, version in pairs)
 
     def features(self, columns: Tensor) -> Tensor:
         """Z (p, b) of columns (p, b), which the caller may overwrite."""

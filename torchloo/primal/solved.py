@@ -279,7 +279,6 @@ class StreamFit:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
         if self.wants_graph:
-            self.expansion.require_unchanged(self.function)
             fields = HeldOutRows.apply(self, machines, partition, *inputs)
         else:
             with torch.no_grad():
