@@ -227,7 +227,5 @@ def test_parameters_that_change_between_solve_and_held_out_are_noticed():
     with torch.no_grad():
         machine.kernel.log_lengthscale.add_(0.1)
     held_out = solved.held_out()  # that of the machine that was solved
-    with pytest.raises(
-        RuntimeError, match="parameters of the machine were changed in place"
-    ):
+    with pytest.raises(RuntimeError, match="parameters of the machine were changed in place"):
         held_out.residuals.sum().backward()
