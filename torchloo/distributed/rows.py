@@ -39,7 +39,7 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
 
 def _stream(machine: LeastSquares, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
     if isinstance(X, Stream):
-        machine._only_stream(y, weight)
+        machine.require_only_stream(y, weight)
         return X
     return Stream(X, y, weight, progress=False)
 

@@ -15,7 +15,6 @@ from torchloo.selection import Selection
 from torchloo.selection import select as select_alone
 from torchloo.splits import resolve
 from torchloo.svm import SVC, SVMHeldOut
-from torchloo.svm.loo import svm_loo
 from torchloo.validation import Validation, summed_up
 from torchloo.validation import validate as validate_alone
 
@@ -161,8 +160,7 @@ def svc_loo(
 
     def own() -> tuple[SVMHeldOut, Tensor]:
         mine = torch.arange(X.shape[-2], device=X.device) % processes.count == processes.rank
-        options = {"method": method, "values": values, "epsilon": epsilon, "rows": mine}
-        return machine._held_out(svm_loo, X, y, weight, **options), mine
+        return machine.loo(X, y, weight, method, values, epsilon, rows=mine), mine
 
     part, mine = processes.together(own)
     if part.outputs.ndim > part.weight.ndim:

@@ -59,7 +59,7 @@ class LeastSquares(KernelMachine):
         From a `Stream`, which brings y and weight, a StreamFit.
         """
         if isinstance(X, Stream):
-            self._only_stream(y, weight)
+            self.require_only_stream(y, weight)
             return self.solve_rows(X, Alone())
         guard, Y, flat = self._checked(X, y)
         return replace(self._solve(guard, X, Y, weight), flat=flat).checked()
@@ -88,7 +88,7 @@ class LeastSquares(KernelMachine):
     ) -> HeldOut:
         """All values of one call are looked at together, at its end."""
         if isinstance(X, Stream):
-            self._only_stream(y, weight)
+            self.require_only_stream(y, weight)
             return self.solve(X).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
         rows = self._rows(guard, X, Y, weight, flat, single=clusters is None)
@@ -112,7 +112,7 @@ class LeastSquares(KernelMachine):
         if regs is None:
             raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
         if isinstance(X, Stream):
-            self._only_stream(y, weight)
+            self.require_only_stream(y, weight)
             return self.solve(X).path(regs, clusters)
         guard, Y, flat = self._checked(X, y)
         rows = self._rows(guard, X, Y, weight, flat)
@@ -204,7 +204,7 @@ class LeastSquares(KernelMachine):
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
             if isinstance(X, Stream | StreamFit):
-                self._only_stream(y, weight)
+                self.require_only_stream(y, weight)
                 self._keep(self.solve(X) if isinstance(X, Stream) else X)
             else:
                 self._fit(X, y, weight)
@@ -229,7 +229,8 @@ class LeastSquares(KernelMachine):
         expansion = others.together(lambda: self._expansion(stream))
         return StreamFit(self, Guard(self._function), stream, expansion, self.reg, others)
 
-    def _only_stream(self, y: object, weight: object) -> None:
+    def require_only_stream(self, y: object, weight: object) -> None:
+        """Raise where targets or weights are given beside a stream, which brings them."""
         if y is not None or weight is not None:
             raise TypeError(f"{self._function}: a stream brings its own y and weight; leave them None")
 

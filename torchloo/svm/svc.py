@@ -116,9 +116,10 @@ class SVC(KernelMachine):
         values: bool = True,
         epsilon: float = 1e-3,
         workers: int = 0,
+        rows: Tensor | None = None,
     ) -> SVMHeldOut:
-        """What the machine would have said of every row, had it not seen it; see `svm_loo`."""
-        options = {"method": method, "values": values, "epsilon": epsilon, "workers": workers}
+        """Held-out prediction of every row, or of those that `rows` (n,) marks; see `svm_loo`."""
+        options = {"method": method, "values": values, "epsilon": epsilon, "workers": workers, "rows": rows}
         return self._held_out(svm_loo, X, y, weight, **options)
 
     def lco(
