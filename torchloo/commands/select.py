@@ -209,8 +209,6 @@ def _machine(args: argparse.Namespace, n: int) -> tuple[str, list[str]]:
     """The machine that --machine auto stands for, and a note where it is not the usual one."""
     if args.machine != "auto":
         return args.machine, []
-    if args.basis is not None:
-        return "sparse", ["the machine is sparse, as --basis asks for"]
     lack = _too_large("lssvm", args.kernel, n) if args.device == "cpu" else ""
     return ("sparse", [f"the machine is sparse: {lack}"]) if lack else ("lssvm", [])
 
