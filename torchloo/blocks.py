@@ -8,8 +8,10 @@ condition: one step of refinement from the residual T Y - T_L r restores the dig
 close to singular for that are solved by a QR factorisation of T_L. Both work on columns of unit length.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +31,23 @@ NOT_DEFINITE = (
 _WELL = 1e-3
 
 
-class Root(NamedTuple):
+@dataclass
+class Root:
     """Where P is a product P = T^T T: the factor T, and what it makes of the targets."""
 
-    T: Tensor
-    """(..., n, n)."""
+    make: Callable[[], Tensor]
+    """T (..., n, n), computed where it is asked for."""
     TY: Tensor
     """T Y, (..., n, c)."""
     groups: tuple[Tensor, ...]
     """The rows (g, s) of the sets of each size, as in a Partition."""
     spare_well: bool = False
     """Whether a_L is accurate enough for well conditioned blocks, so that only others are refined."""
+
+    @functools.cached_property
+    def T(self) -> Tensor:  # noqa: N802
+        """(..., n, n)."""
+        return self.make()
 
     def gradient(self, rows: Tensor, r: Tensor) -> Tensor:
         """T_L^T (T Y - T_L r), (..., g, s, c), for rows (g, s) and r (..., g, s, c); n^2 numbers at once."""

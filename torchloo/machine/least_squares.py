@@ -25,6 +25,9 @@ from torchloo.streaming.stream import Stream
 
 __all__ = ["LeastSquares"]
 
+# Rows times features up to which clusters, of whatever sizes, are left out all at once: each size is a batch.
+_TOGETHER = 1 << 22
+
 
 class LeastSquares(KernelMachine):
     """A machine that is a linear smoother: regularisation, closed forms, and a path of them.
@@ -91,7 +94,7 @@ class LeastSquares(KernelMachine):
             self.require_only_stream(y, weight)
             return self.solve(X).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
-        rows = self._rows(guard, X, Y, weight, flat, single=clusters is None)
+        rows = self._rows(guard, X, Y, weight, flat, clusters, single=clusters is None)
         if rows is not None:
             return rows.held_out(clusters)
         return self._solve(guard, X, Y, weight).held_out(clusters, flat)
@@ -128,6 +131,7 @@ class LeastSquares(KernelMachine):
         Y: Tensor,
         weight: Tensor | None,
         flat: bool,
+        clusters: object | None = None,
         single: bool = False,
     ) -> StreamFit | None:
         """The machine solved from rows in memory by their features, where it has fewer of them than rows.
@@ -139,6 +143,8 @@ class LeastSquares(KernelMachine):
             return None
         found = self._explicit(guard, X, Y, weight)
         if found is None or found[1].count + self.has_bias >= len(X):
+            return None
+        if clusters is not None and found[1].count * len(X) <= _TOGETHER:
             return None
         return self._in_memory(guard, *found, Y, weight, flat, Alone(), single and X.dtype == torch.float32)
 

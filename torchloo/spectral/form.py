@@ -119,8 +119,7 @@ class _DualPath(Function):
     """(K, weight, regs, Y) -> a (R, ..., n, c) and blocks of P (R, ..., c', g, s, s) for each size.
 
     c' is 1, or c where every output has its own regularisation; w and B are those of Note [spectral
-    form], T (R, ..., c', n, n) is the root of P if there are sets of several rows. See Note [spectral
-    backward].
+    form], `gathered` the rows of B by set. See Note [spectral backward].
     """
 
     @staticmethod
@@ -132,13 +131,14 @@ class _DualPath(Function):
         w: Tensor,
         B: Tensor,
         bias: bool,
-        T: Tensor | None,
+        gathered: list[Tensor],
         *groups: Tensor,
     ) -> tuple[Tensor, ...]:
         with full_precision(B):
             f = _inverses(w, regs, bias)
             a = _times(f * (Y.mT @ B), B.mT).mT
-            return a, *[_blocks(B, f, T, rows) for rows in groups]
+            several = iter(gathered)
+            return a, *[_blocks(B if rows.shape[-1] == 1 else next(several), f, rows) for rows in groups]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -174,12 +174,12 @@ class _DualPath(Function):
         return Kbar, weightbar, regbar, Ybar, *[None] * (4 + len(groups))
 
 
-def _blocks(B: Tensor, f: Tensor, T: Tensor | None, rows: Tensor) -> Tensor:
-    """Blocks of P, (R, ..., c', g, s, s), for the rows (g, s) of one size."""
-    if T is None or rows.shape[-1] == 1:
+def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
+    """Blocks of P, (R, ..., c', g, s, s), for rows (g, s) of B, which are gathered, (..., g, s, n), if s > 1."""
+    if rows.shape[-1] == 1:
         return _times(f, B.square().mT)[..., rows].unsqueeze(-1)
-    columns = T.mT[..., rows, :]  # (R, ..., c', g, s, n)
-    return columns @ columns.mT
+    B_L = B.unsqueeze(-4)  # beside the axis c'
+    return (B_L * f[..., None, None, :]) @ B_L.mT
 
 
 class _Step(NamedTuple):
@@ -229,22 +229,29 @@ class Spectral(NamedTuple):
         w, V = _singular(root * self.matrix, None if self.heaviest is None else _unit(root))
         return self._replace(w=w, B=_basis(V, root, self.heaviest))
 
-    def held_out(self, regs: Tensor, partition: Partition, guard: Guard) -> Parts:
+    def gathered(self, partition: Partition) -> list[Tensor]:
+        """Rows of B by set, (..., g, s, n) for each size but 1: what blocks of all regularisations need."""
+        return [self.B[..., rows, :] for rows in partition.groups if rows.shape[-1] > 1]
+
+    def held_out(self, regs: Tensor, partition: Partition, guard: Guard, gathered: list[Tensor]) -> Parts:
         """Held-out parts for the regularisations (R, 1), or (R, c) with one for each output."""
         bias, groups, n = self.heaviest is not None, partition.groups, self.Y.shape[-2]
         shared = regs.shape[1] == 1
         with torch.no_grad():
             f = _inverses(self.w, regs, bias)
-            T = None
-            if groups[-1].shape[-1] > 1:  # sizes ascend
-                T = (self.B.unsqueeze(-3) * f.sqrt().unsqueeze(-2)).mT  # (R, ..., c', n, n)
-        a, *blocks = _DualPath.apply(self.K, self.weight, regs, self.Y, self.w, self.B, bias, T, *groups)
+        given = (self.K, self.weight, regs, self.Y, self.w, self.B, bias, gathered)
+        a, *blocks = _DualPath.apply(*given, *groups)
         step = self._step(regs, f, a)
         root = None
-        if T is not None:
+        if gathered:
             half = f.sqrt()
             parts = ((half * (self.Y.detach().mT @ self.B)).mT, (half * step.transformed).mT)
-            root = Root(T.select(-3, 0) if shared else T, _beside(parts, shared), groups, spare_well=True)
+
+            def make() -> Tensor:
+                T = (self.B.unsqueeze(-3) * half.unsqueeze(-2)).mT  # (R, ..., c', n, n)
+                return T.select(-3, 0) if shared else T
+
+            root = Root(make, _beside(parts, shared), groups, spare_well=True)
         if shared:
             blocks = [block.select(-4, 0) for block in blocks]
         right = partition.gather(_beside((a, step.solved), shared))

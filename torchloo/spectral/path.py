@@ -69,7 +69,9 @@ def _in_chunks(form: Spectral, regs: Tensor, partition: Partition, guard: Guard)
     held_out: Callable[..., Parts] = form.held_out
     if columns * largest * len(regs) > together and torch.is_grad_enabled():
         held_out = functools.partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
-    return [held_out(chunk, partition, guard) for chunk in regs.split(width)]
+    with torch.no_grad():
+        gathered = form.gathered(partition)
+    return [held_out(chunk, partition, guard, gathered) for chunk in regs.split(width)]
 
 
 class _IllConditionedError(Exception):
