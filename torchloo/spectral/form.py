@@ -175,14 +175,14 @@ class _DualPath(Function):
 
 
 def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
-    """Blocks of P, (R, ..., c', g, s, s), for rows (g, s) of B, which are gathered, (..., g, s, n), if s > 1."""
+    """Blocks of P, (R, ..., c', g, s, s), for rows (g, s) of B, gathered (..., g, s, n) unless s is 1."""
     if rows.shape[-1] == 1:
         return _times(f, B.square().mT)[..., rows].unsqueeze(-1)
     B_L = B.unsqueeze(-4)  # beside the axis c'
     return (B_L * f[..., None, None, :]) @ B_L.mT
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What Note [spectral accuracy] adds to the solution a, (R, ..., n, c)."""
 
     transformed: Tensor
@@ -233,15 +233,19 @@ class Spectral(NamedTuple):
         """Rows of B by set, (..., g, s, n) for each size but 1: what blocks of all regularisations need."""
         return [self.B[..., rows, :] for rows in partition.groups if rows.shape[-1] > 1]
 
-    def held_out(self, regs: Tensor, partition: Partition, guard: Guard, gathered: list[Tensor]) -> Parts:
-        """Held-out parts for the regularisations (R, 1), or (R, c) with one for each output."""
+    def held_out(
+        self, regs: Tensor, partition: Partition, guard: Guard, gathered: list[Tensor], step: "Step"
+    ) -> Parts:
+        """Held-out parts for the regularisations (R, 1), or (R, c) with one for each output.
+
+        `gathered` and `step` are what the methods of these names give, the step for these regularisations.
+        """
         bias, groups, n = self.heaviest is not None, partition.groups, self.Y.shape[-2]
         shared = regs.shape[1] == 1
         with torch.no_grad():
             f = _inverses(self.w, regs, bias)
         given = (self.K, self.weight, regs, self.Y, self.w, self.B, bias, gathered)
         a, *blocks = _DualPath.apply(*given, *groups)
-        step = self._step(regs, f, a)
         root = None
         if gathered:
             half = f.sqrt()
@@ -264,9 +268,11 @@ class Spectral(NamedTuple):
         return r, variance.expand_as(r), torch.zeros_like(r[..., 0], dtype=torch.bool)
 
     @torch.no_grad()
-    def _step(self, regs: Tensor, f: Tensor, a: Tensor) -> _Step:
+    def step(self, regs: Tensor) -> "Step":
+        """The correction by the residual, for all regularisations at once: products with n^2 matrices."""
         B, zeta = self.B, self.weight.unsqueeze(-2)  # (..., 1, n)
-        rows = a.mT  # (R, ..., c, n)
+        f = _inverses(self.w, regs, self.heaviest is not None)
+        rows = _times(f * (self.Y.mT @ B), B.mT)  # a, (R, ..., c, n)
         if self.by_features:
             Ka = _times(_times(rows, self.matrix), self.matrix.mT)
         else:
@@ -277,7 +283,7 @@ class Spectral(NamedTuple):
         rho_B, half = _times(rho, B), f * (self.Y.mT @ B)
         P_rho, along = _times(torch.cat([f * rho_B, f * half], -2), B.mT).chunk(2, -2)
         square = half.square().sum(-1, keepdim=True).clamp(min=torch.finfo(half.dtype).tiny)
-        return _Step(rho_B, P_rho.mT, (along / square).mT)
+        return Step(rho_B, P_rho.mT, (along / square).mT)
 
 
 def _beside(parts: tuple[Tensor, ...], shared: bool) -> Tensor:

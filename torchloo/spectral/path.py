@@ -17,7 +17,7 @@ from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, check_dual, check_features, check_regs
 from torchloo.smoothers import assemble, centred, with_ones
-from torchloo.spectral.form import Parts, Spectral, spectral
+from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
 __all__ = ["path_dual", "path_features"]
 
@@ -70,8 +70,9 @@ def _in_chunks(form: Spectral, regs: Tensor, partition: Partition, guard: Guard)
     if columns * largest * len(regs) > together and torch.is_grad_enabled():
         held_out = functools.partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
     with torch.no_grad():
-        gathered = form.gathered(partition)
-    return [held_out(chunk, partition, guard, gathered) for chunk in regs.split(width)]
+        gathered, step = form.gathered(partition), form.step(regs.detach())
+    chunks = zip(regs.split(width), *(part.split(width) for part in step), strict=True)
+    return [held_out(chunk, partition, guard, gathered, Step(*parts)) for chunk, *parts in chunks]
 
 
 class _IllConditionedError(Exception):
