@@ -35,19 +35,26 @@ _WELL = 1e-3
 class Root:
     """Where P is a product P = T^T T: the factor T, and what it makes of the targets."""
 
-    make: Callable[[], Tensor]
-    """T (..., n, n), computed where it is asked for."""
-    TY: Tensor
-    """T Y, (..., n, c)."""
+    make: Callable[[], tuple[Tensor, Tensor]]
+    """T (..., n, n) and T Y (..., n, c), computed where they are asked for."""
     groups: tuple[Tensor, ...]
     """The rows (g, s) of the sets of each size, as in a Partition."""
     spare_well: bool = False
     """Whether a_L is accurate enough for well conditioned blocks, so that only others are refined."""
 
     @functools.cached_property
+    def _made(self) -> tuple[Tensor, Tensor]:
+        return self.make()
+
+    @property
     def T(self) -> Tensor:  # noqa: N802
         """(..., n, n)."""
-        return self.make()
+        return self._made[0]
+
+    @property
+    def TY(self) -> Tensor:  # noqa: N802
+        """T Y, (..., n, c)."""
+        return self._made[1]
 
     def gradient(self, rows: Tensor, r: Tensor) -> Tensor:
         """T_L^T (T Y - T_L r), (..., g, s, c), for rows (g, s) and r (..., g, s, c); n^2 numbers at once."""

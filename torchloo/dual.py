@@ -417,7 +417,7 @@ class Dual:
             guard.expect(variance.detach().amax(), math.isfinite, NOT_DEFINITE)
         else:
             T, TY, a, *blocks = self._blocks(partition)
-            solved = solve_blocks(partition.gather(a), blocks, guard, Root(lambda: T, TY, partition.groups))
+            solved = solve_blocks(partition.gather(a), blocks, guard, Root(lambda: (T, TY), partition.groups))
             r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
 

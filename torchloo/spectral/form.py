@@ -248,14 +248,14 @@ class Spectral(NamedTuple):
         a, *blocks = _DualPath.apply(*given, *groups)
         root = None
         if gathered:
-            half = f.sqrt()
-            parts = ((half * (self.Y.detach().mT @ self.B)).mT, (half * step.transformed).mT)
 
-            def make() -> Tensor:
+            def make() -> tuple[Tensor, Tensor]:
+                half = f.sqrt()
                 T = (self.B.unsqueeze(-3) * half.unsqueeze(-2)).mT  # (R, ..., c', n, n)
-                return T.select(-3, 0) if shared else T
+                parts = ((half * (self.Y.detach().mT @ self.B)).mT, (half * step.transformed).mT)
+                return T.select(-3, 0) if shared else T, _beside(parts, shared)
 
-            root = Root(make, _beside(parts, shared), groups, spare_well=True)
+            root = Root(make, groups, spare_well=True)
         if shared:
             blocks = [block.select(-4, 0) for block in blocks]
         right = partition.gather(_beside((a, step.solved), shared))
