@@ -120,7 +120,7 @@ class HeldOutRows(Function):
         rbar = torch.zeros_like(residuals) if rbar is None else rbar
         work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar), ctx.kept)
         work.gather()
-        sent = _Sent(work, X if needs[1] else None, targets, needs[4:], tensors)
+        sent = _Sent(work, X if needs[1] else None, targets, needs[3], needs[4:], tensors)
         if any(needs[1:]):
             work.send(sent)
         bars = [work.regbar, sent.X, sent.Y, sent.weight, *sent.collected()]
@@ -172,6 +172,10 @@ class _Visit(NamedTuple):
     """The diagonal of D, added up over the machines, (b,)."""
     DN: Tensor
     """D N, added up over the machines, (p', b)."""
+
+    def rows_on(self, like: Tensor) -> slice | Tensor:
+        """The numbers of the rows, on the device of a tensor."""
+        return self.rows.to(like.device) if isinstance(self.rows, Tensor) else self.rows
 
 
 class _Refit:
@@ -440,35 +444,43 @@ class _Backward:
             ubar = (UQ - visit.DN).mul_(2 * zeta.to(kind))
             ubar.addmm_(v.mT, a.flatten(0, 1).to(kind))
             ubar.addmm_(q.mT, weighted.flatten(0, 1).to(kind), alpha=-1)
-            own = UQ.sub_(visit.DN, alpha=2).mul_(U).sum(0)
-            zetabar = visit.diagonal + own + (s * a).sum((0, 1)) / zeta
             for one, at in among:
                 ubar[:, at] += 2 * one.EH.mT
-                zetabar[at] -= one.diagonal / zeta[at].square()
-            sent.add(visit, ubar, weighted.sum(0).mT, zetabar)
+            if sent.weight is not None:
+                own = UQ.sub_(visit.DN, alpha=2).mul_(U).sum(0)
+                zetabar = visit.diagonal + own + (s * a).sum((0, 1)) / zeta
+                for one, at in among:
+                    zetabar[at] -= one.diagonal / zeta[at].square()
+                sent.weight[visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
+            sent.add(visit, ubar, weighted.sum(0).mT)
 
 
 class _Sent:
     """Where the cotangents of the second pass go: rows in memory, and what the features depend on."""
 
     def __init__(
-        self, work: _Backward, X: Tensor | None, Y: Tensor, needs: Sequence[bool], tensors: Sequence[Tensor]
+        self,
+        work: _Backward,
+        X: Tensor | None,
+        Y: Tensor,
+        needs_weight: bool,
+        needs: Sequence[bool],
+        tensors: Sequence[Tensor],
     ) -> None:
         machines = work.machines
         self.expansion = machines.expansion
         self.back = (machines.rotation if machines.folded is None else machines.folded).mT
         self.penalty = work.penalty
         self.X = None if X is None else torch.zeros_like(X)
-        self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0])
+        self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0]) if needs_weight else None
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         self.wanted = [t for t in self.tensors if t.requires_grad]
         self.found: list[Tensor | None] = [None for _ in self.wanted]
 
-    def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor, zetabar: Tensor) -> None:
-        """Cotangents (p', b), (b, c) and (b,) of the rows of a visit."""
-        rows = visit.rows.to(self.Y.device) if isinstance(visit.rows, Tensor) else visit.rows
+    def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor) -> None:
+        """Cotangents (p', b) and (b, c) of the rows of a visit."""
+        rows = visit.rows_on(self.Y)
         self.Y[rows] = Ybar.to(self.Y)
-        self.weight[rows] = zetabar.to(self.weight)
         if self.X is None and not self.wanted:
             return
         columns = self.back.to(ubar.dtype) @ ubar[: len(self.back)]  # (p, b)
