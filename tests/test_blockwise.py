@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from counting import Counting
 from torch import nn
 from torch.testing import assert_close
 
@@ -234,3 +235,17 @@ def test_parameters_that_change_between_solve_and_held_out_are_noticed():
     held_out = solved.held_out()  # that of the machine that was solved
     with pytest.raises(RuntimeError, match="parameters of the machine were changed in place"):
         held_out.residuals.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["lssvm", "sparse"])
+def test_a_path_takes_as_many_operations_however_many_regularisations(name):
+    X, Y, weight = rows()
+    machine = MACHINES[name]()
+    counts = []
+    for many in (5, 30, 100):
+        with torch.no_grad(), Counting() as count:
+            machine.path(X, Y, torch.logspace(-2, 2, many, dtype=torch.float64), weight=weight)
+        counts.append((count.operations, count.synchronisations))
+    assert len(set(counts)) == 1
+    assert counts[0][0] <= 300
+    assert counts[0][1] <= 3
