@@ -119,7 +119,7 @@ class _DualPath(Function):
     """(K, weight, regs, Y) -> a (R, ..., n, c) and blocks of P (R, ..., c', g, s, s) for each size.
 
     c' is 1, or c where every output has its own regularisation; w and B are those of Note [spectral
-    form], `gathered` the rows of B by set. See Note [spectral backward].
+    form], a is known already, `gathered` the rows of B by set. See Note [spectral backward].
     """
 
     @staticmethod
@@ -131,18 +131,19 @@ class _DualPath(Function):
         w: Tensor,
         B: Tensor,
         bias: bool,
+        a: Tensor,
         gathered: list[Tensor],
         *groups: Tensor,
     ) -> tuple[Tensor, ...]:
         with full_precision(B):
             f = _inverses(w, regs, bias)
-            a = _times(f * (Y.mT @ B), B.mT).mT
             several = iter(gathered)
-            return a, *[_blocks(B if rows.shape[-1] == 1 else next(several), f, rows) for rows in groups]
+            of_sets = (B if rows.shape[-1] == 1 else next(several) for rows in groups)
+            return a.clone(), *[_blocks(part, f, rows) for part, rows in zip(of_sets, groups, strict=True)]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, weight, regs, Y, w, B, ctx.bias, _, *groups = inputs
+        _, weight, regs, Y, w, B, ctx.bias, _, _, *groups = inputs
         ctx.save_for_backward(weight, regs, Y, w, B, *groups)
 
     @staticmethod
@@ -171,7 +172,7 @@ class _DualPath(Function):
                     regbar[r, j] = -X.diagonal(dim1=-2, dim2=-1).sum()
             Kbar = -(B @ total @ B.mT)
             weightbar = ((B @ scaled) * B).sum(-1) / weight.square()
-        return Kbar, weightbar, regbar, Ybar, *[None] * (4 + len(groups))
+        return Kbar, weightbar, regbar, Ybar, *[None] * (5 + len(groups))
 
 
 def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
@@ -183,8 +184,10 @@ def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
 
 
 class Step(NamedTuple):
-    """What Note [spectral accuracy] adds to the solution a, (R, ..., n, c)."""
+    """The solution, and what Note [spectral accuracy] adds to it."""
 
+    a: Tensor
+    """P Y, (R, ..., n, c)."""
     transformed: Tensor
     """B^T rho, (R, ..., c, n)."""
     solved: Tensor
@@ -244,7 +247,7 @@ class Spectral(NamedTuple):
         shared = regs.shape[1] == 1
         with torch.no_grad():
             f = _inverses(self.w, regs, bias)
-        given = (self.K, self.weight, regs, self.Y, self.w, self.B, bias, gathered)
+        given = (self.K, self.weight, regs, self.Y, self.w, self.B, bias, step.a, gathered)
         a, *blocks = _DualPath.apply(*given, *groups)
         root = None
         if gathered:
@@ -283,7 +286,7 @@ class Spectral(NamedTuple):
         rho_B, half = _times(rho, B), f * (self.Y.mT @ B)
         P_rho, along = _times(torch.cat([f * rho_B, f * half], -2), B.mT).chunk(2, -2)
         square = half.square().sum(-1, keepdim=True).clamp(min=torch.finfo(half.dtype).tiny)
-        return Step(rho_B, P_rho.mT, (along / square).mT)
+        return Step(rows.mT, rho_B, P_rho.mT, (along / square).mT)
 
 
 def _beside(parts: tuple[Tensor, ...], shared: bool) -> Tensor:
