@@ -74,6 +74,8 @@ class KFD(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
     """
 
     _function = "kfd"

@@ -170,6 +170,8 @@ class SparseLSSVM(LeastSquares):
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
 
     Held-out outputs are those for the basis as it is. A selector looks at the inputs of all rows (and
     `pruned` at all targets), so what it chooses is not chosen anew without each row. To train by a
@@ -182,8 +184,15 @@ class SparseLSSVM(LeastSquares):
 
     kept: Tensor | None
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor | Selector) -> None:
-        super().__init__(kernel, reg)
+    def __init__(
+        self,
+        kernel: Kernel,
+        reg: Tensor | float = 1.0,
+        *,
+        basis: int | Tensor | Selector,
+        classes: Any = None,
+    ) -> None:
+        super().__init__(kernel, reg, classes=classes)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
