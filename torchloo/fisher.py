@@ -81,7 +81,9 @@ class KFD(LeastSquares):
     _function = "kfd"
     has_bias = True
 
-    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
+    def _solve(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+    ) -> Fit:
         return _solve(guard, self.kernel(X), Y, self.reg, weight)
 
     def _route(
