@@ -14,7 +14,6 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -97,9 +96,12 @@ class Fit:
     flat: bool = False
     """True where the targets came without an output axis."""
 
-    @functools.cached_property
+    @property
     def _coefficients(self) -> Coefficients:
-        return self.expand(self.form)
+        found = vars(self).get("_found")  # not a cached_property, which torch.compile does not follow
+        if found is None:
+            found = vars(self)["_found"] = self.expand(self.form)
+        return found
 
     @property
     def columns(self) -> Tensor:
