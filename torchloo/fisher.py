@@ -82,12 +82,16 @@ class KFD(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
     """
 
     _function = "kfd"
     has_bias = True
 
-    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
+    def _solve(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+    ) -> Fit:
         return _solve(guard, self.kernel(X), Y, self.reg, weight)
 
     def _route(
