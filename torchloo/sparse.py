@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,7 +20,7 @@ from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
-from torchloo.smoothers import Fit, solve_features
+from torchloo.smoothers import Coefficients, Fit, solve_features
 from torchloo.spectral import path_features
 from torchloo.streaming.stream import Stream
 
@@ -125,10 +126,16 @@ def _solve(
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
     fit = solve_features(guard, Z, Y, reg, weight, bias=True)
-    assert fit.features is not None
-    with full_precision(Z):
-        beta = torch.linalg.solve_triangular(L.mT, fit.features.coef.double(), upper=True)
-    return replace(fit, columns=beta.to(Y.dtype) * kept.unsqueeze(-1), features=None, kept=kept)
+    return replace(fit, expand=partial(_of_basis, fit.expand, L, kept), kept=kept)
+
+
+def _of_basis(expand: Callable[[Any], Coefficients], L: Tensor, kept: Tensor, form: Any) -> Coefficients:
+    """The coefficients of the basis, beta = L^{-T} p."""
+    _, offset, features = expand(form)
+    assert features is not None
+    with full_precision(L):
+        beta = torch.linalg.solve_triangular(L.mT, features.coef.double(), upper=True)
+    return Coefficients(beta.to(offset.dtype) * kept.unsqueeze(-1), offset)
 
 
 def sparse_lssvm(
