@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine.predictor import Predictor
 
@@ -36,9 +36,12 @@ class KernelMachine(nn.Module):
         kernel: a kernel of torchloo.kernels.
 
     Shape:
-        X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
-        y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
-        clusters (n,). Leading dimensions are batch.
+        X (..., n, d), or (..., n, *event) where the kernel has an `event_dim`, or sparse rows (n, d) of
+        layout torch.sparse_csr where it takes them; y (..., n) or (..., n, c), whichever came in goes out;
+        weight (..., n); clusters (n,). Leading dimensions are batch. y without them, (n,) or (n, c), is the
+        same for all problems of a batch; as (B, n) is looked for first, (n, n) has to be expanded.
+
+    X and y in bfloat16 or float16 are taken up to float32, X after its features; results are float32.
     """
 
     _function: str
@@ -84,21 +87,30 @@ class KernelMachine(nn.Module):
             self.support, self.coef, self.bias = support.clone(), solved.coef.clone(), solved.bias.clone()
         self._flat, self._linear = solved.flat, solved.linear
 
+    @property
+    def _row_axis(self) -> int:
+        """The axis of X (..., n, *event) that counts rows, from the end."""
+        return -self.kernel.event_dim - 1
+
     def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
-        require_floating(self._function, X=X, y=y)
+        require_inputs(self._function, X=X, y=y)
         csr.require_layout(self._function, "X", X)
-        if X.ndim < 2 or 0 in X.shape:
+        event = self.kernel.event_dim
+        if X.ndim <= event or 0 in X.shape:
+            expected = self.kernel.input_shape
             raise ValueError(
-                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
+                f"{self._function}: X must be {expected} with at least one row, got shape {tuple(X.shape)}"
             )
-        flat = y.ndim == X.ndim - 1
-        rows = y.shape[y.ndim - 1 if flat else X.ndim - 2 :][:1]
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2:-1] or 0 in y.shape:
+        n, most = X.shape[self._row_axis], X.ndim - event  # rows, and axes of targets (..., n)
+        flat = y.ndim <= most and y.shape[-1:] == (n,)
+        matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
+        if not (flat or matrix) or 0 in y.shape:
             raise ValueError(
-                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
-                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
+                f"{self._function}: y must have {n} rows to match X, shape (..., n) or (..., n, c) "
+                f"with the batch dimensions of X or without, got shape {tuple(y.shape)}"
             )
+        y = y.to(full_dtype(X.dtype))
         guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
