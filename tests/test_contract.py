@@ -465,11 +465,12 @@ def test_targets_without_batch_axes_are_those_of_every_problem(case):
     Y = case.targets(problem(N)[1])
     machine = case.make(0.3)
     for y in (Y, Y[:, 0]):
-        shared, alone = machine.loo(X, y, weight), machine.loo(X, y.expand(2, 3, *y.shape), weight)
+        each = y.expand(2, 3, *y.shape)
+        shared, alone = machine.loo(X, y, weight), machine.loo(X, each, weight)
         for name in ("outputs", "residuals", "targets", "variance"):
             assert_close(getattr(shared, name), getattr(alone, name), equal_nan=True)
         new = X[..., :2, :]
-        assert_close(machine.solve(X, y, weight)(new), machine.fit(X, alone.targets, weight)(new))
+        assert_close(machine.solve(X, y, weight)(new), machine.fit(X, each, weight)(new))
 
 
 @every_machine

@@ -36,12 +36,13 @@ class LeastSquares(KernelMachine):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
+        classes: the class labels there are, where not all are in every call; see Note [class labels].
     """
 
     has_bias: bool
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0) -> None:
-        super().__init__(kernel)
+    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, classes: Any = None) -> None:
+        super().__init__(kernel, classes)
         self.log_reg = log_parameter(type(self).__name__, reg=reg)
 
     @property
@@ -217,7 +218,9 @@ class LeastSquares(KernelMachine):
                 self.require_only_stream(y, weight)
                 self._keep(self.solve(X) if isinstance(X, Stream) else X)
             else:
+                y, classes = self._fit_targets(X, y)
                 self._fit(X, y, weight)
+                self.classes = classes
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:

@@ -26,8 +26,9 @@ class Stream:
     Args:
         X: inputs (n, d), or (n, *event) for a kernel with that `event_dim`, as a tensor or a NumPy array,
             memory-mapped or not; or an iterable of batches (X, y) or (X, y, weight), such as a DataLoader,
-            that brings the same rows in the same order every time it is iterated. No row may change between `solve` and the passes that come later
-            (`held_out`, `path`, `fit`): these raise ValueError if one has.
+            that brings the same rows in the same order every time it is iterated. No row may change between
+            `solve` and the passes that come later (`held_out`, `path`, `fit`): these raise ValueError if one
+            has.
         y: targets (n,) or (n, c), of the dtype of X; None where the batches bring them.
         weight: row weights (n,), positive.
         block: rows read at once; None takes as many as make 16 MB of features.
