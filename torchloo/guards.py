@@ -64,9 +64,10 @@ def _require_alike(function: str, tensors: dict[str, Tensor], half: bool) -> Non
                 f"{function}: {name} must be float32 or float64, got {tensor.dtype}; "
                 f"convert it, e.g. {name}.double()"
             )
-        if tensor.dtype != first.dtype and (not half or full_dtype(tensor.dtype) != full_dtype(first.dtype)):
+        expected = full_dtype(first.dtype)  # another one only where halves are taken up
+        if full_dtype(tensor.dtype) != expected:
             raise TypeError(
-                f"{function}: {name} must have the dtype of {first_name}, {first.dtype}, got {tensor.dtype}"
+                f"{function}: {name} must have the dtype of {first_name}, {expected}, got {tensor.dtype}"
             )
         if tensor.device != first.device:
             raise ValueError(
