@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.primal.machines import Expansion
 from torchloo.problem import check_dual
-from torchloo.smoothers import Fit, solve_features
+from torchloo.smoothers import Coefficients, Fit, solve_features
 from torchloo.spectral import path_features
 from torchloo.streaming.stream import Stream
 
@@ -33,8 +35,14 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
 def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Fit:
     """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
     fit = solve_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
-    assert fit.features is not None
-    return replace(fit, columns=fit.features.coef, features=None)
+    return replace(fit, expand=partial(_of_columns, fit.expand))
+
+
+def _of_columns(expand: Callable[[Any], Coefficients], form: Any) -> Coefficients:
+    """The coefficients of the columns of K, which are those of the features."""
+    _, offset, features = expand(form)
+    assert features is not None
+    return Coefficients(features.coef, offset)
 
 
 def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None) -> Fit:
@@ -74,12 +82,16 @@ class KFD(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
     """
 
     _function = "kfd"
     has_bias = True
 
-    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None) -> Fit:
+    def _solve(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+    ) -> Fit:
         return _solve(guard, self.kernel(X), Y, self.reg, weight)
 
     def _route(
