@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
+from torchloo.classes import is_label, sorted_labels
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
@@ -16,7 +17,7 @@ from torchloo.machine.kernel_machine import KernelMachine, log_parameter
 from torchloo.machine.predictor import Predictor, SolvedWith
 from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Alone, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.problem import check_rows
@@ -155,9 +156,17 @@ class LeastSquares(KernelMachine):
 
     def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
         """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
+        targets = y
+        if others.count > 1 and not self.has_given_classes:
+            own_labels = others.together(
+                lambda: sorted_labels(self._function, "y", y) if is_label(y) else None
+            )
+            classes = shared_labels(self._function, others, own_labels, len(X))
+            if classes is not None:
+                targets, _ = others.together(lambda: self._coded(Guard(self._function), X, y, classes))
 
         def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
-            guard, Y, flat = self._checked(X, y)
+            guard, Y, flat = self._checked(X, targets)
             if X.ndim != -self._row_axis or self.log_reg.ndim:
                 raise ValueError(
                     f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
@@ -216,11 +225,13 @@ class LeastSquares(KernelMachine):
         with torch.no_grad():
             if isinstance(X, Stream | StreamFit):
                 self.require_only_stream(y, weight)
-                self._keep(self.solve(X) if isinstance(X, Stream) else X)
+                solved = self.solve(X) if isinstance(X, Stream) else X
+                self._keep(solved)
+                classes = self.classes if self.has_given_classes else solved.stream.classes
             else:
                 y, classes = self._fit_targets(X, y)
                 self._fit(X, y, weight)
-                self.classes = classes
+            self.classes = classes
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
@@ -245,6 +256,11 @@ class LeastSquares(KernelMachine):
 
     def solve_rows(self, stream: Stream, others: Alone) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have."""
+        if self.has_given_classes:
+            stream = stream.with_classes(self.classes)
+        elif others.count > 1:
+            own = others.together(lambda: stream.labels(self._function))
+            stream = stream.with_classes(shared_labels(self._function, others, own, stream.n or 0))
         expansion = others.together(lambda: self._expansion(stream))
         return StreamFit(self, Guard(self._function), stream, expansion, self.reg, others)
 
