@@ -15,7 +15,7 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from torchloo.problem import Problem, check_dual, check_features
 __all__ = [
     "FeatureWeights",
     "Fit",
+    "Form",
     "assemble",
+    "at_zero",
     "centred",
     "solve_dual",
     "solve_features",
@@ -46,6 +48,7 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    weight = expanded(weight, refitted.shape)
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
@@ -60,6 +63,31 @@ class FeatureWeights(NamedTuple):
     """(..., 1, d); zeros without a bias."""
     offset: Tensor
     """(..., c)."""
+
+
+def at_zero(weights: FeatureWeights) -> Tensor:
+    """The output where all features are zero, (..., c)."""
+    coef, centre, offset = weights
+    with full_precision(coef):
+        return offset - (centre @ coef)[..., 0, :]
+
+
+class Form(Protocol):
+    """A factorised problem, or several with one regularisation each."""
+
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
+
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
+
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a, and diagonal blocks of P, (..., g, s, s) for each size; (..., c, g, s, s) of own regularisations."""
+
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows (..., n) were refitted."""
 
 
 class _Later:
@@ -90,11 +118,11 @@ class Fit:
     """A solved least-squares machine that still knows its factorisation.
 
     Every tensor is differentiable in what the machine was given. Shapes are those of the targets:
-    (..., n, c), or without the output axis where `flat` is set. `leverage`, `annihilator` and
-    `held_out` are computed when asked.
+    (..., n, c), or without the output axis where `flat` is set; those of a path have an axis R in front of
+    all others. `leverage`, `annihilator` and `held_out` are computed when asked.
     """
 
-    form: Dual | Primal
+    form: Form
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
@@ -146,7 +174,7 @@ class Fit:
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.problem.ridge.unsqueeze(-1) * self.dual)
+        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
@@ -155,12 +183,17 @@ class Fit:
 
     @property
     def leverage(self) -> Tensor:
-        """h_i = d Yhat_i / d Y_i, (..., n)."""
+        """h_i = d Yhat_i / d Y_i, (..., n), or (..., n, c) where every output has its own regularisation."""
         block = self._block(Partition.single(self.targets.shape[-2], self.targets.device))
-        return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
+        P, noise = block[..., 0, 0], self.form.noise
+        h = 1 - noise * P.mT if noise.shape[-1] > 1 else 1 - noise[..., 0] * P
+        return h.to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
-        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
+        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch.
+
+        (..., c, n, n) where every output has its own regularisation.
+        """
         block = self._block(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
@@ -257,15 +290,10 @@ def solve_features(
         with full_precision(Z):
             return FeatureWeights(shifted.mT @ form.dual, centre, form.bias)
 
-    def at_zero() -> Tensor:
-        coef, centre, offset = weights()
-        with full_precision(Z):
-            return (offset - (centre @ coef)[..., 0, :]).to(Y.dtype)
-
     return Fit(
         form,
         problem,
         columns=lambda: form.dual.to(Y.dtype),  # type: ignore[arg-type]
-        offset=at_zero,  # type: ignore[arg-type]
+        offset=lambda: at_zero(weights()).to(Y.dtype),  # type: ignore[arg-type]
         features=lambda: FeatureWeights(*(t.to(Y.dtype) for t in weights())),  # type: ignore[arg-type]
     )

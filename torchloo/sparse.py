@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torchloo import csr
 from torchloo.basis import Selector
 from torchloo.guards import Guard, is_whole, require_floating, values_visible
-from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares
@@ -19,8 +17,9 @@ from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
-from torchloo.smoothers import Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.problem import Regs
+from torchloo.smoothers import Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
@@ -121,14 +120,18 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _solve(
-    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
-    fit = solve_features(guard, Z, Y, reg, weight, bias=True)
-    assert fit.features is not None
-    with full_precision(Z):
-        beta = torch.linalg.solve_triangular(L.mT, fit.features.coef.double(), upper=True)
-    return replace(fit, columns=beta.to(Y.dtype) * kept.unsqueeze(-1), features=None, kept=kept)
+    fit = from_features(guard, Z, Y, reg, weight, bias=True)
+
+    def columns() -> Tensor:
+        assert fit.features is not None
+        with full_precision(Z):
+            beta = torch.linalg.solve_triangular(L.mT, fit.features.coef.double(), upper=True)
+        return beta.to(Y.dtype) * kept.unsqueeze(-1)
+
+    return Fit(fit.form, fit.problem, columns, lambda: fit.offset, kept=kept)  # type: ignore[arg-type]
 
 
 def sparse_lssvm(
@@ -182,8 +185,15 @@ class SparseLSSVM(LeastSquares):
 
     kept: Tensor | None
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor | Selector) -> None:
-        super().__init__(kernel, reg)
+    def __init__(
+        self,
+        kernel: Kernel,
+        reg: Tensor | float = 1.0,
+        *,
+        basis: int | Tensor | Selector,
+        reg_per_output: bool = False,
+    ) -> None:
+        super().__init__(kernel, reg, reg_per_output=reg_per_output)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
@@ -214,7 +224,7 @@ class SparseLSSVM(LeastSquares):
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         guard, Y, flat = self._checked(X, y)
         basis = self._basis_of(X, Y, weight)
-        fit = self._solve(guard, X, Y, weight, basis).checked()
+        fit = self._solve(guard, X, Y, weight, self._penalty, basis).checked()
         self._store(basis, fit.columns, fit.offset, flat)
         self.kept = fit.kept
 
@@ -319,14 +329,13 @@ class SparseLSSVM(LeastSquares):
         return twin
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, basis: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        basis: Tensor | None = None,
     ) -> Fit:
         basis = self._basis_of(X, Y, weight) if basis is None else basis
-        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        basis = self._basis_of(X, Y, weight)
-        Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
-        return path_features, Z, Y
+        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)
