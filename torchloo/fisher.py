@@ -79,7 +79,15 @@ class KFD(LeastSquares):
     _function = "kfd"
     has_bias = True
 
-    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
+    def _solve(
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
+    ) -> Fit:
         return _solve(guard, self.kernel(X), Y, reg, weight)
 
     def _explicit(

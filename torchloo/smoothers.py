@@ -14,6 +14,7 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -84,10 +85,13 @@ class Form(Protocol):
         """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
-        """a, and diagonal blocks of P, (..., g, s, s) for each size; (..., c, g, s, s) of own regularisations."""
+        """a, and diagonal blocks of P, (..., g, s, s) for each size.
+
+        (..., c, g, s, s) where every output has its own regularisation.
+        """
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows (..., n) were refitted."""
+        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
 
 
 class _Later:
@@ -136,6 +140,22 @@ class Fit:
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
+    predictor: Callable[[Tensor], Tensor] | None = None
+    """Outputs at new inputs, where a machine with a kernel was solved."""
+
+    def __call__(self, X_new: Tensor) -> Tensor:
+        """Outputs (..., q) or (..., q, c) at new inputs (..., q, d), what `machine.fit(X, y)(X_new)` gives.
+
+        Differentiable in the new inputs, and in everything the machine was solved from: X, y, weight,
+        regularisation, the kernel and its features. Batches are episodes, X (B, n, d) and X_new (B, q, d).
+        Cost: a kernel matrix (q, n) and its product with the coefficients.
+        """
+        if self.predictor is None:
+            raise TypeError(
+                f"{self.problem.function}: solved from matrices, a Fit knows no kernel to evaluate at new "
+                "inputs; use Fit.from_kernel(K_new) with their kernel rows, or solve of a machine"
+            )
+        return self.predictor(X_new)
 
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""

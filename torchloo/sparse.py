@@ -12,7 +12,7 @@ from torchloo.basis import Selector
 from torchloo.guards import Guard, is_whole, require_floating, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
-from torchloo.machine import LeastSquares
+from torchloo.machine import LeastSquares, Predictor
 from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
@@ -222,10 +222,9 @@ class SparseLSSVM(LeastSquares):
         return (~self.kept).sum(-1)
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
-        guard, Y, flat = self._checked(X, y)
-        basis = self._basis_of(X, Y, weight)
-        fit = self._solve(guard, X, Y, weight, self._penalty, basis).checked()
-        self._store(basis, fit.columns, fit.offset, flat)
+        fit = self.solve(X, y, weight)
+        assert isinstance(fit.predictor, Predictor)
+        self._store(fit.predictor)
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
@@ -237,7 +236,8 @@ class SparseLSSVM(LeastSquares):
         beta = torch.linalg.solve_triangular(expansion.factor.mT, p, upper=True)
         bias = solved.offset - (solved.centre @ p)[0]
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
-        self._store(expansion.support, coef, bias.to(solved.dtype), solved.stream.flat)
+        parts = (expansion.support, coef, bias.to(solved.dtype))
+        self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
         self.kept = expansion.kept
 
     def _expansion(self, stream: Stream) -> Expansion:
@@ -286,7 +286,7 @@ class SparseLSSVM(LeastSquares):
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
         """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
-        basis = self._basis_of(X, Y, weight)
+        basis = self._support_of(X, Y, weight)
         if basis.ndim > 2:
             return None
         if csr.is_csr(X) or self.kernel.is_embedding_inside:
@@ -306,7 +306,7 @@ class SparseLSSVM(LeastSquares):
             return None
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors])
 
-    def _basis_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
+    def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:
             return self.basis
         if isinstance(self.rows, Selector):
@@ -325,7 +325,7 @@ class SparseLSSVM(LeastSquares):
         if self.basis is not None:
             return self
         twin = copy.copy(self)
-        twin.basis = self._basis_of(X, self._checked(X, y)[1], weight)
+        twin.basis = self._support_of(X, self._checked(X, y)[1], weight)
         return twin
 
     def _solve(
@@ -335,7 +335,7 @@ class SparseLSSVM(LeastSquares):
         Y: Tensor,
         weight: Tensor | None,
         reg: Tensor | Regs,
-        basis: Tensor | None = None,
+        support: Tensor | None = None,
     ) -> Fit:
-        basis = self._basis_of(X, Y, weight) if basis is None else basis
+        basis = self._support_of(X, Y, weight) if support is None else support
         return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchloo import csr
 from torchloo.guards import Guard, require_floating
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.precision import full_precision
+from torchloo.machine.predictor import Predictor
 
 __all__ = ["KernelMachine", "log_parameter"]
 
@@ -63,27 +63,8 @@ class KernelMachine(nn.Module):
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        require_floating(self._function, X=X, support=self.support)
-        csr.require_layout(self._function, "X", X)
-        guard = Guard(self._function)
-        guard.finite(X=X)
-        guard.check()
-        design = self._design(X, self.support, self.coef)
-        with full_precision(X):
-            outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return (outputs[..., 0] if self._flat else outputs).to(X.dtype)
-
-    def _design(self, X: Tensor, support: Tensor, coef: Tensor) -> Tensor:
-        """Features about their centre, or kernel rows: what the coefficients multiply, (..., n, m)."""
-        own = self._linear or isinstance(self.kernel, Precomputed)
-        expected = coef.shape[-2] if own else support.shape[-1]
-        received = self.kernel.feature_map(X, coef.dtype) if self._linear else X
-        if X.ndim < 2 or received.shape[-1] != expected:
-            what = "give features of" if self._linear and self.kernel.features is not None else "have"
-            raise ValueError(
-                f"{self._function}: X must {what} {expected} columns, as in fit, got shape {tuple(X.shape)}"
-            )
-        return received - support if self._linear else self.kernel(X, support, coef.dtype)
+        parts = (self.support, self.coef, self.bias)
+        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)(X)
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
         """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
@@ -94,16 +75,14 @@ class KernelMachine(nn.Module):
                 stacklevel=3,
             )
 
-    def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool, linear: bool = False) -> None:
-        """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c).
-
-        Of a linear machine, the support is the centre (..., 1, d) of the features.
-        """
+    def _store(self, solved: Predictor) -> None:
+        """Keep a copy of what predicts."""
+        support = solved.support
         if isinstance(self.kernel, Precomputed):
             support = csr.dense(support)[..., :1]  # only the number of its rows is asked for
         with torch.inference_mode(False):
-            self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
-        self._flat, self._linear = flat, linear
+            self.support, self.coef, self.bias = support.clone(), solved.coef.clone(), solved.bias.clone()
+        self._flat, self._linear = solved.flat, solved.linear
 
     def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector."""

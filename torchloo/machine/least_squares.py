@@ -12,6 +12,7 @@ from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.kernels.pure import pure
 from torchloo.machine.kernel_machine import KernelMachine, log_parameter
+from torchloo.machine.predictor import Predictor, SolvedWith
 from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory
 from torchloo.primal.collective import Alone
@@ -70,13 +71,19 @@ class LeastSquares(KernelMachine):
     ) -> Fit | StreamFit:
         """The solved machine, differentiable in X, y, weight and all parameters.
 
-        From a `Stream`, which brings y and weight, a StreamFit.
+        ``solved = machine.solve(X, y)`` and ``solved(X_new)`` are a differentiable head: outputs at new
+        inputs, with the graph through both. From a `Stream`, which brings y and weight, a StreamFit.
         """
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
             return self.solve_rows(X, Alone())
+        return self._solved(X, y, weight, self._penalty)
+
+    def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         guard, Y, flat = self._checked(X, y)
-        return replace(self._solve(guard, X, Y, weight, self._penalty), flat=flat).checked()
+        support = self._support_of(X, Y, weight)
+        fit = self._solve(guard, X, Y, weight, reg, support)
+        return replace(fit, flat=flat, predictor=self._predictor(fit, support, flat)).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
@@ -156,8 +163,7 @@ class LeastSquares(KernelMachine):
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
             return self.solve_rows(X, Alone(), path)
-        guard, Y, flat = self._checked(X, y)
-        return replace(self._solve(guard, X, Y, weight, path), flat=flat).checked()
+        return self._solved(X, y, weight, path)
 
     def _path_of(self, regs: Tensor | None) -> Regs:
         if regs is None:
@@ -267,17 +273,23 @@ class LeastSquares(KernelMachine):
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
-        if fit.features is None:
-            self._store(X, fit.columns, fit.offset, fit.flat)
-        else:
-            self._store(fit.features.centre, fit.features.coef, fit.features.offset, fit.flat, linear=True)
+        assert isinstance(fit.predictor, Predictor)
+        self._store(fit.predictor)
+
+    def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
+        """What predicts, of a solved machine; it knows when the support or the kernel has changed since."""
+        parts, linear = (support, fit.columns, fit.offset), fit.features is not None
+        if fit.features is not None:
+            parts = (fit.features.centre, fit.features.coef, fit.features.offset)
+        solved_with = SolvedWith.now(self.kernel, parts[0])
+        return Predictor(self._function, self.kernel, *parts, flat, linear, solved_with)
 
     def _keep(self, solved: StreamFit) -> None:
         """Store what was solved from a stream."""
         solved.checked_for(self)
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
-        self._store(centre, coef, offset, solved.stream.flat, linear=True)
+        self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
 
     def solve_rows(self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have.
@@ -313,7 +325,19 @@ class LeastSquares(KernelMachine):
         fewer = X.shape[-1] + self.has_bias < X.shape[-2]
         return self.kernel.is_linear and (fewer or not csr.is_csr(X))
 
-    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
+    def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
+        """The points that the machine expands its function over, (..., m, d)."""
+        return X
+
+    def _solve(
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
+    ) -> Fit:
         if self._by_features(X):
             return from_features(guard, self.kernel.feature_map(X), Y, reg, weight, self.has_bias)
         return from_kernel_matrix(guard, self.kernel(X), Y, reg, weight, self.has_bias)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchloo.clusters import Partition
 from torchloo.factors import triangle
-from torchloo.guards import Guard
+from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
 from torchloo.primal.block import Block, Rows
@@ -228,6 +228,29 @@ class StreamFit:
         """Output at the mean of the features, (c,), or (R, c) of a path."""
         offset = self._called("offset").refined(self._machine).offset
         return offset if self._path else offset[0]
+
+    @torch.no_grad()
+    def __call__(self, X_new: Tensor) -> Tensor:
+        """Outputs (q,) or (q, c) at new inputs (q, d): values, without a graph.
+
+        Of the machine as it was solved. Where new inputs are to be differentiated, solve from tensors.
+        """
+        function, dtype = self.function, self.dtype
+        require_floating(function, X_new=X_new)
+        if X_new.dtype != dtype:
+            raise TypeError(
+                f"{function}: X_new must have the dtype of the stream, {dtype}, got {X_new.dtype}"
+            )
+        guard = Guard(function)
+        guard.finite(X_new=X_new)
+        guard.check()
+        machines = self._called("__call__").refined(self._machine)
+        parts = []
+        for X in X_new.split(self.size):
+            u = machines.rotated(X, fold=False)  # (p, b)
+            parts.append(machines.outputs(u, machines.q)[0].mT + machines.offset[0])
+        outputs = torch.cat(parts).to(dtype)
+        return outputs[:, 0] if self.stream.flat else outputs
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from torchloo import csr
 from torchloo.guards import require_floating
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.machine import KernelMachine, log_parameter
+from torchloo.machine import KernelMachine, Predictor, log_parameter
+from torchloo.machine.predictor import SolvedWith
 from torchloo.precision import full_precision
 from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import SVMHeldOut
@@ -68,15 +70,13 @@ class SVC(KernelMachine):
         return self.log_C.exp()
 
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> SVMFit:
-        """The trained machine; not differentiable."""
-        gram, problems, flat = self._problems(X, y, weight)
-        with _said_by_svc():
-            fit = svm(**problems)
-        if gram.centred is not None:  # from the bias of centred features to that of the kernel
-            F, centre = gram.centred
-            shift = centre.to(F) @ (F.detach().mT @ fit.coef.mT)  # (..., 1, c)
+        """The trained machine, which takes new inputs: ``solved(X_new)``; neither is differentiable."""
+        fit, predictor = self._trained(X, y, weight)
+        if predictor.linear:  # from the bias of centred features to that of the kernel
+            shift = predictor.support.to(predictor.coef) @ predictor.coef  # (..., 1, c)
             fit = fit._replace(bias=fit.bias - shift[..., 0, :])
-        return fit.with_outputs(flat).to(X.dtype)
+        predictor = replace(predictor, solved_with=SolvedWith.now(self.kernel, predictor.support))
+        return fit.with_outputs(predictor.flat).to(X.dtype)._replace(predictor=predictor)
 
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the support vectors and their coefficients; an error leaves the machine as it was.
@@ -86,18 +86,19 @@ class SVC(KernelMachine):
         """
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
-            self._fit(X, y, weight)
+            self._store(self._trained(X, y, weight)[1])
         return self
 
-    def _fit(self, X: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    @torch.no_grad()
+    def _trained(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple[SVMFit, Predictor]:
+        """What `svm` makes of the problems, and what predicts: support vectors, or weights of features."""
         gram, problems, flat = self._problems(X, y, weight)
         with _said_by_svc():
-            fit = svm(**problems).with_outputs(False)
-        coef, bias = fit.coef, fit.bias
+            fit = svm(**problems)
+        coef, bias = fit.coef.mT, fit.bias  # (..., n, c), (..., c)
         if gram.centred is not None:
             F, centre = gram.centred
-            self._store(centre, F.mT @ coef, bias, flat, linear=True)
-            return
+            return fit, Predictor(self._function, self.kernel, centre, F.mT @ coef, bias, flat, linear=True)
         if self._has_given_matrix():
             support = X  # the columns of a given matrix cannot be chosen among
         else:
@@ -105,7 +106,7 @@ class SVC(KernelMachine):
             rows = used.nonzero()[:, 0]
             support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
             coef = coef[..., rows, :]
-        self._store(support, coef, bias, flat)
+        return fit, Predictor(self._function, self.kernel, support, coef, bias, flat)
 
     def loo(
         self,
