@@ -74,6 +74,7 @@ class KFD(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
     """
 
     _function = "kfd"

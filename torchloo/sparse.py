@@ -170,6 +170,7 @@ class SparseLSSVM(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.

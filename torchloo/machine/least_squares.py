@@ -39,6 +39,7 @@ class LeastSquares(KernelMachine):
     """
 
     has_bias: bool
+    reg_per_output = False
 
     def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, reg_per_output: bool = False) -> None:
         super().__init__(kernel)
@@ -318,7 +319,10 @@ class LeastSquares(KernelMachine):
     def extra_repr(self) -> str:
         """Current regularisation."""
         reg = self.reg.detach()
-        return f"reg={reg.item():.4g}" if reg.ndim == 0 and values_visible(reg) else f"reg={tuple(reg.shape)}"
+        if reg.ndim == self.reg_per_output and values_visible(reg):
+            numbers = ", ".join(f"{number:.4g}" for number in reg.reshape(-1).tolist())
+            return f"reg=[{numbers}] per output" if reg.ndim else f"reg={numbers}"
+        return f"reg={tuple(reg.shape)}"
 
     def _by_features(self, X: Tensor) -> bool:
         """Whether to work with explicit features: not with sparse rows of which they would be too many."""

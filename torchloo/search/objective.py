@@ -109,12 +109,12 @@ class Objective:
         return values, gradients
 
     def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
-        """Values (B, R) for R regularisations instead of each candidate's own, by `path`."""
+        """Values (B, R) for regularisations (R,), or (R, c), instead of each candidate's own, by `path`."""
         width, own = self._width(), self.space.find("reg", "grid").part
         rows = []
         for part, of in zip(theta.split(width), problem.split(width), strict=True):
             with_regs = part.unsqueeze(1).repeat(1, len(regs), 1)  # (b, R, p)
-            with_regs[..., own] = regs.log().unsqueeze(-1)
+            with_regs[..., own] = regs.log().reshape(len(regs), -1)
             each = with_regs.flatten(0, 1), of.repeat_interleave(len(regs))
             try:
                 with torch.no_grad():
