@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, values_visible
 
-__all__ = ["as_classes", "coded", "is_label", "one_vs_rest", "require_few", "sorted_classes"]
+__all__ = ["as_classes", "coded", "is_label", "one_vs_rest", "require_few", "require_two", "sorted_labels"]
 
 _FEW = 20  # so many classes are never taken for counts
 
@@ -53,7 +53,8 @@ def one_vs_rest(labels: Any, classes: Any = None, *, dtype: torch.dtype | None =
             f"one_vs_rest: labels must be (..., n) and not empty, got shape {tuple(labels.shape)}"
         )
     if classes is None:
-        known = sorted_classes("one_vs_rest", "labels", labels)
+        known = sorted_labels("one_vs_rest", "labels", labels)
+        require_two("one_vs_rest", "labels", known)
     else:
         known = as_classes("one_vs_rest", classes)
     guard = Guard("one_vs_rest")
@@ -81,20 +82,23 @@ def as_classes(function: str, classes: Any) -> Tensor:
     return given
 
 
-def sorted_classes(function: str, name: str, labels: Tensor) -> Tensor:
-    """The different labels there are, ascending, (c,), two at least; one look at the values."""
+def sorted_labels(function: str, name: str, labels: Tensor) -> Tensor:
+    """The different labels there are, ascending, (c,); one look at the values."""
     if not values_visible(labels):
         raise ValueError(
             f"{function}: classes must be given, e.g. classes=[0, 1, 2], where the values of {name} cannot "
             "be looked at: on meta tensors, inside torch.func transforms and under torch.compile"
         )
-    classes = labels.detach().unique()
+    return labels.detach().unique()
+
+
+def require_two(function: str, name: str, classes: Tensor) -> None:
+    """Refuse labels that are all the same."""
     if len(classes) < 2:
         raise ValueError(
             f"{function}: {name} must hold two classes at least, got {classes.tolist()} only; give classes= "
             "where others are missing"
         )
-    return classes
 
 
 def require_few(function: str, classes: Tensor, rows: int) -> None:
@@ -102,7 +106,7 @@ def require_few(function: str, classes: Tensor, rows: int) -> None:
     most = max(_FEW, math.isqrt(rows))
     if len(classes) > most:
         raise ValueError(
-            f"{function}: integer y are class labels, of which there may be {most} for {rows} rows, got "
+            f"{function}: integer y are class labels, at most {most} different ones for {rows} rows, got "
             f"{len(classes)}; for regression on numbers use y.double() (or .float(), as X is); if they are "
             "classes, give classes= to the machine, or columns tl.one_vs_rest(y, dtype=X.dtype)"
         )

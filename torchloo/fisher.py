@@ -1,5 +1,10 @@
 """The kernel Fisher discriminant: the least-squares machine of the kernel matrix K K^T."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,7 +12,7 @@ from torchloo.guards import Guard
 from torchloo.machine import LeastSquares
 from torchloo.primal.machines import Expansion
 from torchloo.problem import Regs, check_dual
-from torchloo.smoothers import Fit
+from torchloo.smoothers import Coefficients, Fit
 from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
@@ -29,12 +34,14 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
 def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None) -> Fit:
     """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
     fit = from_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
+    return replace(fit, expand=partial(_of_columns, fit.expand))
 
-    def columns() -> Tensor:
-        assert fit.features is not None
-        return fit.features.coef
 
-    return Fit(fit.form, fit.problem, columns, lambda: fit.offset)  # type: ignore[arg-type]
+def _of_columns(expand: Callable[[Any], Coefficients], form: Any) -> Coefficients:
+    """The coefficients of the columns of K, which are those of the features."""
+    _, offset, features = expand(form)
+    assert features is not None
+    return Coefficients(features.coef, offset)
 
 
 def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None) -> Fit:
@@ -75,6 +82,8 @@ class KFD(LeastSquares):
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
         reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
     """
 
     _function = "kfd"

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,7 +20,7 @@ from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
 from torchloo.problem import Regs
-from torchloo.smoothers import Fit
+from torchloo.smoothers import Coefficients, Fit
 from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
@@ -124,14 +126,16 @@ def _solve(
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
     fit = from_features(guard, Z, Y, reg, weight, bias=True)
+    return replace(fit, expand=partial(_of_basis, fit.expand, L, kept), kept=kept)
 
-    def columns() -> Tensor:
-        assert fit.features is not None
-        with full_precision(Z):
-            beta = torch.linalg.solve_triangular(L.mT, fit.features.coef.double(), upper=True)
-        return beta.to(Y.dtype) * kept.unsqueeze(-1)
 
-    return Fit(fit.form, fit.problem, columns, lambda: fit.offset, kept=kept)  # type: ignore[arg-type]
+def _of_basis(expand: Callable[[Any], Coefficients], L: Tensor, kept: Tensor, form: Any) -> Coefficients:
+    """The coefficients of the basis, beta = L^{-T} p."""
+    _, offset, features = expand(form)
+    assert features is not None
+    with full_precision(L):
+        beta = torch.linalg.solve_triangular(L.mT, features.coef.double(), upper=True)
+    return Coefficients(beta.to(offset.dtype) * kept.unsqueeze(-1), offset)
 
 
 def sparse_lssvm(
@@ -174,6 +178,8 @@ class SparseLSSVM(LeastSquares):
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
 
     Held-out outputs are those for the basis as it is. A selector looks at the inputs of all rows (and
     `pruned` at all targets), so what it chooses is not chosen anew without each row. To train by a
@@ -192,9 +198,10 @@ class SparseLSSVM(LeastSquares):
         reg: Tensor | float = 1.0,
         *,
         basis: int | Tensor | Selector,
+        classes: Any = None,
         reg_per_output: bool = False,
     ) -> None:
-        super().__init__(kernel, reg, reg_per_output=reg_per_output)
+        super().__init__(kernel, reg, classes=classes, reg_per_output=reg_per_output)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(

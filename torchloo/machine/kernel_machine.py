@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
+from torchloo.classes import as_classes, coded, is_label, require_few, require_two, sorted_labels
 from torchloo.guards import Guard, require_floating
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine.predictor import Predictor
@@ -34,11 +35,19 @@ class KernelMachine(nn.Module):
 
     Args:
         kernel: a kernel of torchloo.kernels.
+        classes: the class labels there are, in the order of their columns; None: the sorted labels of a call.
 
     Shape:
         X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
         y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
         clusters (n,). Leading dimensions are batch.
+
+    Note [class labels]
+    Integer or bool y (..., n) are class labels, coded one class against the rest (Note [coding of classes] in
+    classes.py) in the dtype of X: of c > 2 classes the outputs are (..., n, c), of two (..., n), positive for
+    the second. With `classes=`, no value is looked at and an episode may lack a class; otherwise the sorted
+    labels of the call are the classes, of which more than max(20, sqrt n) are refused, as counts would be.
+    Only `fit` stores classes, for `predict_class`; a HeldOut has the columns for its targets.
     """
 
     _function: str
@@ -47,8 +56,10 @@ class KernelMachine(nn.Module):
     support: Tensor | None
     coef: Tensor | None
     bias: Tensor | None
+    classes: Tensor | None
+    """Labels of the classes, (c,), in the order of the columns: those given, or those of the last `fit`."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, classes: Any = None) -> None:
         super().__init__()
         if not isinstance(kernel, Kernel):
             raise TypeError(
@@ -57,6 +68,9 @@ class KernelMachine(nn.Module):
         self.kernel = kernel
         for name in ("support", "coef", "bias"):
             self.register_buffer(name, None)
+        given = None if classes is None else as_classes(type(self).__name__, classes)
+        self.register_buffer("classes", given)
+        self.has_given_classes = given is not None
         self._flat, self._linear = True, False
 
     def forward(self, X: Tensor) -> Tensor:
@@ -65,6 +79,27 @@ class KernelMachine(nn.Module):
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         parts = (self.support, self.coef, self.bias)
         return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)(X)
+
+    def predict_class(self, X: Tensor) -> Tensor:
+        """Labels (..., n) of the predicted classes at new points: that of the largest output.
+
+        Of two classes the second where the output is not negative. Of a machine fitted to integer labels, or
+        to the columns of the classes it was given.
+        """
+        outputs = self(X).detach()
+        if self.classes is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: fitted to numbers, so it has no classes; fit it to integer labels, "
+                "or give it classes="
+            )
+        columns = outputs.unsqueeze(-1) if self._flat else outputs  # (..., n, c)
+        if columns.shape[-1] != (len(self.classes) if len(self.classes) > 2 else 1):
+            raise RuntimeError(
+                f"{type(self).__name__}: {len(self.classes)} classes need outputs of one column each, or one "
+                f"for two, but the machine was fitted to {columns.shape[-1]} columns"
+            )
+        column = columns.argmax(-1) if columns.shape[-1] > 1 else (columns[..., 0] >= 0).long()
+        return self.classes.to(X.device)[column]
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
         """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
@@ -85,7 +120,13 @@ class KernelMachine(nn.Module):
         self._flat, self._linear = solved.flat, solved.linear
 
     def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
-        """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
+        """A guard that knows X, the targets as a matrix, and whether they came as a vector.
+
+        Class labels are coded; see Note [class labels].
+        """
+        guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
+        if is_label(y):
+            y, _ = self._coded(guard, X, y)
         require_floating(self._function, X=X, y=y)
         csr.require_layout(self._function, "X", X)
         if X.ndim < 2 or 0 in X.shape:
@@ -99,9 +140,37 @@ class KernelMachine(nn.Module):
                 f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
                 f"with the batch dimensions of X, got shape {tuple(y.shape)}"
             )
-        guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
+
+    def _coded(self, guard: Guard, X: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
+        require_floating(guard.function, X=X)
+        if labels.device != X.device:
+            raise ValueError(
+                f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"
+            )
+        if X.ndim < 2 or not 0 < labels.ndim < X.ndim or labels.shape[-1] != X.shape[-2]:
+            raise ValueError(
+                f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
+                f"{tuple(X.shape)}, got shape {tuple(labels.shape)}; columns of numbers must be {X.dtype}"
+            )
+        labels = labels[(None,) * (X.ndim - 1 - labels.ndim)]  # the same labels for all problems of a batch
+        if self.has_given_classes:
+            assert self.classes is not None
+            classes = self.classes
+        else:
+            classes = sorted_labels(guard.function, "y", labels)
+            require_two(guard.function, "y", classes)
+            require_few(guard.function, classes, X.shape[-2])
+        columns = coded(guard, "y", labels, classes, X.dtype)
+        return (columns if len(classes) > 2 else columns[..., 0]), classes
+
+    def _fit_targets(self, X: Any, y: Any) -> tuple[Any, Tensor | None]:
+        """The targets of `fit`, and the classes that it stores, found in one look at the labels."""
+        if self.has_given_classes or not is_label(y):
+            return y, self.classes if self.has_given_classes else None
+        return self._coded(Guard(self._function), X, y)
 
     def get_extra_state(self) -> dict[str, bool]:
         """Whether the targets of `fit` came without an output axis, and whether features are weighed."""
@@ -123,7 +192,12 @@ class KernelMachine(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the coefficients of a fitted machine, whatever this one holds."""
         device = next(self.parameters()).device
-        for name in self._fitted:
+        if prefix + "classes" not in state_dict:  # fitted to numbers, or not at all
+            if self.has_given_classes:
+                state_dict[prefix + "classes"] = self.classes
+            else:
+                self.classes = None
+        for name in (*self._fitted, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -36,13 +36,21 @@ class LeastSquares(KernelMachine):
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
         reg_per_output: whether the last axis of reg, (..., c), is one number for each of the c outputs.
+        classes: the class labels there are, where not all are in every call; see Note [class labels].
     """
 
     has_bias: bool
     reg_per_output = False
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, reg_per_output: bool = False) -> None:
-        super().__init__(kernel)
+    def __init__(
+        self,
+        kernel: Kernel,
+        reg: Tensor | float = 1.0,
+        *,
+        classes: Any = None,
+        reg_per_output: bool = False,
+    ) -> None:
+        super().__init__(kernel, classes)
         self.log_reg = log_parameter(type(self).__name__, reg=reg)
         if reg_per_output and not self.log_reg.ndim:
             raise ValueError(
@@ -269,7 +277,9 @@ class LeastSquares(KernelMachine):
                 self.require_only_stream(y, weight)
                 self._keep(self.solve(X) if isinstance(X, Stream) else X)
             else:
+                y, classes = self._fit_targets(X, y)
                 self._fit(X, y, weight)
+                self.classes = classes
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:

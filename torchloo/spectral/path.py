@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,18 @@ from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, Regs, check_dual, check_features
-from torchloo.smoothers import FeatureWeights, Fit, at_zero, centred, solve_dual, solve_features, with_ones
+from torchloo.smoothers import (
+    Coefficients,
+    FeatureWeights,
+    Fit,
+    centred,
+    of_features,
+    of_kernel,
+    solve_dual,
+    solve_features,
+    weighed,
+    with_ones,
+)
 from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
@@ -127,6 +139,11 @@ class Each(Path):
     def biases(self) -> Tensor:
         return self.along(lambda form: (form.bias,))[0]
 
+    @property
+    def weights(self) -> Tensor:
+        """Coefficients of the features of primal forms, (..., p, c)."""
+        return self._shaped(self.along(lambda form: (form.coef,))[0])
+
     def blocks_of(self, partition: Partition) -> list[Tensor]:
         blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
         return [block.movedim(-1, -4) for block in blocks]
@@ -218,7 +235,7 @@ def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, g
     width = max(1, together // (columns * form.w.shape[-1] if largest > 1 else columns))
     held_out: Callable[..., Parts] = form.held_out
     if columns * largest * len(regs) > together and torch.is_grad_enabled():
-        held_out = functools.partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
+        held_out = partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
     with torch.no_grad():
         gathered = form.gathered(partition)
     chunks = zip(regs.split(width), *(part.split(width) for part in step), strict=True)
@@ -278,12 +295,7 @@ def from_kernel_matrix(
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
         form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
-    return Fit(
-        form,
-        problem,
-        columns=lambda: form.dual.to(Y.dtype),  # type: ignore[arg-type]
-        offset=lambda: form.bias.to(Y.dtype),  # type: ignore[arg-type]
-    )
+    return Fit(form, problem, partial(of_kernel, Y.dtype))
 
 
 def from_features(
@@ -314,28 +326,14 @@ def from_features(
                 again = share @ shifted.detach()
                 shifted, centre = shifted - again, centre + again
             form = _path(problem, shifted @ shifted.mT, shifted, regs, reg.path, bias)
-
-            def weights() -> FeatureWeights:
-                with full_precision(Z):
-                    return FeatureWeights(shifted.mT @ form.dual, centre, form.bias)
-
-        else:
-            form, weights = _rotated(problem, shifted, centre, regs, reg.path, bias)
-
-    return Fit(
-        form,
-        problem,
-        columns=lambda: form.dual.to(Y.dtype),  # type: ignore[arg-type]
-        offset=lambda: at_zero(weights()).to(Y.dtype),  # type: ignore[arg-type]
-        features=lambda: FeatureWeights(*(t.to(Y.dtype) for t in weights())),  # type: ignore[arg-type]
-    )
+            return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
+        each, Q = _rotated(problem, shifted, regs, reg.path, bias)
+    return Fit(each, problem, partial(_of_rotated, Q, centre, Y.dtype))
 
 
-def _rotated(
-    problem: Problem, shifted: Tensor, centre: Tensor, regs: Tensor, axis: bool, bias: bool
-) -> tuple[Path, Callable[[], FeatureWeights]]:
-    """Machines from fewer features (..., n, d) than rows, about their centre (..., 1, d)."""
-    guard, zeta, d = problem.guard, problem.weight.double(), shifted.shape[-1]
+def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: bool) -> tuple[Each, Tensor]:
+    """Machines from fewer features (..., n, d) than rows, about their centre, and the rotation."""
+    guard, zeta = problem.guard, problem.weight.double()
     guard.check()  # before a decomposition that would fail in words of its own
     with torch.no_grad():
         w, Q = torch.linalg.eigh(shifted.mT @ (zeta.unsqueeze(-1) * shifted))
@@ -350,12 +348,13 @@ def _rotated(
             squared = torch.cat([squared, zeta.detach().sum(-1, keepdim=True)], -1)
         return primal(design, R, zeta, Y, reg, guard, squared.sqrt())
 
-    form = Each(problem, regs, axis, form_of)
+    return Each(problem, regs, axis, form_of), Q
 
-    def weights() -> FeatureWeights:
-        with full_precision(Q):
-            (coef,) = form.along(lambda each: (each.coef,))  # (R, ..., d + bias, c)
-            coef = coef if axis else coef[0]
-            return FeatureWeights(Q @ coef[..., :d, :], centre, coef[..., d:, :].sum(-2))
 
-    return form, weights
+def _of_rotated(Q: Tensor, centre: Tensor, dtype: torch.dtype, form: Each) -> Coefficients:
+    """The coefficients of features (..., n, d) about their centre from those of the rotated ones."""
+    d = Q.shape[-1]
+    with full_precision(Q):
+        coef = form.weights  # (..., d + bias, c)
+        weights = FeatureWeights(Q @ coef[..., :d, :], centre, coef[..., d:, :].sum(-2))
+    return weighed(weights, dtype, form)

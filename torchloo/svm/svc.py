@@ -56,12 +56,14 @@ class SVC(KernelMachine):
     Args:
         kernel: a kernel of torchloo.kernels.
         C: box bound, a positive number or tensor of batch shape; kept as the parameter `log_C`.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
     """
 
     _function = "svc"
 
-    def __init__(self, kernel: Kernel, C: Tensor | float = 1.0) -> None:
-        super().__init__(kernel)
+    def __init__(self, kernel: Kernel, C: Tensor | float = 1.0, *, classes: Any = None) -> None:
+        super().__init__(kernel, classes)
         self.log_C = log_parameter("SVC", C=C)
 
     @property
@@ -86,7 +88,9 @@ class SVC(KernelMachine):
         """
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
+            y, classes = self._fit_targets(X, y)
             self._store(self._trained(X, y, weight)[1])
+            self.classes = classes
         return self
 
     @torch.no_grad()
