@@ -193,7 +193,7 @@ class LeastSquares(KernelMachine):
 
         None for batches of problems, for more features than rows, and where values cannot be looked at.
         """
-        one = X.ndim == 2 and (weight is None or weight.ndim == 1) and self._is_one(reg)
+        one = X.ndim == -self._row_axis and (weight is None or weight.ndim == 1) and self._is_one(reg)
         if not one or not values_visible(X, Y, self.log_reg):
             return None
         found = self._explicit(guard, X, Y, weight)
@@ -202,7 +202,7 @@ class LeastSquares(KernelMachine):
         several = isinstance(reg, Regs)
         if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
             return None
-        single = clusters is None and not several and X.dtype == torch.float32
+        single = clusters is None and not several and Y.dtype == torch.float32
         return self._in_memory(guard, *found, Y, weight, flat, Alone(), single, reg)
 
     def _is_one(self, reg: Tensor | Regs) -> bool:
@@ -215,7 +215,7 @@ class LeastSquares(KernelMachine):
 
         def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
             guard, Y, flat = self._checked(X, y)
-            if X.ndim != 2 or not self._is_one(self._penalty):
+            if X.ndim != -self._row_axis or not self._is_one(self._penalty):
                 raise ValueError(
                     f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
                 )
@@ -336,8 +336,7 @@ class LeastSquares(KernelMachine):
 
     def _by_features(self, X: Tensor) -> bool:
         """Whether to work with explicit features: not with sparse rows of which they would be too many."""
-        fewer = X.shape[-1] + self.has_bias < X.shape[-2]
-        return self.kernel.is_linear and (fewer or not csr.is_csr(X))
+        return self.kernel.is_linear and (not csr.is_csr(X) or X.shape[-1] + self.has_bias < X.shape[-2])
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         """The points that the machine expands its function over, (..., m, d)."""
