@@ -14,13 +14,15 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torchloo.clusters import Partition
+from torchloo.clusters import Partition, row_sets
 from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
@@ -29,13 +31,18 @@ from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
 
 __all__ = [
+    "Coefficients",
     "FeatureWeights",
     "Fit",
+    "Form",
     "assemble",
     "centred",
+    "of_features",
+    "of_kernel",
     "solve_dual",
     "solve_features",
     "solve_primal",
+    "weighed",
     "with_ones",
 ]
 
@@ -46,6 +53,7 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    weight = expanded(weight, refitted.shape)
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
@@ -62,27 +70,36 @@ class FeatureWeights(NamedTuple):
     """(..., c)."""
 
 
-class _Later:
-    """A field of a dataclass that may be given as a function, called when the field is first read."""
+class Form(Protocol):
+    """A factorised problem, or several with one regularisation each."""
 
-    def __init__(self, *default: Any) -> None:
-        self.default = default
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a, and diagonal blocks of P, (..., g, s, s) for each size.
 
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:  # dataclass asks for the default
-            if self.default:
-                return self.default[0]
-            raise AttributeError(self.name)
-        value = vars(instance)[self.name]
-        if callable(value):
-            value = vars(instance)[self.name] = value()
-        return value
+        (..., c, g, s, s) where every output has its own regularisation.
+        """
+
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
+
+
+class Coefficients(NamedTuple):
+    """What a machine multiplies kernel rows or features with, in the dtype of the targets."""
+
+    columns: Tensor
+    """Coefficients of the columns of K_new in `Fit.from_kernel`, (..., m, c)."""
+    offset: Tensor
+    """(..., c), zeros for a machine without a bias."""
+    features: FeatureWeights | None = None
+    """Weights of the explicit features, where the machine has such."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +107,63 @@ class Fit:
     """A solved least-squares machine that still knows its factorisation.
 
     Every tensor is differentiable in what the machine was given. Shapes are those of the targets:
-    (..., n, c), or without the output axis where `flat` is set. `leverage`, `annihilator` and
-    `held_out` are computed when asked.
+    (..., n, c), or without the output axis where `flat` is set; those of a path have an axis R in front of
+    all others. `leverage`, `annihilator` and `held_out` are computed when asked.
     """
 
-    form: Dual | Primal
+    form: Form
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
-    columns: Tensor = _Later()  # type: ignore[assignment]
-    """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
-    offset: Tensor = _Later()  # type: ignore[assignment]
-    """(..., c), zeros for a machine without a bias."""
-    features: "FeatureWeights | None" = _Later(None)  # type: ignore[assignment]
-    """Weights of the explicit features, where the machine has such."""
+    expand: Callable[[Any], Coefficients]
+    """The coefficients of a form with this factorisation, for whichever targets."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
+    predictor: Callable[[Tensor], Tensor] | None = None
+    """Outputs at new inputs, where a machine with a kernel was solved."""
+
+    def __call__(self, X_new: Tensor) -> Tensor:
+        """Outputs (..., q) or (..., q, c) at new inputs (..., q, d), what `machine.fit(X, y)(X_new)` gives.
+
+        Differentiable in the new inputs, and in everything the machine was solved from: X, y, weight,
+        regularisation, the kernel and its features. Batches are episodes, X (B, n, d) and X_new (B, q, d).
+        Cost: a kernel matrix (q, n) and its product with the coefficients.
+        """
+        if self.predictor is None:
+            raise TypeError(
+                f"{self.problem.function}: solved from matrices, a Fit knows no kernel to evaluate at new "
+                "inputs; use Fit.from_kernel(K_new) with their kernel rows, or solve of a machine"
+            )
+        return self.predictor(X_new)
+
+    @property
+    def _coefficients(self) -> Coefficients:
+        found = vars(self).get("_found")  # not a cached_property, which torch.compile does not follow
+        if found is None:
+            found = vars(self)["_found"] = self.expand(self.form)
+        return found
+
+    @property
+    def columns(self) -> Tensor:
+        """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
+        return self._coefficients.columns
+
+    @property
+    def offset(self) -> Tensor:
+        """(..., c), zeros for a machine without a bias."""
+        return self._coefficients.offset
+
+    @property
+    def features(self) -> FeatureWeights | None:
+        """Weights of the explicit features, where the machine has such."""
+        return self._coefficients.features
 
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
         self.problem.guard.check()
-        _ = self.columns, self.offset, self.features
+        _ = self._coefficients
         return self
 
     def _shaped(self, values: Tensor) -> Tensor:
@@ -146,7 +197,7 @@ class Fit:
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.problem.ridge.unsqueeze(-1) * self.dual)
+        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
@@ -155,12 +206,17 @@ class Fit:
 
     @property
     def leverage(self) -> Tensor:
-        """h_i = d Yhat_i / d Y_i, (..., n)."""
+        """h_i = d Yhat_i / d Y_i, (..., n), or (..., n, c) where every output has its own regularisation."""
         block = self._block(Partition.single(self.targets.shape[-2], self.targets.device))
-        return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
+        P, noise = block[..., 0, 0], self.form.noise
+        h = 1 - noise * P.mT if noise.shape[-1] > 1 else 1 - noise[..., 0] * P
+        return h.to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
-        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
+        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch.
+
+        (..., c, n, n) where every output has its own regularisation.
+        """
         block = self._block(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
@@ -200,6 +256,46 @@ class Fit:
         guard.check()
         return assemble(Y, self.weight, partition.labels, parts, self.flat if flat is None else flat)
 
+    def held_out_coef(self, rows: object) -> tuple[Tensor, Tensor]:
+        """Coefficients and bias of the machine that was not given some rows.
+
+        By Note [held-out residual] it is the machine of the same rows whose targets in L are its own
+        held-out outputs there, Y_L - r_L: so one more solution with the factorisation at hand,
+        a - P_{:L} r_L in the dual form (zero on L, to rounding), gives its coefficients.
+
+        Args:
+            rows: one row, or integers (s,), the rows left out together; or (g, s), g disjoint sets of them.
+
+        Returns:
+            `coef` and `bias` of the machine without them, for sets (g, s) with an axis of g before those
+            of each. Basis vectors, and the columns of KFD, stay.
+
+        Differentiable. Cost n^2 g (s + c) in the dual form, that of `held_out` in the primal one; memory
+        n g (s + c) numbers.
+        """
+        n, function = self.targets.shape[-2], "held_out_coef"
+        if not isinstance(self.form, Dual | Primal):
+            raise TypeError(
+                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
+            )
+        self.problem.given.require_unchanged(self.problem.function)
+        sets, several = row_sets(function, rows, n)
+        sets, guard = sets.to(self.targets.device), self.problem.guard
+        Y = self.form.Y.unsqueeze(-3)  # (..., 1, n, c)
+        with full_precision(Y):
+            r = self.form.leave_out(sets, guard)  # (..., g, s, c)
+            place = sets.unsqueeze(-1).expand(r.shape)
+            replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
+            outputs = (len(sets), Y.shape[-1])
+            form = self.form.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            found = self.expand(form)
+        guard.check()
+        coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)
+        bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
+        if not several:
+            coef, bias = coef.squeeze(-3), bias.squeeze(-2)
+        return self._shaped(coef), self._shaped(bias)
+
 
 def solve_dual(
     guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None, bias: bool
@@ -207,7 +303,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, lambda: form.dual, lambda: form.bias)  # type: ignore[arg-type]
+    return Fit(form, problem, partial(of_kernel, Y.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -219,8 +315,7 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
     guard.symmetric(R=R)
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
-    coef = form.coef.to(Y.dtype)
-    return Fit(form, problem, coef, torch.zeros_like(coef[..., 0, :]))
+    return Fit(form, problem, partial(_of_penalised, Y.dtype))
 
 
 def solve_features(
@@ -250,22 +345,36 @@ def solve_features(
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
             form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
+    return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
 
-    def weights() -> FeatureWeights:
+
+def of_kernel(dtype: torch.dtype, form: Any) -> Coefficients:
+    """The coefficients of a kernel machine."""
+    return Coefficients(form.dual.to(dtype), form.bias.to(dtype))
+
+
+def _of_penalised(dtype: torch.dtype, form: Primal) -> Coefficients:
+    """Those of ridge regression."""
+    coef = form.coef.to(dtype)
+    return Coefficients(coef, torch.zeros_like(coef[..., 0, :]))
+
+
+def of_features(shifted: Tensor, centre: Tensor, dtype: torch.dtype, form: Any) -> Coefficients:
+    """Those of the training rows and of their features (..., n, d), shifted by a centre (..., 1, d)."""
+    d = shifted.shape[-1]
+    with full_precision(shifted):
         if isinstance(form, Primal):
-            return FeatureWeights(form.coef[..., :d, :], centre, form.coef[..., d:, :].sum(-2))
-        with full_precision(Z):
-            return FeatureWeights(shifted.mT @ form.dual, centre, form.bias)
+            coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
+        else:
+            coef, offset = shifted.mT @ form.dual, form.bias
+    return weighed(FeatureWeights(coef, centre, offset), dtype, form)
 
-    def at_zero() -> Tensor:
-        coef, centre, offset = weights()
-        with full_precision(Z):
-            return (offset - (centre @ coef)[..., 0, :]).to(Y.dtype)
 
-    return Fit(
-        form,
-        problem,
-        columns=lambda: form.dual.to(Y.dtype),  # type: ignore[arg-type]
-        offset=at_zero,  # type: ignore[arg-type]
-        features=lambda: FeatureWeights(*(t.to(Y.dtype) for t in weights())),  # type: ignore[arg-type]
+def weighed(weights: FeatureWeights, dtype: torch.dtype, form: Form) -> Coefficients:
+    """Those of a form that weighs features."""
+    coef, centre, offset = weights
+    with full_precision(coef):
+        at_zero = offset - (centre @ coef)[..., 0, :]
+    return Coefficients(
+        form.dual.to(dtype), at_zero.to(dtype), FeatureWeights(*(t.to(dtype) for t in weights))
     )

@@ -87,7 +87,6 @@ def leave_out_large(
     a: Tensor,
     factor: Tensor,
     least: Tensor,
-    small: Partition,
     large: Partition,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Sets of more rows than features, by Note [large sets].
@@ -97,7 +96,7 @@ def leave_out_large(
         a: P Y, (..., n, c).
         factor: of C, (..., p, p), or (..., p) if diagonal; held constant.
         least: the 1 - h below which a set is lost to rounding, (...).
-        small, large: all other rows, and the sets.
+        large: the sets.
 
     Returns:
         held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost
@@ -110,8 +109,8 @@ def leave_out_large(
     V = whitened(factor, (scale * Z).mT).mT  # (..., n, p), Omega^{1/2} Z S
     parts = large.gather(V)
     outside = whitened(factor, whitened(factor, R).mT)
-    if small.groups:
-        V_out = V.index_select(-2, small.index)
+    if large.index.numel() < V.shape[-2]:
+        V_out = V.index_fill(-2, large.index, 0.0)  # the rows in no set
         outside = outside + V_out.mT @ V_out
     C = outside.unsqueeze(-3) + sum_of_others(torch.cat([V_L.mT @ V_L for V_L in parts], -3))
     lost = is_lost(C, least)

@@ -154,10 +154,24 @@ class Primal(NamedTuple):
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
 
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1)."""
+        return self.reg[..., None, None] / self.weight.unsqueeze(-1)
+
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
         blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.groups)
         return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
+
+    def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
+        """The same factorisation with other targets (..., n, c')."""
+        other = primal(self.Z, self.R, self.weight, Y, self.reg, guard, self.factor)
+        return other._replace(least=self.least)
+
+    def leave_out(self, sets: Tensor, guard: Guard) -> Tensor:
+        """Held-out residuals (..., g, s, c) of disjoint sets (g, s) of rows; see `held_out`."""
+        return self.held_out(Partition((sets,)), guard)[0][..., sets, :]
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
@@ -168,7 +182,7 @@ class Primal(NamedTuple):
         small, large = partition.split(self.Z.shape[-1])
         residuals, variances, lost = self._by_blocks(small, guard) if small.groups else ([], [], [])
         if large.groups:
-            for parts, more in zip((residuals, variances, lost), self._by_sums(small, large), strict=True):
+            for parts, more in zip((residuals, variances, lost), self._by_sums(large), strict=True):
                 parts += more
         n = self.Z.shape[-2]
         marks = [
@@ -191,10 +205,10 @@ class Primal(NamedTuple):
         ]
         return *solve_blocks(partition.gather(a), safe, guard), lost
 
-    def _by_sums(self, small: Partition, large: Partition) -> _Parts:
+    def _by_sums(self, large: Partition) -> _Parts:
         reg = self.reg[..., None, None]
         residuals, variances, lost = leave_out_large(
-            self.Z, self.R, self.weight, self.dual * reg, self.factor, self.least, small, large
+            self.Z, self.R, self.weight, self.dual * reg, self.factor, self.least, large
         )
         return residuals, [variance * reg.unsqueeze(-1) for variance in variances], lost
 

@@ -1,6 +1,7 @@
 """svm: the machine trained exactly on a kernel matrix."""
 
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,23 @@ class SVMFit(NamedTuple):
     flat: bool = True
     """True where the labels came without an output axis."""
 
+    predictor: Callable[[Tensor], Tensor] | None = None
+    """Decision values at new inputs, where a machine with a kernel was trained."""
+
+    @torch.no_grad()
+    def __call__(self, X_new: Tensor) -> Tensor:
+        """Decision values (..., q) or (..., q, c) at new inputs (..., q, d): values, without a graph.
+
+        The coefficients of an SVM have no derivative where a row reaches or leaves its bound; held-out
+        decision values of `svm_loo` are differentiable.
+        """
+        if self.predictor is None:
+            raise TypeError(
+                "svm: trained on a matrix, an SVMFit knows no kernel to evaluate at new inputs; use "
+                "SVMFit.from_kernel(K_new) with their kernel rows, or solve of an SVC"
+            )
+        return self.predictor(X_new)
+
     def from_kernel(self, K_new: Tensor) -> Tensor:
         """Decision values at new points from K_new (..., t, n): (..., t) or (..., t, c)."""
         if not self.flat:
@@ -50,7 +68,7 @@ class SVMFit(NamedTuple):
     def to(self, dtype: torch.dtype) -> "SVMFit":
         """In a dtype."""
         coef, bias, outputs, gap = (field.to(dtype) for field in self[:4])
-        return SVMFit(coef, bias, outputs, gap, self.flat)
+        return SVMFit(coef, bias, outputs, gap, self.flat, self.predictor)
 
     def with_outputs(self, flat: bool) -> "SVMFit":
         """The last batch axis c as the output axis, which goes away where `flat` is set."""
