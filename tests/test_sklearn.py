@@ -145,7 +145,7 @@ def test_groups_may_be_text_and_choose_the_machine():
     X, y = (
         np.repeat(X, 3, 0),
         np.repeat(y, 3),
-    )  # three copies of every row, which leave-one-out learns by heart
+    )  # what leave-one-out takes for certain
     alone = LOORegressor().fit(X, y)
     grouped = LOORegressor().fit(X, y, groups=[f"row {i // 3}" for i in range(len(X))])
     assert grouped.best_params_["reg"] > 10 * alone.best_params_["reg"]

@@ -283,16 +283,16 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
-        """Choose hyper-parameters, fit and calibrate; as `LOORegressor.fit`, but y holds n labels of any kind."""
+        """Choose hyper-parameters, fit and calibrate; y holds n labels of any kind. See `LOORegressor.fit`."""
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, number = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise ValueError(f"LOOClassifier: y must hold two classes or more, got one class, {y[0]!r}")
         weight = _weights(sample_weight, X)
         if self.class_weight is not None:
             by_class = compute_sample_weight(self.class_weight, y)
             weight = by_class if weight is None else weight * by_class
+        if len(np.unique(number if weight is None else number[weight > 0])) < 2:
+            raise ValueError("LOOClassifier: y must hold rows of two classes or more, got one class only")
         held_out = self._fit_rows(X, number, weight, groups, classes=range(len(self.classes_)))
         others = self._outputs_at(X[~self._taking_part]) if not self._taking_part.all() else 0.0
         self.loo_decision_ = self._in_all_rows(held_out.outputs, others)
