@@ -283,7 +283,7 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
-        """Choose hyper-parameters, fit and calibrate; y holds n labels of any kind. See `LOORegressor.fit`."""
+        """Choose hyper-parameters, fit and calibrate; y holds n labels of any kind; see `LOORegressor`."""
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, number = np.unique(y, return_inverse=True)
