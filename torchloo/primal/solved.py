@@ -226,6 +226,17 @@ class StreamFit:
         outputs = torch.cat(parts).to(dtype)
         return outputs[:, 0] if self.stream.flat else outputs
 
+    @property
+    def spread(self) -> Tensor:
+        """S (p', p + 1) with the variance |S (z, 1)|^2 at features z about the centre."""
+        machine, bias = self._machine, self.moments.centre
+        S = torch.nn.functional.pad(
+            (self.reg.detach() * machine.f[0, 0]).sqrt().unsqueeze(-1) * machine.rotation, (0, 1, 0, bias)
+        )
+        if bias:
+            S[-1, -1] = (self.reg.detach() * self.per_weight).sqrt()
+        return S
+
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
 
