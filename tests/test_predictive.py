@@ -170,3 +170,13 @@ def test_a_kernel_that_is_not_known_has_no_variance():
         machine.predictive(K)
     with pytest.raises(RuntimeError, match="not fitted"):
         tl.LSSVM(tl.kernels.RBF()).predictive(X)
+
+
+def test_one_regularisation_for_each_output_is_refused_with_a_remedy():
+    X, Y, _ = problem(N, c=2)
+    for machine in (tl.LSSVM, tl.RLS):
+        own = machine(tl.kernels.RBF(), torch.tensor([0.1, 1.0]), reg_per_output=True).fit(X, Y)
+        with pytest.raises(RuntimeError, match="one machine for each output"):
+            own.predictive(X)
+        with pytest.raises(TypeError, match="solve it for each of them"):
+            own.solve(X, Y).weights_at(X)

@@ -10,6 +10,7 @@ from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
 from torchloo.rls import RLS
+from torchloo.sampling_error import standard_error
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
@@ -44,6 +45,7 @@ __all__ = [
     "one_vs_rest",
     "select",
     "splits",
+    "standard_error",
     "threshold",
     "validate",
 ]

@@ -90,12 +90,15 @@ class NewPoints(Protocol):
         """k(x, x), (..., q), for kernel rows."""
 
 
+@dataclass(frozen=True)
 class KernelRows:
     """A machine whose coefficients are those of its form, at kernel rows."""
 
-    def coefficients(self, form: Dual) -> Coefficients:
+    dtype: torch.dtype
+
+    def coefficients(self, form: Any) -> Coefficients:
         """Of the training rows."""
-        return Coefficients(form.dual, form.bias)
+        return Coefficients(form.dual.to(self.dtype), form.bias.to(self.dtype))
 
     def weights(self, form: Dual, rows: Tensor) -> Tensor:
         """See `Representation`."""
@@ -135,17 +138,20 @@ class CentredFeatures:
     centre: Tensor
     dtype: torch.dtype
 
-    def coefficients(self, form: Dual | Primal) -> Coefficients:
+    def coefficients(self, form: Any) -> Coefficients:
         """Of the training rows, and of the features."""
-        d = self.shifted.shape[-1]
         with full_precision(self.shifted):
-            if isinstance(form, Primal):
-                coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
-            else:
-                coef, offset = self.shifted.mT @ form.dual, form.bias
+            coef, offset = self._weighed(form)
             at_zero = offset - (self.centre @ coef)[..., 0, :]
         weights = FeatureWeights(*(t.to(self.dtype) for t in (coef, self.centre, offset)))
         return Coefficients(form.dual.to(self.dtype), at_zero.to(self.dtype), weights)
+
+    def _weighed(self, form: Any) -> tuple[Tensor, Tensor]:
+        """Coefficients (..., d, c) of the features about their centre, and the offset (..., c)."""
+        d = self.shifted.shape[-1]
+        if isinstance(form, Primal):
+            return form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
+        return self.shifted.mT @ form.dual, form.bias
 
     def weights(self, form: Dual | Primal, rows: Tensor) -> Tensor:
         """See `Representation`."""

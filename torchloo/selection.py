@@ -75,15 +75,17 @@ def select(
             each, "press" or "multiclass_error"; a criterion of two classes as a mean over the columns is
             functools.partial(tl.criteria.smooth_error, average="outputs").
         search: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
-            evaluations by far. "nelder-mead": the simplex method, for any criterion and few parameters.
-            "grid": every point of `grid`; the axis "reg" comes from one decomposition (`path`).
+            evaluations by far. Where reg alone is to be chosen, it follows paths over the whole box instead,
+            by any criterion (Note [search along a path] in search/along_reg.py). "nelder-mead": the simplex
+            method, for any criterion and few parameters. "grid": every point of `grid`; the axis "reg" comes
+            from one decomposition (`path`).
         clusters: labels (n,) of what is left out together: leave-cluster-out.
         weight: training weights (n,), or a function of y, such as tl.balanced_weight.
         criterion_weight: weights of the criterion: "own" takes the training weights, None counts every row
             once; or as `weight`.
         starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
             where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
-            values; the others at random around it, drawn from `generator`.
+            values; the others at random around it, drawn from `generator`. Along a path one is enough.
         bounds: {name: (low, high)}; by default six decades either way of the first start, so that no
             parameter runs away. Of grids only the default one is cut.
         grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
@@ -102,7 +104,9 @@ def select(
         candidate whose factorisation fails is infeasible and stands in the history with an infinite value.
 
     Cost: one `loo` for each evaluation, small problems in batches, large ones one by one (Note [one batched
-    evaluation] in search/objective.py); memory that of one `loo`.
+    evaluation] in search/objective.py); memory that of one `loo`. Where reg alone is to be chosen, paths of
+    25, 8 and 1 regularisations, and more for a criterion that is not smooth, with up to 2^24 outputs in
+    memory at once.
 
     Reference: Cawley 2006, IV (Nelder and Mead on PRESS); Cawley and Talbot 2007 (hyper-prior).
 

@@ -15,6 +15,7 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from torchloo.representation import (
 
 __all__ = [
     "Fit",
+    "Form",
     "assemble",
     "centred",
     "solve_dual",
@@ -53,9 +55,31 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    weight = expanded(weight, refitted.shape)
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
+
+
+class Form(Protocol):
+    """A factorised problem, or several with one regularisation each."""
+
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
+
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
+
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a, and diagonal blocks of P, (..., g, s, s) for each size.
+
+        (..., c, g, s, s) where every output has its own regularisation.
+        """
+
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +87,11 @@ class Fit:
     """A solved least-squares machine that still knows its factorisation.
 
     Every tensor is differentiable in what the machine was given. Shapes are those of the targets:
-    (..., n, c), or without the output axis where `flat` is set. `leverage`, `annihilator` and
-    `held_out` are computed when asked.
+    (..., n, c), or without the output axis where `flat` is set; those of a path have an axis R in front of
+    all others. `leverage`, `annihilator` and `held_out` are computed when asked.
     """
 
-    form: Dual | Primal
+    form: Form
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
@@ -96,13 +120,13 @@ class Fit:
         Cost n^2 q in the dual form, p^2 q in the primal one.
         """
         mean, rows = self(X_new), self._predicting().rows(X_new)
-        return mean, self.variance_at(rows, self._predicting().own(X_new)).to(X_new.dtype)
+        return mean, self.variance_at(rows, self._predicting().own(X_new)).to(mean.dtype)
 
     def variance_at(self, rows: Tensor, own: Tensor | None) -> Tensor:
         """Variances (..., q) at kernel rows, with k(x,x) as `own` (..., q), or at features (..., q, m)."""
-        own = None if own is None else self._aligned(own, 1)
+        form, own = self._one("predictive"), None if own is None else self._aligned(own, 1)
         with full_precision(rows):
-            found = self.representation.variance(self.form, self._aligned(rows, 2), own)
+            found = self.representation.variance(form, self._aligned(rows, 2), own)
         return self._placed(found, rows)
 
     def weights_at(self, X_new: Tensor) -> Tensor:
@@ -111,10 +135,19 @@ class Fit:
         Note [weights at a new point]. At the training rows this is the smoother matrix, whose
         diagonal is the leverage. Differentiable. Cost n^2 q in the dual form, n p q in the primal one.
         """
-        rows = self._predicting().rows(X_new)
+        form, rows = self._one("weights_at"), self._predicting().rows(X_new)
         with full_precision(rows):
-            found = self.representation.weights(self.form, self._aligned(rows, 2))
-        return self._placed(found, rows).to(X_new.dtype)
+            found = self.representation.weights(form, self._aligned(rows, 2))
+        return self._placed(found, rows).to(self.targets.dtype)
+
+    def _one(self, function: str) -> Dual | Primal:
+        """The form of one regularisation, whose inputs are as they were."""
+        if not isinstance(self.form, Dual | Primal):
+            raise TypeError(
+                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
+            )
+        self.problem.given.require_unchanged(self.problem.function)
+        return self.form
 
     def _predicting(self) -> NewPoints:
         if self.predictor is None:
@@ -126,7 +159,7 @@ class Fit:
 
     def _aligned(self, values: Tensor, axes: int) -> Tensor:
         """Values of new points with the batch dimensions of the form; if it has none, they become points."""
-        batch, own = self.form.Y.shape[:-2], values.shape[-axes:]
+        batch, own = self.targets.shape[:-2], values.shape[-axes:]
         if not batch:
             return values.reshape(-1, *own[1:])
         try:
@@ -139,7 +172,7 @@ class Fit:
 
     def _placed(self, found: Tensor, rows: Tensor) -> Tensor:
         """Undo what `_aligned` did to rows (..., q, m), for what was found at each of them."""
-        return found if self.form.Y.ndim > 2 else found.reshape(*rows.shape[:-1], *found.shape[1:])
+        return found if self.targets.ndim > 2 else found.reshape(*rows.shape[:-1], *found.shape[1:])
 
     @property
     def _coefficients(self) -> Coefficients:
@@ -200,7 +233,7 @@ class Fit:
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.problem.ridge.unsqueeze(-1) * self.dual)
+        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
@@ -209,12 +242,17 @@ class Fit:
 
     @property
     def leverage(self) -> Tensor:
-        """h_i = d Yhat_i / d Y_i, (..., n)."""
+        """h_i = d Yhat_i / d Y_i, (..., n), or (..., n, c) where every output has its own regularisation."""
         block = self._block(Partition.single(self.targets.shape[-2], self.targets.device))
-        return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
+        P, noise = block[..., 0, 0], self.form.noise
+        h = 1 - noise * P.mT if noise.shape[-1] > 1 else 1 - noise[..., 0] * P
+        return h.to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
-        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
+        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch.
+
+        (..., c, n, n) where every output has its own regularisation.
+        """
         block = self._block(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
@@ -272,16 +310,16 @@ class Fit:
         n g (s + c) numbers.
         """
         n, function = self.targets.shape[-2], "held_out_coef"
-        self.problem.given.require_unchanged(self.problem.function)
+        one = self._one(function)
         sets, several = row_sets(function, rows, n)
         sets, guard = sets.to(self.targets.device), self.problem.guard
-        Y = self.form.Y.unsqueeze(-3)  # (..., 1, n, c)
+        Y = one.Y.unsqueeze(-3)  # (..., 1, n, c)
         with full_precision(Y):
-            r = self.form.leave_out(sets, guard)  # (..., g, s, c)
+            r = one.leave_out(sets, guard)  # (..., g, s, c)
             place = sets.unsqueeze(-1).expand(r.shape)
             replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
             outputs = (len(sets), Y.shape[-1])
-            form = self.form.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
             found = self.representation.coefficients(form)
         guard.check()
         coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)
@@ -297,7 +335,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, KernelRows())
+    return Fit(form, problem, KernelRows(Y.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:

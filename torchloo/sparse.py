@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.basis import Selector
-from torchloo.guards import Guard, is_whole, require_floating, values_visible
-from torchloo.held_out import HeldOut
+from torchloo.dual import Dual
+from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares, Predictor
@@ -19,9 +19,11 @@ from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
+from torchloo.primal.whole import Primal
+from torchloo.problem import Regs
 from torchloo.representation import CentredFeatures, Coefficients
-from torchloo.smoothers import Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.smoothers import Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
@@ -127,10 +129,10 @@ def _of_kernel_rows(L: Tensor, kept: Tensor, Kxz: Tensor) -> Tensor:
 
 
 def _solve(
-    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
-    fit = solve_features(guard, Z, Y, reg, weight, bias=True)
+    fit = from_features(guard, Z, Y, reg, weight, bias=True)
     assert isinstance(fit.representation, CentredFeatures)
     return replace(fit, representation=_Basis(fit.representation, L, kept), kept=kept)
 
@@ -211,6 +213,7 @@ class SparseLSSVM(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
@@ -235,8 +238,9 @@ class SparseLSSVM(LeastSquares):
         *,
         basis: int | Tensor | Selector,
         classes: Any = None,
+        reg_per_output: bool = False,
     ) -> None:
-        super().__init__(kernel, reg, classes=classes)
+        super().__init__(kernel, reg, classes=classes, reg_per_output=reg_per_output)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
@@ -269,7 +273,9 @@ class SparseLSSVM(LeastSquares):
         assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
         assert isinstance(fit.representation, _Basis)
-        self._keep_uncertainty(fit.targets.dtype, None, None, fit.representation.spread(fit.form))
+        one = isinstance(fit.form, Dual | Primal)
+        spread = fit.representation.spread(fit.form) if one else None
+        self._keep_uncertainty(fit.targets.dtype, None, None, spread)
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
@@ -283,7 +289,9 @@ class SparseLSSVM(LeastSquares):
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
         parts = (expansion.support, coef, bias.to(solved.dtype))
         self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
-        spread = _folded(solved.spread, expansion.factor, expansion.kept, solved.centre)
+        spread = solved.spread
+        if spread is not None:
+            spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
         self._keep_uncertainty(solved.dtype, None, None, spread)
         self.kept = expansion.kept
 
@@ -320,7 +328,7 @@ class SparseLSSVM(LeastSquares):
 
         def columns(X: Tensor, given: Sequence[Tensor]) -> Tensor:
             basis, *others = given
-            require_floating(self._function, basis=basis, X=X)
+            require_inputs(self._function, basis=basis, X=X)
             return evaluate(others, basis, X)  # (m, b)
 
         def gram(given: Sequence[Tensor]) -> Tensor:
@@ -334,7 +342,7 @@ class SparseLSSVM(LeastSquares):
     ) -> tuple[Tensor, Expansion] | None:
         """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
         basis = self._support_of(X, Y, weight)
-        if basis.ndim > 2:
+        if basis.ndim > -self._row_axis:
             return None
         if csr.is_csr(X) or self.kernel.is_embedding_inside:
             Kzz, Kxz = self.kernel(basis), self.kernel(X, basis)
@@ -344,7 +352,7 @@ class SparseLSSVM(LeastSquares):
                 guard.symmetric(Kzz=Kzz)
                 L, kept = _factor(guard, Kzz.detach())
             return Kxz, Expansion(transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept)
-        require_floating(self._function, basis=basis, X=X)
+        require_inputs(self._function, basis=basis, X=X)
         inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
         evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
@@ -356,16 +364,19 @@ class SparseLSSVM(LeastSquares):
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:
             return self.basis
+        axis = self._row_axis
         if isinstance(self.rows, Selector):
-            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices)
+            Y = Y.expand(*X.shape[:axis], *Y.shape[-2:])
+            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices, self.kernel.event_dim)
         assert self.rows is not None
-        if self.rows > X.shape[-2]:
+        n = X.shape[axis]
+        if self.rows > n:
             raise ValueError(
-                f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
+                f"{self._function}: basis must be at most the number of rows, {n}, got {self.rows}"
             )
-        return (
-            csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
-        )
+        if csr.is_csr(X):
+            return csr.take(X, torch.arange(self.rows, device=X.device))
+        return X.narrow(axis, 0, self.rows)
 
     def with_basis_among(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """The machine with the basis that it takes among these rows given; it shares all parameters."""
@@ -376,14 +387,13 @@ class SparseLSSVM(LeastSquares):
         return twin
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
         basis = self._support_of(X, Y, weight) if support is None else support
-        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        basis = self._support_of(X, Y, weight)
-        Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
-        return path_features, Z, Y
+        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)
