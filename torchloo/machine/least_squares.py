@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
+from torchloo.classes import is_label, sorted_labels
 from torchloo.dual import Dual
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
@@ -17,7 +18,7 @@ from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
 from torchloo.precision import full_precision
 from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Alone, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
@@ -227,9 +228,17 @@ class LeastSquares(KernelMachine):
 
     def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
         """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
+        targets = y
+        if others.count > 1 and not self.has_given_classes:
+            own_labels = others.together(
+                lambda: sorted_labels(self._function, "y", y) if is_label(y) else None
+            )
+            classes = shared_labels(self._function, others, own_labels, len(X))
+            if classes is not None:
+                targets, _ = others.together(lambda: self._coded(Guard(self._function), X, y, classes))
 
         def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
-            guard, Y, flat = self._checked(X, y)
+            guard, Y, flat = self._checked(X, targets)
             if X.ndim != -self._row_axis or not self._is_one(self._penalty):
                 raise ValueError(
                     f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
@@ -290,11 +299,13 @@ class LeastSquares(KernelMachine):
         with torch.no_grad():
             if isinstance(X, Stream | StreamFit):
                 self.require_only_stream(y, weight)
-                self._keep(self.solve(X) if isinstance(X, Stream) else X)
+                solved = self.solve(X) if isinstance(X, Stream) else X
+                self._keep(solved)
+                classes = self.classes if self.has_given_classes else solved.stream.classes
             else:
                 y, classes = self._fit_targets(X, y)
                 self._fit(X, y, weight)
-                self.classes = classes
+            self.classes = classes
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
@@ -397,6 +408,11 @@ class LeastSquares(KernelMachine):
 
         With its own regularisation, or others.
         """
+        if self.has_given_classes:
+            stream = stream.with_classes(self.classes)
+        elif others.count > 1:
+            own = others.together(lambda: stream.labels(self._function))
+            stream = stream.with_classes(shared_labels(self._function, others, own, stream.n or 0))
         expansion = others.together(lambda: self._expansion(stream))
         reg = self._penalty if reg is None else reg
         return StreamFit(self, Guard(self._function), stream, expansion, reg, others)
