@@ -76,6 +76,7 @@ def test_compiled_outputs_are_the_same(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's exporter uses what torch has deprecated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_onnx_gives_the_same_for_another_number_of_rows(kernel, dtype, tmp_path):

@@ -49,6 +49,7 @@ class FrozenMachine(nn.Module):
         for name, tensor in {**named, "coef": predictor.coef, "bias": predictor.bias}.items():
             self.register_buffer(name, tensor.detach().clone())
         self.register_buffer("classes", None if classes is None else classes.clone())
+        self.eval()
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at inputs X (..., q, *event)."""

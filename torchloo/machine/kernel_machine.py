@@ -224,16 +224,15 @@ class KernelMachine(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the coefficients of a fitted machine, whatever this one holds, or for none."""
         device = next(self.parameters()).device
-        if prefix + "_extra_state" in state_dict and not any(prefix + n in state_dict for n in self._fitted):
-            for name in self._fitted:  # the checkpoint is that of a machine that was not fitted
-                setattr(self, name, None)
         if prefix + "classes" not in state_dict:  # fitted to numbers, or not at all
             if self.has_given_classes:
                 state_dict[prefix + "classes"] = self.classes
             else:
                 self.classes = None
-        if prefix + "coef" in state_dict:  # what is not loaded with them would belong to other coefficients
-            for name in self.spare:
+        fitted = prefix + "coef" in state_dict
+        if fitted or prefix + "_extra_state" in state_dict:
+            # What is not loaded with them would belong to other coefficients; an unfitted machine has none.
+            for name in self.spare if fitted else (*self._fitted, *self.spare):
                 setattr(self, name, None)
         for name in (*self._fitted, *self.spare, "classes"):
             if prefix + name in state_dict:
