@@ -91,7 +91,7 @@ def test_onnx_gives_the_same_for_another_number_of_rows(kernel, dtype, tmp_path)
     session = runtime.InferenceSession(tmp_path / "machine.onnx")
     new = rows(13, seed=1, dtype=dtype)
     (outputs,) = session.run(None, {session.get_inputs()[0].name: new.numpy()})
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-10
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-7  # its exporter rounds some constants to float32
     np.testing.assert_allclose(outputs, fit(new).detach().numpy(), rtol=tolerance, atol=tolerance)
 
 
