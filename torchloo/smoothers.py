@@ -14,6 +14,8 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
+from torchloo.quick import leave_one_out
 
 __all__ = [
     "FeatureWeights",
@@ -94,10 +97,10 @@ class Fit:
     `held_out` are computed when asked.
     """
 
-    form: Dual | Primal
-    """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
+    form: Dual | Primal = _Later()  # type: ignore[assignment]
+    """The factorised problem."""
     columns: Tensor = _Later()  # type: ignore[assignment]
     """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
     offset: Tensor = _Later()  # type: ignore[assignment]
@@ -108,9 +111,12 @@ class Fit:
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
+    quickly: Callable[[], tuple[Tensor, Tensor, Tensor] | None] = lambda: None
+    """What leave-one-out gives where there is a quicker way than `form`."""
 
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
+        _ = self.form
         self.problem.guard.check()
         _ = self.columns, self.offset, self.features
         return self
@@ -196,7 +202,9 @@ class Fit:
         partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
         guard = self.problem.guard
         with full_precision(Y):
-            parts = self.form.held_out(partition, guard)
+            parts = self.quickly() if clusters is None else None
+            if parts is None:
+                parts = self.form.held_out(partition, guard)
         guard.check()
         return assemble(Y, self.weight, partition.labels, parts, self.flat if flat is None else flat)
 
@@ -207,7 +215,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, lambda: form.dual, lambda: form.bias)  # type: ignore[arg-type]
+    return Fit(problem, form, lambda: form.dual, lambda: form.bias)  # type: ignore[arg-type]
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -220,7 +228,7 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     guard.symmetric(R=R)
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
     coef = form.coef.to(Y.dtype)
-    return Fit(form, problem, coef, torch.zeros_like(coef[..., 0, :]))
+    return Fit(problem, form, coef, torch.zeros_like(coef[..., 0, :]))
 
 
 def solve_features(
@@ -233,25 +241,16 @@ def solve_features(
     coefficients of the training rows, as for any other kernel; `features` those of the features.
     The guard is to be checked.
     """
-    n, d = Z.shape[-2:]
+    d = Z.shape[-1]
     problem = check_features(guard, Z, Y, reg, weight)
-    with full_precision(Z):
-        zeta = problem.weight.double() if problem.weighted else None
-        shifted, centre = centred(problem.expand(Z), zeta, bias)
 
-        def from_features() -> Primal:
-            design, R = with_ones(shifted, problem.reg.double(), bias)
-            return primal(design, R, problem.weight, problem.Y, problem.reg, guard)
-
-        if d + bias < n:
-            form: Dual | Primal = from_features()
-        else:
-            # Z Z^T squares the condition of Z, which the primal form can avoid.
-            otherwise = from_features if d <= n else None
-            ridge, Y64 = problem.ridge.double(), problem.Y.double()
-            form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
+    @functools.cache
+    def solved() -> tuple[Dual | Primal, Tensor, Tensor]:
+        with full_precision(Z):
+            return _factorised(problem, problem.expand(Z), bias)
 
     def weights() -> FeatureWeights:
+        form, shifted, centre = solved()
         if isinstance(form, Primal):
             return FeatureWeights(form.coef[..., :d, :], centre, form.coef[..., d:, :].sum(-2))
         with full_precision(Z):
@@ -263,9 +262,27 @@ def solve_features(
             return (offset - (centre @ coef)[..., 0, :]).to(Y.dtype)
 
     return Fit(
-        form,
         problem,
-        columns=lambda: form.dual.to(Y.dtype),  # type: ignore[arg-type]
+        form=lambda: solved()[0],  # type: ignore[arg-type]
+        columns=lambda: solved()[0].dual.to(Y.dtype),  # type: ignore[arg-type]
         offset=at_zero,  # type: ignore[arg-type]
         features=lambda: FeatureWeights(*(t.to(Y.dtype) for t in weights())),  # type: ignore[arg-type]
+        quickly=lambda: leave_one_out(problem, Z, bias),
     )
+
+
+def _factorised(problem: Problem, Z: Tensor, bias: bool) -> tuple[Dual | Primal, Tensor, Tensor]:
+    """The form that `solve_features` takes, features (..., n, d) about their centre, and the centre."""
+    n, d = Z.shape[-2:]
+    shifted, centre = centred(Z, problem.weight.double() if problem.weighted else None, bias)
+
+    def from_features() -> Primal:
+        design, R = with_ones(shifted, problem.reg.double(), bias)
+        return primal(design, R, problem.weight, problem.Y, problem.reg, problem.guard)
+
+    if d + bias < n:
+        return from_features(), shifted, centre
+    # Z Z^T squares the condition of Z, which the primal form can avoid.
+    otherwise = from_features if d <= n else None
+    ridge, Y = problem.ridge.double(), problem.Y.double()
+    return dual(inner_products(shifted), ridge, Y, bias, problem.guard, otherwise), shifted, centre
