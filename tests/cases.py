@@ -21,6 +21,8 @@ class Case:
     name: str
     make: Callable[..., torch.nn.Module]
     refit: Callable[[Tensor, Tensor, Tensor, Tensor, object], Tensor]
+    refit_at: Callable[..., Tensor] | None = None
+    """Outputs at X_new of the machine refitted to the kept rows: (X, Y, reg, weight, kept, X_new)."""
     labels: bool = False
     penalty: str = "reg"
     """The parameter that `make` sets: reg, or C to its inverse."""
@@ -71,6 +73,25 @@ def gram(X: Tensor, Z: Tensor, kernel: str) -> Tensor:
     return K
 
 
+def _dense_at(solve, kernel):
+    def refit_at(X, Y, reg, weight, kept, X_new):
+        predict = solve(gram(X[kept], X[kept], kernel), Y[kept], reg, weight[kept])
+        return predict(gram(X_new, X[kept], kernel))
+
+    return refit_at
+
+
+def _kfd_at(X, Y, reg, weight, kept, X_new):
+    T = reference.code(Y, weight)
+    return reference.solve_kfd(gram(X, X, "rbf")[kept], T[kept], reg, weight[kept])(gram(X_new, X, "rbf"))
+
+
+def _sparse_at(X, Y, reg, weight, kept, X_new):
+    Z = X[:BASIS]
+    predict = reference.solve_sparse(gram(Z, Z, "rbf"), gram(X[kept], Z, "rbf"), Y[kept], reg, weight[kept])
+    return predict(gram(X_new, Z, "rbf"))
+
+
 def _dense(function, kernel):
     return lambda X, Y, reg, weight, clusters: function(gram(X, X, kernel), Y, reg, weight, clusters)
 
@@ -91,14 +112,43 @@ def _all_rows(X, Y, reg, weight, clusters):
 
 
 CASES = [
-    Case("rls", lambda reg=1.0: tl.RLS(KERNEL["rbf"](), reg), _dense(reference.rls, "rbf")),
-    Case("lssvm", lambda reg=1.0: tl.LSSVM(KERNEL["rbf"](), reg), _dense(reference.lssvm, "rbf")),
-    Case("kfd", lambda reg=1.0: tl.KFD(KERNEL["rbf"](), reg), _dense(reference.kfd, "rbf"), labels=True),
-    Case("rls-linear", lambda reg=1.0: tl.RLS(KERNEL["linear"](), reg), _dense(reference.rls, "linear")),
     Case(
-        "lssvm-linear", lambda reg=1.0: tl.LSSVM(KERNEL["linear"](), reg), _dense(reference.lssvm, "linear")
+        "rls",
+        lambda reg=1.0: tl.RLS(KERNEL["rbf"](), reg),
+        _dense(reference.rls, "rbf"),
+        _dense_at(reference.solve_rls, "rbf"),
     ),
-    Case("sparse", lambda reg=1.0: tl.SparseLSSVM(KERNEL["rbf"](), reg, basis=BASIS), _sparse),
+    Case(
+        "lssvm",
+        lambda reg=1.0: tl.LSSVM(KERNEL["rbf"](), reg),
+        _dense(reference.lssvm, "rbf"),
+        _dense_at(reference.solve_lssvm, "rbf"),
+    ),
+    Case(
+        "kfd",
+        lambda reg=1.0: tl.KFD(KERNEL["rbf"](), reg),
+        _dense(reference.kfd, "rbf"),
+        _kfd_at,
+        labels=True,
+    ),
+    Case(
+        "rls-linear",
+        lambda reg=1.0: tl.RLS(KERNEL["linear"](), reg),
+        _dense(reference.rls, "linear"),
+        _dense_at(reference.solve_rls, "linear"),
+    ),
+    Case(
+        "lssvm-linear",
+        lambda reg=1.0: tl.LSSVM(KERNEL["linear"](), reg),
+        _dense(reference.lssvm, "linear"),
+        _dense_at(reference.solve_lssvm, "linear"),
+    ),
+    Case(
+        "sparse",
+        lambda reg=1.0: tl.SparseLSSVM(KERNEL["rbf"](), reg, basis=BASIS),
+        _sparse,
+        _sparse_at,
+    ),
 ]
 IDS = [case.name for case in CASES]
 

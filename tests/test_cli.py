@@ -116,15 +116,18 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+# Signals that the tests' own parent ignores, as nohup does, are ignored by a child unless it says otherwise.
+PREPARED = (
+    "import signal, time; from pathlib import Path; from torchloo.commands import shell\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+)
 WRITERS = {
     "file": (
-        "import signal, time; from pathlib import Path; from torchloo.commands import shell\n"
         "def replace(part, path): print('writing', flush=True); time.sleep(60)\n"
         "Path.replace = replace\n"
         "shell.write(Path('out.csv'), b'new')\n"
     ),
     "folder": (
-        "import signal, time; from pathlib import Path; from torchloo.commands import shell\n"
         "with shell.new_folder(Path('out')) as part:\n"
         "    (part / 'file').touch(); print('writing', flush=True); time.sleep(60)\n"
     ),
@@ -136,7 +139,7 @@ WRITERS = {
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path, kind, number):
     Path(tmp_path, "out.csv").write_text("old")
-    command = [sys.executable, "-c", WRITERS[kind]]
+    command = [sys.executable, "-c", PREPARED + WRITERS[kind]]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout.readline() == "writing\n"

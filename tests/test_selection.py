@@ -357,6 +357,7 @@ def test_no_solution_anywhere_names_the_remedy():
     [
         ("error_rate", "tl.criteria.smooth_error"),
         ("balanced_error_rate", "criterion_weight=tl.balanced_weight"),
+        ("balanced_multiclass_error", "tl.criteria.cross_entropy with criterion_weight"),
         ("auc", "tl.criteria.smooth_wmw"),
         ("leave_pair_out_auc", "tl.criteria.smooth_wmw"),
         ("multiclass_error", "tl.criteria.press"),
@@ -364,7 +365,7 @@ def test_no_solution_anywhere_names_the_remedy():
 )
 def test_a_criterion_without_gradient_is_refused_with_one_that_has(criterion, alternative):
     X, y = labelled()
-    y = torch.stack([y, -y], -1) if criterion == "multiclass_error" else y
+    y = torch.stack([y, -y], -1) if "multiclass_error" in criterion else y
     with pytest.raises(ValueError, match=f"select: criterion must be differentiable.*{alternative}"):
         select(tl.LSSVM(K.RBF()), X, y, criterion)
 
@@ -413,7 +414,8 @@ def test_bad_options_are_named(options, error, message):
         (torch.ones(2, 1), torch.ones(2), ValueError, r"X must be \(n, d\) with at least 3 rows"),
         (torch.ones(4, 1), torch.ones(3), ValueError, r"y must be \(n,\) or \(n, c\) with the 4 rows of X"),
         (torch.ones(4, 1), torch.tensor([1.0, 2.0, torch.nan, 0.0]), ValueError, "y must be finite"),
-        (torch.ones(4, 1), torch.ones(4, dtype=torch.int64), TypeError, "y must be float32 or float64"),
+        (torch.ones(4, 1), torch.ones(4, dtype=torch.complex64), TypeError, "y must be float32 or float64"),
+        (torch.ones(4, 1), torch.ones(4, dtype=torch.int64), ValueError, "y must hold two classes at least"),
     ],
 )
 def test_bad_rows_are_named(X, y, error, message):
@@ -500,3 +502,134 @@ def test_sparse_rows_are_refused_with_a_remedy():
     X, y = sine()
     with pytest.raises(TypeError, match="dense"):
         select(tl.LSSVM(K.Linear()), X.to_sparse_csr(), y)
+
+
+def fixed_scale(kernel):
+    """A kernel whose parameters are not searched."""
+    return kernel.requires_grad_(False)
+
+
+# Machines in which only reg is to be chosen: explicit features, a kernel matrix, and more columns than rows.
+ALONE = {
+    "linear": lambda: tl.LSSVM(K.Linear()),
+    "rls": lambda: tl.RLS(K.Linear()),
+    "rbf": lambda: tl.LSSVM(fixed_scale(K.RBF(1.0))),
+    "sparse": lambda: tl.SparseLSSVM(fixed_scale(K.RBF(1.0)), basis=8),
+    "kfd": lambda: tl.KFD(fixed_scale(K.RBF(1.0))),
+}
+SMOOTH = {
+    "press": tl.criteria.press,
+    "log_density": tl.criteria.log_density,
+    "smooth_error": functools.partial(tl.criteria.smooth_error, gamma=3.0),
+    "own": lambda held_out: held_out.residuals.cosh().log().mean(),
+}
+
+
+@pytest.mark.parametrize("criterion", SMOOTH)
+@pytest.mark.parametrize("name", ALONE)
+def test_reg_alone_is_found_along_three_paths(name, criterion, monkeypatch):
+    X, y = labelled(60, 4)
+    machine, measure = ALONE[name](), SMOOTH[criterion]
+    lower = criterion != "log_density"
+    fine = torch.logspace(-5, 4, 901, dtype=DOUBLE)
+    if criterion == "own":
+        best = min(measure(machine.loo(X, y)) for machine.log_reg.data in fine.log()).item()
+    else:
+        best = measure(machine.path(X, y, fine)).aminmax()[0 if lower else 1].item()
+    calls, path = [], type(machine).path
+    monkeypatch.setattr(tl.machine.LeastSquares, "path", lambda *args: calls.append(None) or path(*args))
+    monkeypatch.setattr(tl.machine.LeastSquares, "loo", lambda *args: pytest.fail("a reg by itself"))
+    chosen = select(machine, X, y, measure)
+    most = 5 if criterion == "own" else 3  # which has poles closer by
+    assert len(calls) <= most
+    assert chosen.evaluations == len(chosen.history) <= 25 + 9 * (most - 1) // 2
+    slack = 1e-9 * abs(best)  # rounding
+    assert chosen.value <= best + slack if lower else chosen.value >= best - slack
+    monkeypatch.undo()
+    assert chosen.value == pytest.approx(measure(chosen.machine.loo(X, y)).item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("criterion", ["error_rate", "balanced_error_rate", "auc", "absolute"])
+def test_reg_alone_is_found_by_criteria_that_are_not_smooth(criterion):
+    def absolute(held_out):
+        return held_out.residuals.abs().mean()
+
+    X, y = labelled(60, 4)
+    machine = ALONE["rbf"]()
+    measure = absolute if criterion == "absolute" else getattr(tl.criteria, criterion)
+    chosen = select(machine, X, y, measure)
+    coarse = select(machine, X, y, measure, "grid")
+    sign = 1 if getattr(measure, "lower_is_better", True) else -1
+    assert sign * chosen.value <= sign * coarse.value
+    assert chosen.evaluations <= 100
+    if criterion == "absolute":  # which has a gradient almost everywhere
+        best = min(absolute(machine.loo(X, y)) for machine.log_reg.data in torch.linspace(-7, 5, 1201)).item()
+        assert chosen.value <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32])
+def test_reg_alone_agrees_with_descent_on_its_gradient(kind):
+    X, y = (t.to(kind) for t in sine(100, 30))
+    for name in ("linear", "rls"):
+        chosen = select(ALONE[name](), X, y)
+        machine = ALONE[name]()
+        optimiser = torch.optim.LBFGS(machine.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+        def closure(machine=machine, optimiser=optimiser):
+            optimiser.zero_grad()
+            loss = tl.criteria.press(machine.loo(X, y))
+            loss.backward()
+            return loss
+
+        optimiser.step(closure)
+        assert chosen.value == pytest.approx(tl.criteria.press(machine.loo(X, y)).item(), rel=1e-6)
+        close = 1e-3 if kind == torch.float64 else 1e-1  # a value known to eps has a flat end of sqrt(eps)
+        assert chosen.machine.reg.item() == pytest.approx(machine.reg.item(), rel=close)
+
+
+def test_reg_alone_of_a_stream_is_that_of_its_rows():
+    X, y = sine(300, 5)
+    clusters, weight = torch.arange(300) // 3, 0.5 + torch.rand(300, dtype=DOUBLE)
+    for name in ("linear", "sparse"):
+        machine = ALONE[name]()
+        whole = select(machine, X, y, "mse", weight=weight, clusters=clusters)
+        streamed = tl.select(
+            machine, tl.Stream(X, y, weight, progress=False), None, "mse", clusters=clusters, progress=False
+        )
+        assert streamed.value == pytest.approx(whole.value, rel=1e-7)
+        assert streamed.machine.reg.item() == pytest.approx(whole.machine.reg.item(), rel=1e-2)
+
+
+def test_reg_alone_keeps_to_its_bounds_and_its_number_of_evaluations():
+    X, y = sine(80, 3)
+    free = select(ALONE["rbf"](), X, y)
+    low = 3 * free.machine.reg.item()
+    bounded = select(ALONE["rbf"](), X, y, bounds={"reg": (low, 1e3 * low)})
+    regs = [e.parameters["reg"] for e in bounded.history]
+    assert low * (1 - 1e-9) <= min(regs) <= max(regs) <= 1e3 * low * (1 + 1e-9)
+    assert bounded.machine.reg.item() == pytest.approx(low)
+    for limit in (1, 7, 25, 30, 33):
+        some = select(ALONE["rbf"](), X, y, max_evaluations=limit)
+        assert some.evaluations <= limit
+        assert [e.parameters for e in some.history] == [
+            e.parameters for e in free.history[: some.evaluations]
+        ]
+    own = select(tl.LSSVM(fixed_scale(K.RBF()), reg=5.0), X, y, start="machine", max_evaluations=1)
+    assert own.machine.reg.item() == pytest.approx(5.0)
+
+
+def test_a_long_path_is_cut_and_found_alike(monkeypatch):
+    X, y = sine(80, 3)
+    whole = select(ALONE["rbf"](), X, y)
+    monkeypatch.setattr("torchloo.search.objective._PATH", 6 * 80)
+    cut = select(ALONE["rbf"](), X, y)
+    assert cut.value == pytest.approx(whole.value, rel=1e-9)
+    assert cut.evaluations == whole.evaluations
+
+
+@pytest.mark.parametrize("search", ["gradient", "nelder-mead"])
+def test_a_search_ends_where_rounding_begins(search):
+    X, y = (t.float() for t in sine(200, 6))
+    for tolerance in (1e-6, 1e-12):
+        chosen = select(tl.LSSVM(K.RBF()), X, y, search=search, tolerance=tolerance)
+        assert chosen.evaluations < (25 if search == "gradient" else 100)

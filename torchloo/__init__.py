@@ -1,6 +1,7 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
 from torchloo import basis, criteria, datasets, distributed, functional, kernels, splits
+from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.decision import threshold
@@ -9,6 +10,7 @@ from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
 from torchloo.rls import RLS
+from torchloo.sampling_error import standard_error
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
@@ -40,8 +42,10 @@ __all__ = [
     "folds",
     "functional",
     "kernels",
+    "one_vs_rest",
     "select",
     "splits",
+    "standard_error",
     "threshold",
     "validate",
 ]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchloo.guards import host_labels, is_whole, whole_number
 
-__all__ = ["Partition", "folds", "random_order"]
+__all__ = ["Partition", "folds", "random_order", "row_sets"]
 
 
 class Partition:
@@ -98,6 +98,29 @@ class Partition:
             return blocks[0][..., 0] * V
         parts = [block @ part for block, part in zip(blocks, self.gather(V), strict=True)]
         return self.scatter(parts, V.shape[-2])
+
+
+def row_sets(function: str, rows: object, n: int) -> tuple[Tensor, bool]:
+    """Disjoint sets (g, s) of the rows 0 to n - 1, none of all of them, and whether they came with axis g."""
+    try:
+        given = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+    except ValueError:
+        raise TypeError(
+            f"{function}: rows must be integers, got a ragged list; call it for each set"
+        ) from None
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"{function}: rows must be integers, got {given.dtype}")
+    sets = given.astype(np.int64).reshape(given.shape if given.ndim == 2 else (1, -1))
+    if given.ndim > 2 or sets.size == 0 or sets.size // len(sets) >= n:
+        raise ValueError(
+            f"{function}: rows must be one row, (s,) or (g, s), with 1 to {n - 1} of the {n} rows in a set, "
+            f"got shape {given.shape}"
+        )
+    if sets.min() < 0 or sets.max() >= n:
+        raise ValueError(f"{function}: rows must be from 0 to {n - 1}, got from {sets.min()} to {sets.max()}")
+    if len(np.unique(sets)) < sets.size:
+        raise ValueError(f"{function}: rows must be distinct, within and between sets; call it for each set")
+    return torch.from_numpy(sets), given.ndim == 2
 
 
 def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:

@@ -18,7 +18,7 @@ def ridge(Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None = None) -> Fit:
 
     Solves min over p of sum_i weight_i |y_i - z_i^T p|^2 + p^T R p; held-out residuals are
     (I - Z_L C^{-1} Z_L^T Omega_L)^{-1} e_L with C = R + Z^T Omega Z. A column of ones in Z with a
-    zero row and column in R is an unpenalised bias. `Fit.predict` takes new features.
+    zero row and column in R is an unpenalised bias. `Fit.from_kernel` takes new features.
 
     Args:
         Z: features, (..., n, p).

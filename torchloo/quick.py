@@ -104,11 +104,11 @@ def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tens
         bias: whether there is an unpenalised bias.
 
     Returns:
-        None where there are many rows, or few features, where values cannot be looked at, or where they show
-        that digits would be lost.
+        None where there are many rows, or one, or few features, where values cannot be looked at, or where
+        they show that digits would be lost.
     """
     n, d = Z.shape[-2:]
-    if n > _FEW or n >= d or not values_visible(Z, problem.Y, problem.reg):
+    if not 1 < n <= _FEW or n >= d or not values_visible(Z, problem.Y, problem.reg):
         return None
     # The first row may be held constant: with a bias, no output depends on a shift of the features.
     differences = problem.expand(Z - Z[..., :1, :].detach() if bias else Z)

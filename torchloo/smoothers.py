@@ -14,15 +14,13 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchloo.clusters import Partition
+from torchloo.clusters import Partition, row_sets
 from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
@@ -30,12 +28,22 @@ from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
 from torchloo.quick import leave_one_out
+from torchloo.representation import (
+    CentredFeatures,
+    Coefficients,
+    Features,
+    FeatureWeights,
+    KernelRows,
+    NewPoints,
+    Representation,
+)
 
 __all__ = [
-    "FeatureWeights",
     "Fit",
+    "Form",
     "assemble",
     "centred",
+    "loo_features",
     "solve_dual",
     "solve_features",
     "solve_primal",
@@ -49,43 +57,31 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    weight = expanded(weight, refitted.shape)
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
 
 
-class FeatureWeights(NamedTuple):
-    """f(z) = (z - centre) coef + offset for features z; the centre keeps digits far from the origin."""
+class Form(Protocol):
+    """A factorised problem, or several with one regularisation each."""
 
-    coef: Tensor
-    """(..., d, c)."""
-    centre: Tensor
-    """(..., 1, d); zeros without a bias."""
-    offset: Tensor
-    """(..., c)."""
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
 
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
 
-class _Later:
-    """A field of a dataclass that may be given as a function, called when the field is first read."""
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a, and diagonal blocks of P, (..., g, s, s) for each size.
 
-    def __init__(self, *default: Any) -> None:
-        self.default = default
+        (..., c, g, s, s) where every output has its own regularisation.
+        """
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:  # dataclass asks for the default
-            if self.default:
-                return self.default[0]
-            raise AttributeError(self.name)
-        value = vars(instance)[self.name]
-        if callable(value):
-            value = vars(instance)[self.name] = value()
-        return value
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
 
 
 @dataclass(frozen=True)
@@ -93,32 +89,119 @@ class Fit:
     """A solved least-squares machine that still knows its factorisation.
 
     Every tensor is differentiable in what the machine was given. Shapes are those of the targets:
-    (..., n, c), or without the output axis where `flat` is set. `leverage`, `annihilator` and
-    `held_out` are computed when asked.
+    (..., n, c), or without the output axis where `flat` is set; those of a path have an axis R in front of
+    all others. `leverage`, `annihilator` and `held_out` are computed when asked.
     """
 
+    form: Form
+    """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
-    form: Dual | Primal = _Later()  # type: ignore[assignment]
-    """The factorised problem."""
-    columns: Tensor = _Later()  # type: ignore[assignment]
-    """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
-    offset: Tensor = _Later()  # type: ignore[assignment]
-    """(..., c), zeros for a machine without a bias."""
-    features: "FeatureWeights | None" = _Later(None)  # type: ignore[assignment]
-    """Weights of the explicit features, where the machine has such."""
+    representation: Representation
+    """What the form means for the coefficients, and for new points."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
-    quickly: Callable[[], tuple[Tensor, Tensor, Tensor] | None] = lambda: None
-    """What leave-one-out gives where there is a quicker way than `form`."""
+    predictor: NewPoints | None = None
+    """Outputs at new inputs, where a machine with a kernel was solved."""
+
+    def __call__(self, X_new: Tensor) -> Tensor:
+        """Outputs (..., q) or (..., q, c) at new inputs (..., q, d), what `machine.fit(X, y)(X_new)` gives.
+
+        Differentiable in the new inputs, and in everything the machine was solved from: X, y, weight,
+        regularisation, the kernel and its features. Batches are episodes, X (B, n, d) and X_new (B, q, d).
+        Cost: a kernel matrix (q, n) and its product with the coefficients.
+        """
+        return self._predicting()(X_new)
+
+    def predictive(self, X_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs at new inputs (..., q, d), and their variances (..., q), differentiable as `__call__` is.
+
+        Note [variance at a new point]; `LeastSquares.predictive` tells the units.
+        Cost n^2 q in the dual form, p^2 q in the primal one.
+        """
+        mean, rows = self(X_new), self._predicting().rows(X_new)
+        return mean, self.variance_at(rows, self._predicting().own(X_new)).to(mean.dtype)
+
+    def variance_at(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        """Variances (..., q) at kernel rows, with k(x,x) as `own` (..., q), or at features (..., q, m)."""
+        form, own = self._one("predictive"), None if own is None else self._aligned(own, 1)
+        with full_precision(rows):
+            found = self.representation.variance(form, self._aligned(rows, 2), own)
+        return self._placed(found, rows)
+
+    def weights_at(self, X_new: Tensor) -> Tensor:
+        """w (..., q, n) with outputs w @ targets at new inputs (..., q, d): what every row adds to them.
+
+        Note [weights at a new point]. At the training rows this is the smoother matrix, whose
+        diagonal is the leverage. Differentiable. Cost n^2 q in the dual form, n p q in the primal one.
+        """
+        form, rows = self._one("weights_at"), self._predicting().rows(X_new)
+        with full_precision(rows):
+            found = self.representation.weights(form, self._aligned(rows, 2))
+        return self._placed(found, rows).to(self.targets.dtype)
+
+    def _one(self, function: str) -> Dual | Primal:
+        """The form of one regularisation, whose inputs are as they were."""
+        if not isinstance(self.form, Dual | Primal):
+            raise TypeError(
+                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
+            )
+        self.problem.given.require_unchanged(self.problem.function)
+        return self.form
+
+    def _predicting(self) -> NewPoints:
+        if self.predictor is None:
+            raise TypeError(
+                f"{self.problem.function}: solved from matrices, a Fit knows no kernel to evaluate at new "
+                "inputs; use Fit.from_kernel(K_new) with their kernel rows, or solve of a machine"
+            )
+        return self.predictor
+
+    def _aligned(self, values: Tensor, axes: int) -> Tensor:
+        """Values of new points with the batch dimensions of the form; if it has none, they become points."""
+        batch, own = self.targets.shape[:-2], values.shape[-axes:]
+        if not batch:
+            return values.reshape(-1, *own[1:])
+        try:
+            return values.expand(*batch, *own)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.problem.function}: X_new must have the batch dimensions {tuple(batch)} of the "
+                f"machine, got {tuple(values.shape[:-axes])}"
+            ) from None
+
+    def _placed(self, found: Tensor, rows: Tensor) -> Tensor:
+        """Undo what `_aligned` did to rows (..., q, m), for what was found at each of them."""
+        return found if self.targets.ndim > 2 else found.reshape(*rows.shape[:-1], *found.shape[1:])
+
+    @property
+    def _coefficients(self) -> Coefficients:
+        found = vars(self).get("_found")  # not a cached_property, which torch.compile does not follow
+        if found is None:
+            found = vars(self)["_found"] = self.representation.coefficients(self.form)
+        return found
+
+    @property
+    def columns(self) -> Tensor:
+        """Coefficients of the columns of K_new in `from_kernel`, (..., m, c)."""
+        return self._coefficients.columns
+
+    @property
+    def offset(self) -> Tensor:
+        """(..., c), zeros for a machine without a bias."""
+        return self._coefficients.offset
+
+    @property
+    def features(self) -> FeatureWeights | None:
+        """Weights of the explicit features, where the machine has such."""
+        return self._coefficients.features
 
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
-        _ = self.form
         self.problem.guard.check()
-        _ = self.columns, self.offset, self.features
+        _ = self._coefficients
         return self
 
     def _shaped(self, values: Tensor) -> Tensor:
@@ -152,7 +235,7 @@ class Fit:
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.problem.ridge.unsqueeze(-1) * self.dual)
+        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
@@ -161,12 +244,17 @@ class Fit:
 
     @property
     def leverage(self) -> Tensor:
-        """h_i = d Yhat_i / d Y_i, (..., n)."""
+        """h_i = d Yhat_i / d Y_i, (..., n), or (..., n, c) where every output has its own regularisation."""
         block = self._block(Partition.single(self.targets.shape[-2], self.targets.device))
-        return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
+        P, noise = block[..., 0, 0], self.form.noise
+        h = 1 - noise * P.mT if noise.shape[-1] > 1 else 1 - noise[..., 0] * P
+        return h.to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
-        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
+        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch.
+
+        (..., c, n, n) where every output has its own regularisation.
+        """
         block = self._block(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
@@ -202,11 +290,45 @@ class Fit:
         partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
         guard = self.problem.guard
         with full_precision(Y):
-            parts = self.quickly() if clusters is None else None
-            if parts is None:
-                parts = self.form.held_out(partition, guard)
+            parts = self.form.held_out(partition, guard)
         guard.check()
         return assemble(Y, self.weight, partition.labels, parts, self.flat if flat is None else flat)
+
+    def held_out_coef(self, rows: object) -> tuple[Tensor, Tensor]:
+        """Coefficients and bias of the machine that was not given some rows.
+
+        By Note [held-out residual] it is the machine of the same rows whose targets in L are its own
+        held-out outputs there, Y_L - r_L: so one more solution with the factorisation at hand,
+        a - P_{:L} r_L in the dual form (zero on L, to rounding), gives its coefficients.
+
+        Args:
+            rows: one row, or integers (s,), the rows left out together; or (g, s), g disjoint sets of them.
+
+        Returns:
+            `coef` and `bias` of the machine without them, for sets (g, s) with an axis of g before those
+            of each. Basis vectors, and the columns of KFD, stay.
+
+        Differentiable. Cost n^2 g (s + c) in the dual form, that of `held_out` in the primal one; memory
+        n g (s + c) numbers.
+        """
+        n, function = self.targets.shape[-2], "held_out_coef"
+        one = self._one(function)
+        sets, several = row_sets(function, rows, n)
+        sets, guard = sets.to(self.targets.device), self.problem.guard
+        Y = one.Y.unsqueeze(-3)  # (..., 1, n, c)
+        with full_precision(Y):
+            r = one.leave_out(sets, guard)  # (..., g, s, c)
+            place = sets.unsqueeze(-1).expand(r.shape)
+            replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
+            outputs = (len(sets), Y.shape[-1])
+            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            found = self.representation.coefficients(form)
+        guard.check()
+        coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)
+        bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
+        if not several:
+            coef, bias = coef.squeeze(-3), bias.squeeze(-2)
+        return self._shaped(coef), self._shaped(bias)
 
 
 def solve_dual(
@@ -215,7 +337,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(problem, form, lambda: form.dual, lambda: form.bias)  # type: ignore[arg-type]
+    return Fit(form, problem, KernelRows(Y.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -227,8 +349,7 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
     guard.symmetric(R=R)
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
-    coef = form.coef.to(Y.dtype)
-    return Fit(problem, form, coef, torch.zeros_like(coef[..., 0, :]))
+    return Fit(form, problem, Features(Y.dtype))
 
 
 def solve_features(
@@ -241,48 +362,43 @@ def solve_features(
     coefficients of the training rows, as for any other kernel; `features` those of the features.
     The guard is to be checked.
     """
-    d = Z.shape[-1]
+    return _solve_features(check_features(guard, Z, Y, reg, weight), Z, bias)
+
+
+def loo_features(
+    guard: Guard,
+    Z: Tensor,
+    Y: Tensor,
+    reg: Tensor,
+    weight: Tensor | None,
+    bias: bool,
+    flat: bool,
+) -> HeldOut:
+    """Leave-one-out of the machine that `solve_features` solves; few rows by Note [quick form]."""
     problem = check_features(guard, Z, Y, reg, weight)
-
-    @functools.cache
-    def solved() -> tuple[Dual | Primal, Tensor, Tensor]:
-        with full_precision(Z):
-            return _factorised(problem, problem.expand(Z), bias)
-
-    def weights() -> FeatureWeights:
-        form, shifted, centre = solved()
-        if isinstance(form, Primal):
-            return FeatureWeights(form.coef[..., :d, :], centre, form.coef[..., d:, :].sum(-2))
-        with full_precision(Z):
-            return FeatureWeights(shifted.mT @ form.dual, centre, form.bias)
-
-    def at_zero() -> Tensor:
-        coef, centre, offset = weights()
-        with full_precision(Z):
-            return (offset - (centre @ coef)[..., 0, :]).to(Y.dtype)
-
-    return Fit(
-        problem,
-        form=lambda: solved()[0],  # type: ignore[arg-type]
-        columns=lambda: solved()[0].dual.to(Y.dtype),  # type: ignore[arg-type]
-        offset=at_zero,  # type: ignore[arg-type]
-        features=lambda: FeatureWeights(*(t.to(Y.dtype) for t in weights())),  # type: ignore[arg-type]
-        quickly=lambda: leave_one_out(problem, Z, bias),
-    )
+    with full_precision(Z):
+        parts = leave_one_out(problem, Z, bias)
+    if parts is None:
+        return _solve_features(problem, Z, bias).held_out(None, flat)
+    return assemble(problem.Y, problem.weight, None, parts, flat)
 
 
-def _factorised(problem: Problem, Z: Tensor, bias: bool) -> tuple[Dual | Primal, Tensor, Tensor]:
-    """The form that `solve_features` takes, features (..., n, d) about their centre, and the centre."""
+def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
     n, d = Z.shape[-2:]
-    shifted, centre = centred(Z, problem.weight.double() if problem.weighted else None, bias)
+    guard = problem.guard
+    with full_precision(Z):
+        zeta = problem.weight.double() if problem.weighted else None
+        shifted, centre = centred(problem.expand(Z), zeta, bias)
 
-    def from_features() -> Primal:
-        design, R = with_ones(shifted, problem.reg.double(), bias)
-        return primal(design, R, problem.weight, problem.Y, problem.reg, problem.guard)
+        def from_features() -> Primal:
+            design, R = with_ones(shifted, problem.reg.double(), bias)
+            return primal(design, R, problem.weight, problem.Y, problem.reg, guard)
 
-    if d + bias < n:
-        return from_features(), shifted, centre
-    # Z Z^T squares the condition of Z, which the primal form can avoid.
-    otherwise = from_features if d <= n else None
-    ridge, Y = problem.ridge.double(), problem.Y.double()
-    return dual(inner_products(shifted), ridge, Y, bias, problem.guard, otherwise), shifted, centre
+        if d + bias < n:
+            form: Dual | Primal = from_features()
+        else:
+            # Z Z^T squares the condition of Z, which the primal form can avoid.
+            otherwise = from_features if d <= n else None
+            ridge, Y64 = problem.ridge.double(), problem.Y.double()
+            form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
+    return Fit(form, problem, CentredFeatures(shifted, centre, problem.Y.dtype))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -10,17 +10,20 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.basis import Selector
-from torchloo.guards import Guard, is_whole, require_floating, values_visible
-from torchloo.held_out import HeldOut
+from torchloo.dual import Dual
+from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
-from torchloo.machine import LeastSquares
+from torchloo.machine import LeastSquares, Predictor
 from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
-from torchloo.smoothers import Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.primal.whole import Primal
+from torchloo.problem import Regs
+from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.smoothers import Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
@@ -115,20 +118,63 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
     guard.finite(Kxz=Kxz)
     with full_precision(Kzz):
         L, kept = _factor(guard, Kzz)
-        mask = kept.double().unsqueeze(-2)
-        Z = torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
+        Z = _of_kernel_rows(L, kept, Kxz)
     return Z.to(Kxz.dtype), L, kept
 
 
+def _of_kernel_rows(L: Tensor, kept: Tensor, Kxz: Tensor) -> Tensor:
+    """Z = K_xz L^{-T}, (..., n, m), over the vectors kept (..., m), in float64."""
+    mask = kept.double().unsqueeze(-2)
+    return torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
+
+
 def _solve(
-    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
-    fit = solve_features(guard, Z, Y, reg, weight, bias=True)
-    assert fit.features is not None
-    with full_precision(Z):
-        beta = torch.linalg.solve_triangular(L.mT, fit.features.coef.double(), upper=True)
-    return replace(fit, columns=beta.to(Y.dtype) * kept.unsqueeze(-1), features=None, kept=kept)
+    fit = from_features(guard, Z, Y, reg, weight, bias=True)
+    assert isinstance(fit.representation, CentredFeatures)
+    return replace(fit, representation=_Basis(fit.representation, L, kept), kept=kept)
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """The features are those of Note [sparse features]: a representation of kernel rows."""
+
+    features: CentredFeatures
+    L: Tensor
+    kept: Tensor
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the basis, beta = L^{-T} p."""
+        _, offset, features = self.features.coefficients(form)
+        assert features is not None
+        with full_precision(self.L):
+            beta = torch.linalg.solve_triangular(self.L.mT, features.coef.double(), upper=True)
+        return Coefficients(beta.to(offset.dtype) * self.kept.unsqueeze(-1), offset)
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return self.features.weights(form, self._features(rows))
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return self.features.variance(form, self._features(rows), None)
+
+    def spread(self, form: Any) -> Tensor:
+        """S (..., p, m + 1) with the variance |S (k, 1)|^2 at kernel rows k."""
+        return _folded(self.features.spread(form), self.L, self.kept, self.features.centre)
+
+    def _features(self, rows: Tensor) -> Tensor:
+        """Of kernel rows (..., q, m), about the centre."""
+        return _of_kernel_rows(self.L, self.kept, rows) - self.features.centre
+
+
+def _folded(spread: Tensor, L: Tensor, kept: Tensor, centre: Tensor) -> Tensor:
+    """S' with S' (k, 1) = S (z - centre, 1), for z = L^{-1} k over the vectors kept and S (..., p, m + 1)."""
+    S, last = spread[..., :-1], spread[..., -1:]
+    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False) * kept.unsqueeze(-2)
+    return torch.cat([inner, last - S @ centre.mT], -1)
 
 
 def sparse_lssvm(
@@ -167,9 +213,12 @@ class SparseLSSVM(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
 
     Held-out outputs are those for the basis as it is. A selector looks at the inputs of all rows (and
     `pruned` at all targets), so what it chooses is not chosen anew without each row. To train by a
@@ -182,8 +231,16 @@ class SparseLSSVM(LeastSquares):
 
     kept: Tensor | None
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, basis: int | Tensor | Selector) -> None:
-        super().__init__(kernel, reg)
+    def __init__(
+        self,
+        kernel: Kernel,
+        reg: Tensor | float = 1.0,
+        *,
+        basis: int | Tensor | Selector,
+        classes: Any = None,
+        reg_per_output: bool = False,
+    ) -> None:
+        super().__init__(kernel, reg, classes=classes, reg_per_output=reg_per_output)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
@@ -212,10 +269,13 @@ class SparseLSSVM(LeastSquares):
         return (~self.kept).sum(-1)
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
-        guard, Y, flat = self._checked(X, y)
-        basis = self._basis_of(X, Y, weight)
-        fit = self._solve(guard, X, Y, weight, basis).checked()
-        self._store(basis, fit.columns, fit.offset, flat)
+        fit = self.solve(X, y, weight)
+        assert isinstance(fit.predictor, Predictor)
+        self._store(fit.predictor)
+        assert isinstance(fit.representation, _Basis)
+        one = isinstance(fit.form, Dual | Primal)
+        spread = fit.representation.spread(fit.form) if one else None
+        self._keep_uncertainty(fit.targets.dtype, None, None, spread)
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
@@ -227,7 +287,12 @@ class SparseLSSVM(LeastSquares):
         beta = torch.linalg.solve_triangular(expansion.factor.mT, p, upper=True)
         bias = solved.offset - (solved.centre @ p)[0]
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
-        self._store(expansion.support, coef, bias.to(solved.dtype), solved.stream.flat)
+        parts = (expansion.support, coef, bias.to(solved.dtype))
+        self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
+        spread = solved.spread
+        if spread is not None:
+            spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
+        self._keep_uncertainty(solved.dtype, None, None, spread)
         self.kept = expansion.kept
 
     def _expansion(self, stream: Stream) -> Expansion:
@@ -263,7 +328,7 @@ class SparseLSSVM(LeastSquares):
 
         def columns(X: Tensor, given: Sequence[Tensor]) -> Tensor:
             basis, *others = given
-            require_floating(self._function, basis=basis, X=X)
+            require_inputs(self._function, basis=basis, X=X)
             return evaluate(others, basis, X)  # (m, b)
 
         def gram(given: Sequence[Tensor]) -> Tensor:
@@ -272,12 +337,16 @@ class SparseLSSVM(LeastSquares):
 
         return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept, inverse)
 
+    def _by_features(self, X: Tensor) -> bool:
+        """False: whatever the kernel, the features are those of the basis."""
+        return False
+
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
         """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
-        basis = self._basis_of(X, Y, weight)
-        if basis.ndim > 2:
+        basis = self._support_of(X, Y, weight)
+        if basis.ndim > -self._row_axis:
             return None
         if csr.is_csr(X) or self.kernel.is_embedding_inside:
             Kzz, Kxz = self.kernel(basis), self.kernel(X, basis)
@@ -287,7 +356,7 @@ class SparseLSSVM(LeastSquares):
                 guard.symmetric(Kzz=Kzz)
                 L, kept = _factor(guard, Kzz.detach())
             return Kxz, Expansion(transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept)
-        require_floating(self._function, basis=basis, X=X)
+        require_inputs(self._function, basis=basis, X=X)
         inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
         evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
@@ -296,37 +365,39 @@ class SparseLSSVM(LeastSquares):
             return None
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors])
 
-    def _basis_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
+    def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:
             return self.basis
+        axis = self._row_axis
         if isinstance(self.rows, Selector):
-            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices)
+            Y = Y.expand(*X.shape[:axis], *Y.shape[-2:])
+            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices, self.kernel.event_dim)
         assert self.rows is not None
-        if self.rows > X.shape[-2]:
+        n = X.shape[axis]
+        if self.rows > n:
             raise ValueError(
-                f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
+                f"{self._function}: basis must be at most the number of rows, {n}, got {self.rows}"
             )
-        return (
-            csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
-        )
+        if csr.is_csr(X):
+            return csr.take(X, torch.arange(self.rows, device=X.device))
+        return X.narrow(axis, 0, self.rows)
 
     def with_basis_among(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """The machine with the basis that it takes among these rows given; it shares all parameters."""
         if self.basis is not None:
             return self
         twin = copy.copy(self)
-        twin.basis = self._basis_of(X, self._checked(X, y)[1], weight)
+        twin.basis = self._support_of(X, self._checked(X, y)[1], weight)
         return twin
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, basis: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
-        basis = self._basis_of(X, Y, weight) if basis is None else basis
-        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        basis = self._basis_of(X, Y, weight)
-        Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
-        return path_features, Z, Y
+        basis = self._support_of(X, Y, weight) if support is None else support
+        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchloo import criteria
 from torchloo.distributed.processes import Processes
 from torchloo.machine import KernelMachine
 from torchloo.search.run import NoCandidateError
@@ -50,7 +49,7 @@ def select(
     machine: KernelMachine,
     X: Tensor,
     y: Tensor,
-    criterion: Any = criteria.press,
+    criterion: Any = None,
     *,
     grid: Mapping[str, Iterable[Any]],
     group: Any = None,
@@ -159,7 +158,8 @@ def svc_loo(
     processes = Processes("distributed.svc_loo", group)
 
     def own() -> tuple[SVMHeldOut, Tensor]:
-        mine = torch.arange(X.shape[-2], device=X.device) % processes.count == processes.rank
+        n = X.shape[-machine.kernel.event_dim - 1]
+        mine = torch.arange(n, device=X.device) % processes.count == processes.rank
         return machine.loo(X, y, weight, method, values, epsilon, rows=mine), mine
 
     part, mine = processes.together(own)

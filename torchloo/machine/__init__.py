@@ -2,5 +2,6 @@
 
 from torchloo.machine.kernel_machine import KernelMachine, log_parameter
 from torchloo.machine.least_squares import LeastSquares
+from torchloo.machine.predictor import Predictor
 
-__all__ = ["KernelMachine", "LeastSquares", "log_parameter"]
+__all__ = ["KernelMachine", "LeastSquares", "Predictor", "log_parameter"]

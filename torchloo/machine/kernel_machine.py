@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.guards import Guard, require_floating
+from torchloo.classes import as_classes, coded, is_label, require_few, require_two, sorted_labels
+from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.precision import full_precision
+from torchloo.machine.predictor import Predictor
 
 __all__ = ["KernelMachine", "log_parameter"]
 
@@ -34,21 +35,36 @@ class KernelMachine(nn.Module):
 
     Args:
         kernel: a kernel of torchloo.kernels.
+        classes: the class labels there are, in the order of their columns; None: the sorted labels of a call.
 
     Shape:
-        X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
-        y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
-        clusters (n,). Leading dimensions are batch.
+        X (..., n, d), or (..., n, *event) where the kernel has an `event_dim`, or sparse rows (n, d) of
+        layout torch.sparse_csr where it takes them; y (..., n) or (..., n, c), whichever came in goes out;
+        weight (..., n); clusters (n,). Leading dimensions are batch. y without them, (n,) or (n, c), is the
+        same for all problems of a batch; as (B, n) is looked for first, (n, n) has to be expanded.
+
+    X and y in bfloat16 or float16 are taken up to float32, X after its features; results are float32.
+
+    Note [class labels]
+    Integer or bool y (..., n) are class labels, coded one class against the rest (Note [coding of classes] in
+    classes.py) in the dtype of X: of c > 2 classes the outputs are (..., n, c), of two (..., n), positive for
+    the second. With `classes=`, no value is looked at and an episode may lack a class; otherwise the sorted
+    labels of the call are the classes, of which more than max(20, sqrt n) are refused, as counts would be.
+    Only `fit` stores classes, for `predict_class`; a HeldOut has the columns for its targets.
     """
 
     _function: str
     _fitted: tuple[str, ...] = ("support", "coef", "bias")
+    spare: tuple[str, ...] = ()
+    """Buffers of a fitted machine that its outputs do not need."""
 
     support: Tensor | None
     coef: Tensor | None
     bias: Tensor | None
+    classes: Tensor | None
+    """Labels of the classes, (c,), in the order of the columns: those given, or those of the last `fit`."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, classes: Any = None) -> None:
         super().__init__()
         if not isinstance(kernel, Kernel):
             raise TypeError(
@@ -57,33 +73,41 @@ class KernelMachine(nn.Module):
         self.kernel = kernel
         for name in ("support", "coef", "bias"):
             self.register_buffer(name, None)
+        given = None if classes is None else as_classes(type(self).__name__, classes)
+        self.register_buffer("classes", given)
+        self.has_given_classes = given is not None
         self._flat, self._linear = True, False
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
+        return self._fitted_predictor()(X)
+
+    def _fitted_predictor(self) -> Predictor:
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
-        require_floating(self._function, X=X, support=self.support)
-        csr.require_layout(self._function, "X", X)
-        guard = Guard(self._function)
-        guard.finite(X=X)
-        guard.check()
-        design = self._design(X, self.support, self.coef)
-        with full_precision(X):
-            outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return (outputs[..., 0] if self._flat else outputs).to(X.dtype)
+        parts = (self.support, self.coef, self.bias)
+        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
 
-    def _design(self, X: Tensor, support: Tensor, coef: Tensor) -> Tensor:
-        """Features about their centre, or kernel rows: what the coefficients multiply, (..., n, m)."""
-        own = self._linear or isinstance(self.kernel, Precomputed)
-        expected = coef.shape[-2] if own else support.shape[-1]
-        received = self.kernel.feature_map(X, coef.dtype) if self._linear else X
-        if X.ndim < 2 or received.shape[-1] != expected:
-            what = "give features of" if self._linear and self.kernel.features is not None else "have"
-            raise ValueError(
-                f"{self._function}: X must {what} {expected} columns, as in fit, got shape {tuple(X.shape)}"
+    def predict_class(self, X: Tensor) -> Tensor:
+        """Labels (..., n) of the predicted classes at new points: that of the largest output.
+
+        Of two classes the second where the output is not negative. Of a machine fitted to integer labels, or
+        to the columns of the classes it was given.
+        """
+        outputs = self(X).detach()
+        if self.classes is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: fitted to numbers, so it has no classes; fit it to integer labels, "
+                "or give it classes="
             )
-        return received - support if self._linear else self.kernel(X, support, coef.dtype)
+        columns = outputs.unsqueeze(-1) if self._flat else outputs  # (..., n, c)
+        if columns.shape[-1] != (len(self.classes) if len(self.classes) > 2 else 1):
+            raise RuntimeError(
+                f"{type(self).__name__}: {len(self.classes)} classes need outputs of one column each, or one "
+                f"for two, but the machine was fitted to {columns.shape[-1]} columns"
+            )
+        column = columns.argmax(-1) if columns.shape[-1] > 1 else (columns[..., 0] >= 0).long()
+        return self.classes.to(X.device)[column]
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
         """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
@@ -94,35 +118,87 @@ class KernelMachine(nn.Module):
                 stacklevel=3,
             )
 
-    def _store(self, support: Tensor, coef: Tensor, bias: Tensor, flat: bool, linear: bool = False) -> None:
-        """Keep support points (..., m, d), coefficients (..., m, c) and bias (..., c).
-
-        Of a linear machine, the support is the centre (..., 1, d) of the features.
-        """
+    def _store(self, solved: Predictor) -> None:
+        """Keep a copy of what predicts."""
+        support = solved.support
         if isinstance(self.kernel, Precomputed):
             support = csr.dense(support)[..., :1]  # only the number of its rows is asked for
         with torch.inference_mode(False):
-            self.support, self.coef, self.bias = support.clone(), coef.clone(), bias.clone()
-        self._flat, self._linear = flat, linear
+            self.support, self.coef, self.bias = support.clone(), solved.coef.clone(), solved.bias.clone()
+        self._flat, self._linear = solved.flat, solved.linear
+
+    @property
+    def _row_axis(self) -> int:
+        """The axis of X (..., n, *event) that counts rows, from the end."""
+        return -self.kernel.event_dim - 1
 
     def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
-        """A guard that knows X, the targets as a matrix, and whether they came as a vector."""
-        require_floating(self._function, X=X, y=y)
-        csr.require_layout(self._function, "X", X)
-        if X.ndim < 2 or 0 in X.shape:
-            raise ValueError(
-                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
-            )
-        flat = y.ndim == X.ndim - 1
-        rows = y.shape[y.ndim - 1 if flat else X.ndim - 2 :][:1]
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2:-1] or 0 in y.shape:
-            raise ValueError(
-                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
-                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
-            )
+        """A guard that knows X, the targets as a matrix, and whether they came as a vector.
+
+        Class labels are coded; see Note [class labels].
+        """
         guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
+        if is_label(y):
+            y, _ = self._coded(guard, X, y)
+        require_inputs(self._function, X=X, y=y)
+        csr.require_layout(self._function, "X", X)
+        event = self.kernel.event_dim
+        if X.ndim <= event or 0 in X.shape:
+            expected = self.kernel.input_shape
+            raise ValueError(
+                f"{self._function}: X must be {expected} with at least one row, got shape {tuple(X.shape)}"
+            )
+        n, most = X.shape[self._row_axis], X.ndim - event  # rows, and axes of targets (..., n)
+        flat = y.ndim <= most and y.shape[-1:] == (n,)
+        matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
+        if not (flat or matrix) or 0 in y.shape:
+            raise ValueError(
+                f"{self._function}: y must have {n} rows to match X, shape (..., n) or (..., n, c) "
+                f"with the batch dimensions of X or without, got shape {tuple(y.shape)}"
+            )
+        y = y.to(full_dtype(X.dtype))
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
+
+    def coded(self, function: str, X: Tensor, y: Any) -> Any:
+        """Targets as numbers: class labels coded as this machine codes them, others as they are."""
+        if not is_label(y):
+            return y
+        guard = Guard(function)
+        targets, _ = self._coded(guard, X, y)
+        guard.check()
+        return targets
+
+    def _coded(
+        self, guard: Guard, X: Tensor, labels: Tensor, classes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
+        require_inputs(guard.function, X=X)
+        if labels.device != X.device:
+            raise ValueError(
+                f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"
+            )
+        most, dtype = X.ndim - self.kernel.event_dim, full_dtype(X.dtype)
+        if not 0 < labels.ndim <= most or labels.shape[-1] != X.shape[self._row_axis]:
+            raise ValueError(
+                f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
+                f"{tuple(X.shape)}, got shape {tuple(labels.shape)}; columns of numbers must be {dtype}"
+            )
+        labels = labels[(None,) * (most - labels.ndim)]  # the same labels for all problems of a batch
+        if self.has_given_classes:
+            classes = self.classes
+        if classes is None:
+            classes = sorted_labels(guard.function, "y", labels)
+            require_two(guard.function, "y", classes)
+            require_few(guard.function, classes, labels.shape[-1])
+        columns = coded(guard, "y", labels, classes, dtype)
+        return (columns if len(classes) > 2 else columns[..., 0]), classes
+
+    def _fit_targets(self, X: Any, y: Any) -> tuple[Any, Tensor | None]:
+        """The targets of `fit`, and the classes that it stores, found in one look at the labels."""
+        if self.has_given_classes or not is_label(y):
+            return y, self.classes if self.has_given_classes else None
+        return self._coded(Guard(self._function), X, y)
 
     def get_extra_state(self) -> dict[str, bool]:
         """Whether the targets of `fit` came without an output axis, and whether features are weighed."""
@@ -144,7 +220,15 @@ class KernelMachine(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the coefficients of a fitted machine, whatever this one holds."""
         device = next(self.parameters()).device
-        for name in self._fitted:
+        if prefix + "classes" not in state_dict:  # fitted to numbers, or not at all
+            if self.has_given_classes:
+                state_dict[prefix + "classes"] = self.classes
+            else:
+                self.classes = None
+        if prefix + "coef" in state_dict:  # what is not loaded with them would belong to other coefficients
+            for name in self.spare:
+                setattr(self, name, None)
+        for name in (*self._fitted, *self.spare, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -28,7 +28,7 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.factors import ILL_CONDITIONED, SINGLE, condition, lower_factor, trusted
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
-from torchloo.primal.moments import LowerInverse, Moments, times_lower
+from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
 
 __all__ = ["SINGLE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 
@@ -95,8 +95,8 @@ class Expansion:
 
     @property
     def size(self) -> int:
-        """Rows in a block, unless the stream says otherwise: 16 MB of features, or a few thousand rows."""
-        return 2048 if self.factor is None else 256 * max(1, (1 << 13) // len(self.factor))
+        """Rows in a block, unless the stream says otherwise: 8 MB of features, or a few thousand rows."""
+        return 2048 if self.factor is None else 256 * max(1, (1 << 12) // len(self.factor))
 
     @torch.no_grad()
     def columns(self, X: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Machines:
         """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for."""
         columns = self.expansion.columns(X)
         p = len(self.rotation)
-        out = columns.new_empty(p + ones, columns.shape[1])
+        out = room_like(columns, p + ones)
         out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
             self._times(self.folded, columns, out[:p]).sub_(self.rotation @ self.mean)
@@ -273,18 +273,19 @@ def one_machine(
         reg: regularisation.
         triangle: R (p, p) with R^T R = S, from the rows themselves, where S is badly conditioned.
     """
-    S = moments.symmetric()
-    unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
-    f = torch.ones_like(S[None, :1])
+    C = moments.S.clone()
+    C.diagonal().add_(reg)
+    unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
+    f = torch.ones_like(C[None, :1])
 
     def with_factor(L: Tensor) -> tuple[Machines, Tensor]:
         rotation = torch.linalg.solve_triangular(L, unit, upper=False)
-        q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
+        q = (rotation @ moments.T).mT.unsqueeze(0)
         return _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
 
-    L, info = torch.linalg.cholesky_ex(S + reg * unit)
-    estimate, narrow = condition(L), expansion.kind != torch.float64
+    L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
     machines, fine = with_factor(L)
+    estimate, narrow = condition(L, machines.rotation), expansion.kind != torch.float64
     limit = SINGLE if narrow else ILL_CONDITIONED
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
@@ -295,7 +296,7 @@ def one_machine(
         L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
         machines, fine = with_factor(L)
         machines.refined, machines.fold = False, guard.asks(fine)
-        least = trusted(condition(L).sqrt())
+        least = trusted(condition(L, machines.rotation).sqrt())
     else:
         guard.require(info == 0, NOT_DEFINITE)
     machines.least = least.reshape(1, 1)
@@ -313,7 +314,7 @@ def path_machines(
         return _machines(expansion, moments, Q.mT.contiguous(), False, f, regs, q)
 
     try:
-        w, Q = torch.linalg.eigh(moments.symmetric())
+        w, Q = torch.linalg.eigh(moments.S)  # which reads the lower triangle only
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         raise

@@ -18,11 +18,19 @@ from torch import Tensor
 from torchloo.primal.collective import Alone
 from torchloo.primal.seen import Seen
 
-__all__ = ["LowerInverse", "Moments", "add_symmetric", "add_weighted", "times_lower"]
+__all__ = [
+    "LowerInverse",
+    "Moments",
+    "add_symmetric",
+    "add_weighted",
+    "room_like",
+    "times_lower",
+    "times_upper",
+]
 
 # Features in one panel: wide enough for full speed, narrow enough to leave out most of the triangle
-# that is not needed (scripts/bench/scale.py measures what is saved).
-_PANEL = 200
+# that is not needed (scripts/bench/scale.py measures what is saved); a multiple of what registers hold.
+_PANEL, _ALIGNED = 80, 8
 
 # Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
 _CONDITION = 1e5
@@ -30,7 +38,7 @@ _CONDITION = 1e5
 
 def _panels(p: int) -> list[tuple[int, int]]:
     count = max(1, round(p / _PANEL))
-    edges = [round(k * p / count) for k in range(count + 1)]
+    edges = [*(_ALIGNED * round(k * p / count / _ALIGNED) for k in range(count)), p]
     return list(itertools.pairwise(edges))
 
 
@@ -57,10 +65,26 @@ def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:
     _add_lower(S, V * weight.to(V.dtype), V)
 
 
+def room_like(V: Tensor, p: int) -> Tensor:
+    """Room for (p, b), laid out as V (p', b): features stand together, or those of each row do."""
+    b = V.shape[1]
+    if V.stride(0) == 1:
+        return V.new_empty(b, -(-p // _ALIGNED) * _ALIGNED)[:, :p].mT
+    return V.new_empty(p, b)
+
+
 def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
     """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
     for start, stop in _panels(len(T)):
         torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
+    return out
+
+
+def times_upper(T: Tensor, V: Tensor) -> Tensor:
+    """T^T V for a lower triangular T (p, p) and V (p, b), likewise."""
+    out = room_like(V, len(V))
+    for start, stop in _panels(len(T)):
+        torch.mm(T[start:, start:stop].mT, V[start:], out=out[start:stop])
     return out
 
 
@@ -119,7 +143,7 @@ class Moments:
         like = like.double()
         self.weight = like.new_zeros(())
         self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
-        self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
+        self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)  # of S, the lower triangle
         self.squares = like.new_zeros(c)
         self.longest = like.new_zeros(())
         self.count = 0
@@ -127,16 +151,19 @@ class Moments:
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
         """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""
+        first, weight = self.count == 0, zeta.sum()
         self.count += len(zeta)
-        weight = zeta.sum()
         total, root = self.weight + weight, zeta.sqrt()
         if self.centre:
             mean_z = (Z @ zeta.unsqueeze(-1).to(Z.dtype)).double() / weight
             mean_y = (zeta @ Y).unsqueeze(0) / weight
-            apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
-            self._shift(apart_z, apart_y, self.weight * weight / total)
-            self.mean_z = self.mean_z + weight / total * apart_z
-            self.mean_y = self.mean_y + weight / total * apart_y
+            if first:
+                self.mean_z, self.mean_y = mean_z, mean_y
+            else:
+                apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
+                self._shift(apart_z, apart_y, self.weight * weight / total)
+                self.mean_z = self.mean_z + weight / total * apart_z
+                self.mean_y = self.mean_y + weight / total * apart_y
             Z, Y = Z.sub_(mean_z.to(Z.dtype)), Y - mean_y
         self.weight, Z, Y = total, Z.mul_(root.to(Z.dtype)), Y * root.unsqueeze(-1)
         add_symmetric(self.S, Z)
@@ -159,6 +186,8 @@ class Moments:
 
     def join(self, others: Alone) -> None:
         """Add the rows of the other processes: one all-reduce, after a small one for the means."""
+        if others.count == 1:
+            return
         parts = (self.weight, self.weight * self.mean_z, self.weight * self.mean_y)
         weight, mean_z, mean_y = others.sums(*parts)
         if self.centre:
@@ -176,8 +205,3 @@ class Moments:
         spread = (self.S.diagonal() / self.weight).sqrt()
         apart = self.mean_z[:, 0].abs() / spread
         return torch.where(spread > 0, apart, 0.0).max() + 1
-
-    def symmetric(self) -> Tensor:
-        """S with both triangles, (p, p)."""
-        lower = self.S.tril(-1)
-        return lower + lower.mT + self.S.diagonal().diag_embed()

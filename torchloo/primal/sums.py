@@ -42,6 +42,7 @@ __all__ = [
     "root_of",
     "sum_of_others",
     "whitened",
+    "with_derivatives",
 ]
 
 # How many numbers the sets that are refitted together may take at once.
@@ -87,7 +88,6 @@ def leave_out_large(
     a: Tensor,
     factor: Tensor,
     least: Tensor,
-    small: Partition,
     large: Partition,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Sets of more rows than features, by Note [large sets].
@@ -97,7 +97,7 @@ def leave_out_large(
         a: P Y, (..., n, c).
         factor: of C, (..., p, p), or (..., p) if diagonal; held constant.
         least: the 1 - h below which a set is lost to rounding, (...).
-        small, large: all other rows, and the sets.
+        large: the sets.
 
     Returns:
         held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost
@@ -110,8 +110,8 @@ def leave_out_large(
     V = whitened(factor, (scale * Z).mT).mT  # (..., n, p), Omega^{1/2} Z S
     parts = large.gather(V)
     outside = whitened(factor, whitened(factor, R).mT)
-    if small.groups:
-        V_out = V.index_select(-2, small.index)
+    if large.index.numel() < V.shape[-2]:
+        V_out = V.index_fill(-2, large.index, 0.0)  # the rows in no set
         outside = outside + V_out.mT @ V_out
     C = outside.unsqueeze(-3) + sum_of_others(torch.cat([V_L.mT @ V_L for V_L in parts], -3))
     lost = is_lost(C, least)
@@ -175,7 +175,7 @@ def _refit(
     sums = sum_of_others(torch.cat([Z_L.mT @ V_L for Z_L, V_L in parts]))  # (G, p, p + c)
     sums = sums + Z.mT @ weighted.index_fill(0, partition.index, 0.0)  # of the rows in no set
     C, right = sums.split([len(R), c], -1)
-    L = _with_derivatives(_triangles(Z, R, weight, partition, guard), R + C)
+    L = with_derivatives(_triangles(Z, R, weight, partition, guard), R + C)
     coef = torch.cholesky_solve(right, L)  # (G, p, c)
     # One step of refinement from the rows themselves, as for the coefficients of all rows.
     kept = torch.where(_members(partition, len(Z)), 0.0, weight.unsqueeze(-1))  # (n, G)
@@ -213,7 +213,7 @@ def root_of(R: Tensor, guard: Guard) -> Tensor:
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 
 
-def _with_derivatives(L: Tensor, C: Tensor) -> Tensor:
+def with_derivatives(L: Tensor, C: Tensor) -> Tensor:
     """L (..., p, p) with the derivatives of the Cholesky factor of C, of which it is the better value."""
     if not C.requires_grad:
         return L

@@ -4,7 +4,8 @@ Note [runs in step]
 Every run holds a point, a direction and a step length, and asks for one trial point at a time; the trial
 points of all runs are one batch, with gradients. A run whose trial point descends enough (Armijo) moves
 there and takes the direction that L-BFGS says; one whose does not shortens its step, by a parabola through
-what it knows. So no run waits for the line search of another, and every evaluation is used.
+what it knows. So no run waits for the line search of another, and every evaluation is used. A line search is
+over where a shorter step could gain no more than the rounding of the value.
 
 Parameters at a bound that their gradient points out of are held there; a step is cut at the box.
 """
@@ -46,6 +47,8 @@ class _Runs:
     reach: Tensor
     """The largest change of a number in a step along the gradient itself, in its unit, (R,)."""
     direction: Tensor
+    rounding: float
+    """Relative change of a value that may be rounding."""
 
     def free(self) -> Tensor:
         """Which numbers are not held at a bound, (R, p)."""
@@ -107,13 +110,13 @@ def descend(objective: Objective, outset: Outset) -> None:
     gain less than `tolerance` of it, when no step along the gradient itself descends, or after so many
     `evaluations`.
     """
-    start, problem, box, unit, evaluations, tolerance = outset
+    start, problem, box, unit, evaluations, tolerance, rounding = outset
+    tolerance = max(tolerance, rounding)
     f, g = objective(start, problem, gradient=True)
     memory = start.new_zeros(_MEMORY, *start.shape)
     blank = torch.zeros_like(f)
-    runs = _Runs(
-        start, f, g, box[0], box[1], unit, memory, memory, blank, blank, blank + _FIRST, torch.zeros_like(g)
-    )
+    state = (start, f, g, box[0], box[1], unit, memory, memory, blank, blank, blank + _FIRST)
+    runs = _Runs(*state, torch.zeros_like(g), rounding)
     active = f.isfinite()
     runs.turn(active)
     for _ in range(evaluations - 1):
@@ -162,7 +165,11 @@ def _remember(runs: _Runs, accepted: Tensor, moved: Tensor, change: Tensor) -> N
 
 
 def _shorten(runs: _Runs, refused: Tensor, f: Tensor, expected: Tensor) -> None:
-    """The step at the bottom of the parabola through value, slope and trial value, a tenth to a half."""
+    """The step at the bottom of the parabola through value, slope and trial value, a tenth to a half.
+
+    Where it would gain no more than rounding, none: the slope promises more than any step gains.
+    """
     rise = f - runs.f - expected
     factor = torch.where(rise > 0, -expected / (2 * rise), 0.5).nan_to_num(0.1).clamp(0.1, 0.5)
+    factor = torch.where(-expected * factor > runs.rounding * runs.f.abs(), factor, 0.0)
     runs.step = torch.where(refused, runs.step * factor, runs.step)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.machine import LeastSquares
+from torchloo.search.along_reg import has_path
 from torchloo.search.objective import Objective
 from torchloo.search.parameters import Entry, Space
 
@@ -68,7 +68,7 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
         relative: whether the axes hold steps from the first start, as the default ones do.
         box: (2, P, p), which cuts the default grid.
     """
-    by_path = [axis for axis in axes if _along_path(objective, axis[0])]
+    by_path = [axis for axis in axes if has_path(objective.space, objective.score, axis[0])]
     others = [axis for axis in axes if axis not in by_path]
     candidates = []
     for values in itertools.product(*(points for _, points in others)):
@@ -81,19 +81,10 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
     if not by_path:
         objective(theta.flatten(0, 1), problem)
     elif not relative:
-        objective.along_reg(theta.flatten(0, 1), problem, by_path[0][1][:, 0].exp())
+        objective.along_reg(theta.flatten(0, 1), problem, by_path[0][1].exp())
     else:  # every problem has regularisations of its own
         part = by_path[0][0].part
         for number, own in enumerate(first):
-            logs = torch.clamp(own[part] + by_path[0][1][:, 0], box[0, number, part], box[1, number, part])
+            logs = torch.clamp(own[part] + by_path[0][1], box[0, number, part], box[1, number, part])
             problem = torch.full((len(candidates),), number, device="cpu")
             objective.along_reg(theta[number], problem, logs.exp())
-
-
-def _along_path(objective: Objective, entry: Entry) -> bool:
-    """Whether an axis is the regularisation of a machine that has paths."""
-    return (
-        isinstance(objective.space.machine, LeastSquares)
-        and entry.name == "reg"
-        and not objective.score.takes_fit
-    )

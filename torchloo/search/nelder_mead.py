@@ -24,7 +24,8 @@ def walk(objective: Objective, outset: Outset) -> None:
     Reflection 1, expansion 2, contraction and shrinkage 1/2. A simplex stops when its values differ by less
     than `tolerance` of the best and its edges are below 1 % of a unit, or after so many `evaluations`.
     """
-    start, problem, box, unit, evaluations, tolerance = outset
+    start, problem, box, unit, evaluations, tolerance, rounding = outset
+    tolerance = max(tolerance, rounding)
     runs, p = start.shape
     simplex = _first_simplex(start.unsqueeze(1), box.unsqueeze(2), unit)  # (R, p + 1, p)
     f = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))[0].view(runs, p + 1)

@@ -7,7 +7,8 @@ with the inputs of their problems; the sum of the B criterion values has the B g
 no candidate touches another. All searches ask only this, so starts and splits advance together.
 
 Small matrices share the cost of a call; large ones leave the cache when batched, so the batch is cut into
-chunks of about `ENTRIES` kernel entries, one candidate at least: what is too large for that is a plain loop.
+chunks of about `ENTRIES` kernel entries, one candidate at least: what is too large for that is a plain loop
+over machines without a batch. A path is cut too, into chunks of about `_PATH` held-out outputs.
 
 A candidate that cannot be evaluated (a factorisation fails, a kernel overflows) is infeasible: its value is
 infinite. As one such candidate makes the call of its chunk fail, the chunk is halved until it stands alone.
@@ -32,6 +33,9 @@ from torchloo.streaming.stream import Stream
 __all__ = ["Best", "Evaluation", "Objective", "Outset"]
 
 ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
+
+# Held-out outputs of a path that are in memory at once, 128 MB in float64.
+_PATH = 1 << 24
 
 
 class Evaluation(NamedTuple):
@@ -71,6 +75,8 @@ class Outset(NamedTuple):
     """The most for each run."""
     tolerance: float
     """Relative change of the value that counts as nothing."""
+    rounding: float = 2.0**-50
+    """Relative change of the value that may be rounding."""
 
 
 class _Rows(NamedTuple):
@@ -109,12 +115,17 @@ class Objective:
         return values, gradients
 
     def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
-        """Values (B, R) for R regularisations instead of each candidate's own, by `path`."""
-        width, own = self._width(), self.space.find("reg", "grid").part
+        """Values (B, R) for regularisations (R,), or (R, c), instead of each candidate's own, by `path`."""
+        width, outputs = self._width(), self.problems.X.shape[-2] * self.problems.y[0, 0].numel()
+        parts = regs.split(max(1, _PATH // (min(width, len(theta)) * outputs)))
+        return torch.cat([self._along_reg(theta, problem, part, width) for part in parts], 1)
+
+    def _along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor, width: int) -> Tensor:
+        own = self.space.find("reg", "grid").part
         rows = []
         for part, of in zip(theta.split(width), problem.split(width), strict=True):
             with_regs = part.unsqueeze(1).repeat(1, len(regs), 1)  # (b, R, p)
-            with_regs[..., own] = regs.log().unsqueeze(-1)
+            with_regs[..., own] = regs.log().reshape(len(regs), -1)
             each = with_regs.flatten(0, 1), of.repeat_interleave(len(regs))
             try:
                 with torch.no_grad():
@@ -124,6 +135,11 @@ class Objective:
                 objective, _ = self(*each)
             rows.append(objective.view(len(part), -1))
         return torch.cat(rows)
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding of a value, which is a sum of squares or the like."""
+        return 8 * torch.finfo(self.problems.y.dtype).eps
 
     def _width(self) -> int:
         if not self.space.batched:
@@ -165,7 +181,7 @@ class Objective:
 
     def _held_out_values(self, theta: Tensor, problem: Tensor, regs: Tensor | None = None) -> Tensor:
         """Criterion values (B,), or (R, B) along a path."""
-        theta = (theta if self.space.batched else theta[0]).to(self.problems.X.device)
+        theta = (theta[0] if len(theta) == 1 else theta).to(self.problems.X.device)
         shared = bool((problem == problem[0]).all())  # one problem, without a copy
         values = self._scored(theta, problem[0] if shared else problem, regs)
         return values.reshape(*values.shape[: regs is not None], -1)

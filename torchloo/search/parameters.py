@@ -99,7 +99,8 @@ class Space:
         if not self.entries:
             raise ValueError(f"{function}: machine must have a parameter that requires grad, got none")
         self.batched = batched and all(entry.batch is not None for entry in self.entries)
-        self._call = _Method(self._stacking() if self.batched else self.machine)
+        self._one = _Method(self.machine)
+        self._many = _Method(self._stacking()) if self.batched else self._one
 
     def _entry(self, path: str, parameter: Tensor) -> Entry:
         parent, _, leaf = path.rpartition(".")
@@ -107,7 +108,9 @@ class Space:
         name = (parent + "." if parent else "") + leaf.removeprefix("log_")
         network = ".features." in f".{path}"
         log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not network
-        vectors = 0 if owner is self.machine or _BATCHED.get((type(owner), leaf)) == () else 1
+        vectors = 0 if _BATCHED.get((type(owner), leaf)) == () else 1
+        if owner is self.machine:
+            vectors = int(getattr(owner, "reg_per_output", False))
         if log and parameter.ndim > vectors:
             raise ValueError(
                 f"{self.function}: {name} must belong to one machine, got the batch shape "
@@ -142,7 +145,8 @@ class Space:
                 continue
             path = entry.path.replace(".features.", ".features.network.", 1)  # as `_stacking` names it
             parameters["machine." + path] = values.reshape(-1, *(entry.batch or ()))
-        return functional_call(self._call, parameters, (method, *args), {"among": among})
+        machine = self._one if theta.ndim == 1 else self._many
+        return functional_call(machine, parameters, (method, *args), {"among": among})
 
     def vector(self) -> Tensor:
         """The machine's own values, (p,)."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.search import gradient, grid, nelder_mead
+from torchloo.search.along_reg import only_reg, search_reg
 from torchloo.search.objective import Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior, Prior
@@ -90,7 +91,7 @@ def run(
     """
     for name, y in zip(names, problems.y, strict=True):
         score.require_targets(y, name)
-    if plan.search == "gradient":
+    if plan.search == "gradient" and not only_reg(space, score):
         score.require_differentiable()
     first, box = _first_starts(plan, space, problems)
     prior = HyperPrior(plan.prior, space, problems.X.shape[-2])
@@ -132,13 +133,17 @@ def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> Non
         axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
         grid.scan(objective, first, axes, plan.grid is None, box)
         return
-    starts = further_starts(space, first, plan.starts, plan.generator)  # (P, S, p)
+    search, count = (gradient.descend if plan.search == "gradient" else nelder_mead.walk), plan.starts
+    if plan.search == "gradient" and only_reg(space, objective.score):
+        search, count = search_reg, 1  # which sees the whole box from one start
+    starts = further_starts(space, first, count, plan.generator)  # (P, S, p)
     starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1)).flatten(0, 1)
-    problem = torch.arange(len(first), device=first.device).repeat_interleave(plan.starts)
-    search = gradient.descend if plan.search == "gradient" else nelder_mead.walk
-    boxes = box.repeat_interleave(plan.starts, 1)
-    limit = plan.evaluations(space.size)
-    search(objective, Outset(starts, problem, boxes, space.units(), limit, plan.tolerance))
+    problem = torch.arange(len(first), device=first.device).repeat_interleave(count)
+    limit, rounding = plan.evaluations(space.size), objective.rounding
+    outset = Outset(
+        starts, problem, box.repeat_interleave(count, 1), space.units(), limit, plan.tolerance, rounding
+    )
+    search(objective, outset)
 
 
 def warn_interrupted(function: str, stacklevel: int = 3) -> None:

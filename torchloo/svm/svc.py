@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from torchloo import csr
-from torchloo.guards import require_floating
+from torchloo.guards import full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.machine import KernelMachine, log_parameter
+from torchloo.machine import KernelMachine, Predictor, log_parameter
+from torchloo.machine.predictor import SolvedWith
 from torchloo.precision import full_precision
 from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import SVMHeldOut
@@ -54,12 +56,14 @@ class SVC(KernelMachine):
     Args:
         kernel: a kernel of torchloo.kernels.
         C: box bound, a positive number or tensor of batch shape; kept as the parameter `log_C`.
+        classes: the class labels there are, where a call may lack some; see Note [class labels] in
+            machine/kernel_machine.py.
     """
 
     _function = "svc"
 
-    def __init__(self, kernel: Kernel, C: Tensor | float = 1.0) -> None:
-        super().__init__(kernel)
+    def __init__(self, kernel: Kernel, C: Tensor | float = 1.0, *, classes: Any = None) -> None:
+        super().__init__(kernel, classes)
         self.log_C = log_parameter("SVC", C=C)
 
     @property
@@ -68,15 +72,13 @@ class SVC(KernelMachine):
         return self.log_C.exp()
 
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> SVMFit:
-        """The trained machine; not differentiable."""
-        gram, problems, flat = self._problems(X, y, weight)
-        with _said_by_svc():
-            fit = svm(**problems)
-        if gram.centred is not None:  # from the bias of centred features to that of the kernel
-            F, centre = gram.centred
-            shift = centre.to(F) @ (F.detach().mT @ fit.coef.mT)  # (..., 1, c)
+        """The trained machine, which takes new inputs: ``solved(X_new)``; neither is differentiable."""
+        fit, predictor = self._trained(X, y, weight)
+        if predictor.linear:  # from the bias of centred features to that of the kernel
+            shift = predictor.support.to(predictor.coef) @ predictor.coef  # (..., 1, c)
             fit = fit._replace(bias=fit.bias - shift[..., 0, :])
-        return fit.with_outputs(flat).to(X.dtype)
+        predictor = replace(predictor, solved_with=SolvedWith.now(self.kernel, predictor.support))
+        return fit.with_outputs(predictor.flat).to(full_dtype(X.dtype))._replace(predictor=predictor)
 
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the support vectors and their coefficients; an error leaves the machine as it was.
@@ -86,26 +88,29 @@ class SVC(KernelMachine):
         """
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
-            self._fit(X, y, weight)
+            y, classes = self._fit_targets(X, y)
+            self._store(self._trained(X, y, weight)[1])
+            self.classes = classes
         return self
 
-    def _fit(self, X: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    @torch.no_grad()
+    def _trained(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple[SVMFit, Predictor]:
+        """What `svm` makes of the problems, and what predicts: support vectors, or weights of features."""
         gram, problems, flat = self._problems(X, y, weight)
         with _said_by_svc():
-            fit = svm(**problems).with_outputs(False)
-        coef, bias = fit.coef, fit.bias
+            fit = svm(**problems)
+        coef, bias = fit.coef.mT, fit.bias  # (..., n, c), (..., c)
         if gram.centred is not None:
             F, centre = gram.centred
-            self._store(centre, F.mT @ coef, bias, flat, linear=True)
-            return
+            return fit, Predictor(self._function, self.kernel, centre, F.mT @ coef, bias, flat, linear=True)
         if self._has_given_matrix():
             support = X  # the columns of a given matrix cannot be chosen among
         else:
-            used = (coef != 0).any(-1).reshape(-1, X.shape[-2]).any(0)
+            used = (coef != 0).any(-1).reshape(-1, coef.shape[-2]).any(0)
             rows = used.nonzero()[:, 0]
-            support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
+            support = csr.select(X, rows) if csr.is_csr(X) else X.index_select(self._row_axis, rows)
             coef = coef[..., rows, :]
-        self._store(support, coef, bias, flat)
+        return fit, Predictor(self._function, self.kernel, support, coef, bias, flat)
 
     def loo(
         self,
@@ -152,7 +157,7 @@ class SVC(KernelMachine):
         """The answer of `svm_loo` or `svm_lco`, in the shape and dtype of y."""
         _, problems, flat = self._problems(X, y, weight)
         with _said_by_svc():
-            return function(**problems, **options).with_outputs(flat, X.dtype)
+            return function(**problems, **options).with_outputs(flat, full_dtype(X.dtype))
 
     def _has_given_matrix(self) -> bool:
         """Whether rows of X are kernel values, which no evaluation in float64 makes more precise."""
@@ -166,7 +171,7 @@ class SVC(KernelMachine):
             return _Gram(self.kernel(X, dtype=torch.float64))
         F = self.kernel.feature_map(X, torch.float64)
         # Any centre will do; one in the dtype of X is what `fit` can store.
-        centre = F.detach().mean(-2, keepdim=True).to(X.dtype)
+        centre = F.detach().mean(-2, keepdim=True).to(full_dtype(X.dtype))
         F = F - centre
         with full_precision(X):
             half = (0.5 * F) @ F.mT
@@ -181,10 +186,11 @@ class SVC(KernelMachine):
         guard.two_classes(y=Y)
         guard.check()
         if weight is not None:
-            require_floating("svc", X=X, weight=weight)
-            if weight.shape[-1:] != X.shape[-2:-1]:
+            require_inputs("svc", X=X, weight=weight)
+            n = X.shape[self._row_axis]
+            if weight.shape[-1:] != (n,):
                 raise ValueError(
-                    f"svc: weight must have {X.shape[-2]} entries to match X, got shape {tuple(weight.shape)}"
+                    f"svc: weight must have {n} entries to match X, got shape {tuple(weight.shape)}"
                 )
             weight = weight.unsqueeze(-2)
         gram = self._gram(X)
