@@ -142,7 +142,7 @@ def _flat(function: str, pairs: Iterable[Any]) -> tuple[_Rows, _Rows]:
 
 def _integers(rows: Any) -> np.ndarray:
     array = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
-    if array.size and array.dtype.kind not in "iu" or array.ndim > 1:
+    if (array.size and array.dtype.kind not in "iu") or array.ndim > 1:
         raise TypeError(f"expected integers (s,), got {array.dtype} of shape {array.shape}")
     return array.reshape(-1)
 

@@ -15,7 +15,7 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
