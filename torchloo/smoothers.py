@@ -95,8 +95,8 @@ class Fit:
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
-    predictor: Callable[[Tensor], Tensor] | None = None
-    """Outputs at new inputs, where a machine with a kernel was solved."""
+    evaluate: Callable[[Coefficients, bool], Callable[[Tensor], Tensor]] | None = None
+    """What gives outputs at new inputs by the coefficients, where a machine with a kernel was solved."""
 
     def __call__(self, X_new: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs (..., q, d), what `machine.fit(X, y)(X_new)` gives.
@@ -105,12 +105,17 @@ class Fit:
         regularisation, the kernel and its features. Batches are episodes, X (B, n, d) and X_new (B, q, d).
         Cost: a kernel matrix (q, n) and its product with the coefficients.
         """
-        if self.predictor is None:
+        if self.evaluate is None:
             raise TypeError(
                 f"{self.problem.function}: solved from matrices, a Fit knows no kernel to evaluate at new "
                 "inputs; use Fit.from_kernel(K_new) with their kernel rows, or solve of a machine"
             )
         return self.predictor(X_new)
+
+    @property
+    def predictor(self) -> Any:
+        """What `solved(X_new)` calls, and `machine.fit` stores."""
+        return None if self.evaluate is None else self.evaluate(self._coefficients, self.flat)
 
     @property
     def _coefficients(self) -> Coefficients:

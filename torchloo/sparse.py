@@ -229,7 +229,6 @@ class SparseLSSVM(LeastSquares):
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
-        assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
         self.kept = fit.kept
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, overload
 
 import torch
@@ -70,7 +71,9 @@ class LeastSquares(KernelMachine):
         guard, Y, flat = self._checked(X, y)
         support = self._support_of(X, Y, weight)
         fit = self._solve(guard, X, Y, weight, support)
-        return replace(fit, flat=flat, predictor=self._predictor(fit, support, flat)).checked()
+        solved_with = SolvedWith.now(self.kernel, support)
+        evaluate = partial(Predictor.of, self._function, self.kernel, support, solved_with)
+        return replace(fit, flat=flat, evaluate=evaluate).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
@@ -225,16 +228,7 @@ class LeastSquares(KernelMachine):
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
-        assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
-
-    def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
-        """What predicts, of a solved machine; it knows when the support or the kernel has changed since."""
-        parts, linear = (support, fit.columns, fit.offset), fit.features is not None
-        if fit.features is not None:
-            parts = (fit.features.centre, fit.features.coef, fit.features.offset)
-        solved_with = SolvedWith.now(self.kernel, parts[0])
-        return Predictor(self._function, self.kernel, *parts, flat, linear, solved_with)
 
     def _keep(self, solved: StreamFit) -> None:
         """Store what was solved from a stream."""

@@ -11,6 +11,7 @@ from torchloo.guards import Guard, full_dtype, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.problem import Given
+from torchloo.smoothers import Coefficients
 
 __all__ = ["Predictor", "SolvedWith"]
 
@@ -18,7 +19,8 @@ __all__ = ["Predictor", "SolvedWith"]
 class SolvedWith(NamedTuple):
     """What coefficients were solved with, and new inputs must be evaluated with."""
 
-    support: Given
+    support: Given | None
+    """Support points, where they are asked for."""
     parameters: tuple[Given, ...]
     """Of the kernel."""
 
@@ -32,7 +34,8 @@ class SolvedWith(NamedTuple):
 
     def require_unchanged(self, function: str, kernel: Kernel) -> None:
         """Raise if the support was changed in place, or a parameter of the kernel in any way."""
-        self.support.require_unchanged(function)
+        if self.support is not None:
+            self.support.require_unchanged(function)
         pairs = itertools.zip_longest(kernel.parameters(), self.parameters)
         if not all(p is given.matrix and Given.of(p).version == given.version for p, given in pairs):
             raise RuntimeError(
@@ -60,6 +63,24 @@ class Predictor:
     """Whether features are weighed."""
     solved_with: SolvedWith | None = None
     """What must not have changed; None where all was stored by `fit`."""
+
+    @classmethod
+    def of(
+        cls,
+        function: str,
+        kernel: Kernel,
+        support: Tensor,
+        solved_with: SolvedWith | None,
+        found: Coefficients,
+        flat: bool,
+    ) -> Self:
+        """What predicts by coefficients: those of the features, where there are such, else of the support."""
+        if found.features is None:
+            return cls(function, kernel, support, found.columns, found.offset, flat, False, solved_with)
+        coef, centre, offset = found.features
+        if solved_with is not None:
+            solved_with = solved_with._replace(support=None)  # the rows are not asked for any more
+        return cls(function, kernel, centre, coef, offset, flat, True, solved_with)
 
     def __call__(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs X (..., q, d)."""
