@@ -1,20 +1,18 @@
 """The kernel Fisher discriminant: the least-squares machine of the kernel matrix K K^T."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.primal.machines import Expansion
-from torchloo.problem import check_dual
-from torchloo.smoothers import Coefficients, Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.problem import Regs, check_dual
+from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.smoothers import Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["KFD", "kfd"]
@@ -32,17 +30,38 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
     return torch.where(positive, total / first, -total / second)
 
 
-def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Fit:
+def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None) -> Fit:
     """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
-    fit = solve_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
-    return replace(fit, expand=partial(_of_columns, fit.expand))
+    return _solve_coded(guard, K, _code(guard, K, y, weight), reg, weight)
 
 
-def _of_columns(expand: Callable[[Any], Coefficients], form: Any) -> Coefficients:
-    """The coefficients of the columns of K, which are those of the features."""
-    _, offset, features = expand(form)
-    assert features is not None
-    return Coefficients(features.coef, offset)
+def _solve_coded(
+    guard: Guard, K: Tensor, T: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
+) -> Fit:
+    fit = from_features(guard, K, T, reg, weight, bias=True)
+    assert isinstance(fit.representation, CentredFeatures)
+    return replace(fit, representation=_Columns(fit.representation))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of K are the features: a representation of kernel rows."""
+
+    features: CentredFeatures
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the columns."""
+        _, offset, features = self.features.coefficients(form)
+        assert features is not None
+        return Coefficients(features.coef, offset)
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return self.features.weights(form, rows - self.features.centre)
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return self.features.variance(form, rows - self.features.centre, None)
 
 
 def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None) -> Fit:
@@ -82,6 +101,7 @@ class KFD(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         classes: the class labels there are, where a call may lack some; see Note [class labels] in
             machine/kernel_machine.py.
     """
@@ -90,15 +110,18 @@ class KFD(LeastSquares):
     has_bias = True
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
-        return _solve(guard, self.kernel(X), Y, self.reg, weight)
+        return _solve(guard, self.kernel(X), Y, reg, weight)
 
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        K = self.kernel(X)
-        return path_features, K, _code(guard, K, Y, weight)
+    def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
+        return _solve_coded(guard, self.kernel(X), Y, self.reg, weight)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.basis import Selector
+from torchloo.dual import Dual
 from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
-from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares, Predictor
@@ -20,8 +19,11 @@ from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
-from torchloo.smoothers import Coefficients, Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.primal.whole import Primal
+from torchloo.problem import Regs
+from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.smoothers import Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
@@ -116,26 +118,63 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
     guard.finite(Kxz=Kxz)
     with full_precision(Kzz):
         L, kept = _factor(guard, Kzz)
-        mask = kept.double().unsqueeze(-2)
-        Z = torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
+        Z = _of_kernel_rows(L, kept, Kxz)
     return Z.to(Kxz.dtype), L, kept
 
 
+def _of_kernel_rows(L: Tensor, kept: Tensor, Kxz: Tensor) -> Tensor:
+    """Z = K_xz L^{-T}, (..., n, m), over the vectors kept (..., m), in float64."""
+    mask = kept.double().unsqueeze(-2)
+    return torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
+
+
 def _solve(
-    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
-    fit = solve_features(guard, Z, Y, reg, weight, bias=True)
-    return replace(fit, expand=partial(_of_basis, fit.expand, L, kept), kept=kept)
+    fit = from_features(guard, Z, Y, reg, weight, bias=True)
+    assert isinstance(fit.representation, CentredFeatures)
+    return replace(fit, representation=_Basis(fit.representation, L, kept), kept=kept)
 
 
-def _of_basis(expand: Callable[[Any], Coefficients], L: Tensor, kept: Tensor, form: Any) -> Coefficients:
-    """The coefficients of the basis, beta = L^{-T} p."""
-    _, offset, features = expand(form)
-    assert features is not None
-    with full_precision(L):
-        beta = torch.linalg.solve_triangular(L.mT, features.coef.double(), upper=True)
-    return Coefficients(beta.to(offset.dtype) * kept.unsqueeze(-1), offset)
+@dataclass(frozen=True)
+class _Basis:
+    """The features are those of Note [sparse features]: a representation of kernel rows."""
+
+    features: CentredFeatures
+    L: Tensor
+    kept: Tensor
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the basis, beta = L^{-T} p."""
+        _, offset, features = self.features.coefficients(form)
+        assert features is not None
+        with full_precision(self.L):
+            beta = torch.linalg.solve_triangular(self.L.mT, features.coef.double(), upper=True)
+        return Coefficients(beta.to(offset.dtype) * self.kept.unsqueeze(-1), offset)
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return self.features.weights(form, self._features(rows))
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return self.features.variance(form, self._features(rows), None)
+
+    def spread(self, form: Any) -> Tensor:
+        """S (..., p, m + 1) with the variance |S (k, 1)|^2 at kernel rows k."""
+        return _folded(self.features.spread(form), self.L, self.kept, self.features.centre)
+
+    def _features(self, rows: Tensor) -> Tensor:
+        """Of kernel rows (..., q, m), about the centre."""
+        return _of_kernel_rows(self.L, self.kept, rows) - self.features.centre
+
+
+def _folded(spread: Tensor, L: Tensor, kept: Tensor, centre: Tensor) -> Tensor:
+    """S' with S' (k, 1) = S (z - centre, 1), for z = L^{-1} k over the vectors kept and S (..., p, m + 1)."""
+    S, last = spread[..., :-1], spread[..., -1:]
+    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False) * kept.unsqueeze(-2)
+    return torch.cat([inner, last - S @ centre.mT], -1)
 
 
 def sparse_lssvm(
@@ -174,6 +213,7 @@ class SparseLSSVM(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
@@ -198,8 +238,9 @@ class SparseLSSVM(LeastSquares):
         *,
         basis: int | Tensor | Selector,
         classes: Any = None,
+        reg_per_output: bool = False,
     ) -> None:
-        super().__init__(kernel, reg, classes=classes)
+        super().__init__(kernel, reg, classes=classes, reg_per_output=reg_per_output)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
@@ -229,7 +270,12 @@ class SparseLSSVM(LeastSquares):
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
+        assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
+        assert isinstance(fit.representation, _Basis)
+        one = isinstance(fit.form, Dual | Primal)
+        spread = fit.representation.spread(fit.form) if one else None
+        self._keep_uncertainty(fit.targets.dtype, None, None, spread)
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
@@ -243,6 +289,10 @@ class SparseLSSVM(LeastSquares):
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
         parts = (expansion.support, coef, bias.to(solved.dtype))
         self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
+        spread = solved.spread
+        if spread is not None:
+            spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
+        self._keep_uncertainty(solved.dtype, None, None, spread)
         self.kept = expansion.kept
 
     def _expansion(self, stream: Stream) -> Expansion:
@@ -337,14 +387,13 @@ class SparseLSSVM(LeastSquares):
         return twin
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
         basis = self._support_of(X, Y, weight) if support is None else support
-        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        basis = self._support_of(X, Y, weight)
-        Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
-        return path_features, Z, Y
+        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)
