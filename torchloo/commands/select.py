@@ -15,9 +15,10 @@ import numpy as np
 
 import torchloo as tl
 from torchloo import report
+from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.commands.findings import Findings, choose, estimate, examine
 from torchloo.commands.measures import measures
-from torchloo.commands.models import KERNELS, MACHINES, TELL_CLASSES_APART, Spec, save
+from torchloo.commands.models import Spec, save
 from torchloo.commands.predict import require_device
 from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.reading import read_table
