@@ -14,7 +14,7 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -201,6 +201,12 @@ class Fit:
     def features(self) -> FeatureWeights | None:
         """Weights of the explicit features, where the machine has such."""
         return self._coefficients.features
+
+    def predicting(self, predictor: NewPoints, flat: bool) -> "Fit":
+        """The same with the coefficients found, for new inputs and targets that may have come as a vector."""
+        twin = replace(self, predictor=predictor, flat=flat)
+        vars(twin)["_found"] = self._coefficients
+        return twin
 
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
