@@ -10,9 +10,9 @@ leave-one-out and by h-block with several buffers; the future error is that on 4
 process.
 
 Medians of 20 series: leave-one-out says 0.34 of machines whose future error is 0.78. Of those chosen with a
-buffer of 20 steps h-block says 0.57 (future error 0.77), with one of 80 steps 0.67 (0.80). What a buffer mends
-is the estimate: the machines chosen are about as good as those of leave-one-out. Writes a table and the
-picture (needs matplotlib).
+buffer of 20 steps h-block says 0.57 (future error 0.77), with one of 80 steps 0.67 (0.80). What a buffer
+mends is the estimate: the machines chosen are about as good as those of leave-one-out. Writes a table and
+the picture (needs matplotlib).
 """
 
 import argparse
