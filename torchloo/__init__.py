@@ -9,6 +9,7 @@ from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
+from torchloo.probing import Probe, probe
 from torchloo.rls import RLS
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
@@ -26,6 +27,7 @@ __all__ = [
     "SVC",
     "Fit",
     "HeldOut",
+    "Probe",
     "SVMFit",
     "SVMHeldOut",
     "Selection",
@@ -42,6 +44,7 @@ __all__ = [
     "functional",
     "kernels",
     "one_vs_rest",
+    "probe",
     "select",
     "splits",
     "threshold",
