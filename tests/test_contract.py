@@ -460,10 +460,24 @@ def test_a_basis_is_copied_unless_it_is_a_parameter():
 
 
 @every_machine
-def test_targets_of_too_few_axes_are_refused_by_their_shape(case):
+def test_targets_without_batch_axes_are_those_of_every_problem(case):
+    X, _, weight = problem(N, batch=(2, 3))
+    Y = case.targets(problem(N)[1])
+    machine = case.make(0.3)
+    for y in (Y, Y[:, 0]):
+        each = y.expand(2, 3, *y.shape)
+        shared, alone = machine.loo(X, y, weight), machine.loo(X, each, weight)
+        for name in ("outputs", "residuals", "targets", "variance"):
+            assert_close(getattr(shared, name), getattr(alone, name), equal_nan=True)
+        new = X[..., :2, :]
+        assert_close(machine.solve(X, y, weight)(new), machine.fit(X, each, weight)(new))
+
+
+@every_machine
+def test_targets_of_other_rows_are_refused_by_their_shape(case):
     X, Y, _ = problem(N)
     y = case.targets(Y)[:, 0]
-    for batch in (X.expand(3, N, 3), X.reshape(N, 1, 3, 1).expand(N, 1, 3, 2)):
+    for batch in (X[1:].expand(3, N - 1, 3), X.reshape(N, 1, 3, 1).expand(N, 1, 3, 2)):
         with pytest.raises(ValueError, match=r"y must have \d+ rows to match X.*got shape \(12,\)"):
             case.make().loo(batch, y)
 

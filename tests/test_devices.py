@@ -150,20 +150,27 @@ def test_the_default_device_does_not_matter(case, request):
 
 def test_criteria_searches_and_validation_ignore_the_default_device(request):
     X, Y, weight = problem(30)
-    y = Y[:, 0].sign()
-    machine = tl.LSSVM(tl.kernels.RBF())
+    y, labels = Y[:, 0].sign(), torch.arange(30) % 3
+    machine, given = tl.LSSVM(tl.kernels.RBF()), tl.LSSVM(tl.kernels.RBF(), classes=[2, 0, 1])
     clusters, generator = [i % 5 for i in range(30)], torch.Generator().manual_seed(0)
     splits = tl.splits.k_fold(30, 3, generator=generator)
     request.getfixturevalue("default_meta")
     held_out = machine.loo(X, y, weight)
     for name in tl.criteria.__all__:
         criterion = getattr(tl.criteria, name)
-        if hasattr(criterion, "lower_is_better") and name != "multiclass_error":
-            solved = machine.solve(X, y) if criterion.takes_fit else held_out
+        if hasattr(criterion, "lower_is_better"):
+            of_columns = machine.loo(X, labels, weight) if criterion.targets == "one-vs-rest" else held_out
+            solved = machine.solve(X, y) if criterion.takes_fit else of_columns
             by_cluster = name == "kendall_tau"
             value = criterion(machine.lco(X, y, clusters) if by_cluster else solved)
             assert value.device.type == "cpu"
-    assert tl.balanced_weight(y).device.type == "cpu"
+    assert tl.criteria.class_accuracy(held_out).device.type == "cpu"
+    assert tl.criteria.confusion(held_out).device.type == "cpu"
+    assert tl.standard_error("mse", held_out).device.type == "cpu"
+    assert tl.balanced_weight(y).device.type == tl.balanced_weight(labels).device.type == "cpu"
+    assert tl.one_vs_rest([0, 1, 0]).device.type == "cpu"
+    assert given.loo(X, labels).outputs.device.type == "cpu"
+    assert machine.fit(X, labels).predict_class(X).device.type == "cpu"
     assert isinstance(tl.threshold(held_out, "error_rate"), torch.Tensor | float)
     for search in ("gradient", "nelder-mead", "grid"):
         grid = {"reg": [0.1, 1.0], "lengthscale": [1.0, 2.0]} if search == "grid" else None

@@ -90,7 +90,7 @@ BAD = [
         "bfloat X",
         lambda g: tl.RLS(RBF()).loo(g["X"].bfloat16(), g["y"]),
         TypeError,
-        "X must be float32 or float64",
+        "y must have the dtype of X, torch.float32, got torch.float64",
     ),
     ("mixed dtypes", lambda g: F.rls(g["K"], g["Y"].float(), 1.0), TypeError, "Y must have the dtype of K"),
     (

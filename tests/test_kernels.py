@@ -589,7 +589,7 @@ BAD_VALUES = [
 ]
 BAD_TYPES = [
     (lambda: RBF()(X3.long()), "RBF: X must be float32 or float64, got torch.int64"),
-    (lambda: RBF()(X3.half()), "RBF: X must be float32 or float64, got torch.float16"),
+    (lambda: RBF()(X3, X3.half()), "RBF: Z must have the dtype of X, torch.float64, got torch.float16"),
     (lambda: RBF()(X3.tolist()), "RBF: X must be a torch tensor, got list"),
     (lambda: RBF()(X3, X3.float()), "RBF: Z must have the dtype of X, torch.float64, got torch.float32"),
     (lambda: Linear().feature_map(X3.long()), "Linear: X must be float32 or float64"),

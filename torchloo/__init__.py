@@ -11,6 +11,7 @@ from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
 from torchloo.probing import Probe, probe
 from torchloo.rls import RLS
+from torchloo.sampling_error import standard_error
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
@@ -47,6 +48,7 @@ __all__ = [
     "probe",
     "select",
     "splits",
+    "standard_error",
     "threshold",
     "validate",
 ]

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from torchloo.guards import Guard, values_visible
 
-__all__ = ["as_classes", "coded", "is_label", "one_vs_rest", "require_few", "require_two", "sorted_labels"]
+__all__ = [
+    "as_classes",
+    "coded",
+    "is_label",
+    "is_member",
+    "one_vs_rest",
+    "require_few",
+    "require_two",
+    "sorted_labels",
+]
 
 _FEW = 20  # so many classes are never taken for counts
 
@@ -112,11 +121,17 @@ def require_few(function: str, classes: Tensor, rows: int) -> None:
         )
 
 
-def coded(guard: Guard, name: str, labels: Tensor, classes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Columns (..., n, c) of -1 and +1, or (..., n, 1) for two classes; others than these are refused."""
-    member = labels.unsqueeze(-1) == classes.to(labels.device)  # (..., n, c)
+def is_member(guard: Guard, name: str, labels: Tensor, classes: Tensor) -> Tensor:
+    """Which of the classes (c,) each label (..., n) is, boolean (..., n, c); other labels are refused."""
+    member = labels.unsqueeze(-1) == classes.to(labels.device)
     known = member.any(-1)
     guard.require(known, partial(_unknown, name, labels, known, classes))
+    return member
+
+
+def coded(guard: Guard, name: str, labels: Tensor, classes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns (..., n, c) of -1 and +1, or (..., n, 1) for two classes; other labels are refused."""
+    member = is_member(guard, name, labels, classes)
     columns = member if len(classes) > 2 else member[..., 1:]
     return 2 * columns.to(dtype) - 1
 

@@ -47,8 +47,10 @@ def _entries(X: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(len(shift), device=X.device) + shift, counts
 
 
-def take(X: Tensor, rows: Tensor) -> Tensor:
-    """The given rows (..., m) of dense X (..., n, d), or of sparse rows (n, d); dense (..., m, d)."""
+def take(X: Tensor, rows: Tensor, event_dim: int = 1) -> Tensor:
+    """The given rows (..., m) of dense X (..., n, *event), or of sparse rows (n, d); dense both times."""
+    if event_dim > 1:
+        return take(X.flatten(-event_dim), rows).unflatten(-1, X.shape[-event_dim:])
     if not is_csr(X):
         return X.expand(*rows.shape[:-1], *X.shape[-2:]).take_along_dim(rows.unsqueeze(-1), -2)
     places, counts = _entries(X, rows.flatten())

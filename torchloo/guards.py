@@ -15,14 +15,17 @@ __all__ = [
     "Guard",
     "broadcast_shapes",
     "expanded",
+    "full_dtype",
     "host_labels",
     "is_whole",
     "require_floating",
+    "require_inputs",
     "values_visible",
     "whole_number",
 ]
 
 _FLOATING = (torch.float32, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def values_visible(*tensors: Tensor) -> bool:
@@ -36,20 +39,35 @@ def values_visible(*tensors: Tensor) -> bool:
     return not any(t.is_meta or isinstance(t, FakeTensor) or legacy(t) for t in tensors)
 
 
+def full_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 for bfloat16 and float16, which inputs may have; any other dtype as it is."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
 def require_floating(function: str, **tensors: Tensor) -> None:
     """Raise TypeError unless every argument is a float32 or float64 tensor of one dtype and device."""
+    _require_alike(function, tensors, half=False)
+
+
+def require_inputs(function: str, **tensors: Tensor) -> None:
+    """The same for inputs and targets, of which bfloat16 and float16 count as float32."""
+    _require_alike(function, tensors, half=True)
+
+
+def _require_alike(function: str, tensors: dict[str, Tensor], half: bool) -> None:
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{function}: {name} must be a torch tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in _FLOATING:
+        if tensor.dtype not in _FLOATING and not (half and tensor.dtype in _HALF):
             raise TypeError(
                 f"{function}: {name} must be float32 or float64, got {tensor.dtype}; "
                 f"convert it, e.g. {name}.double()"
             )
-        if tensor.dtype != first.dtype:
+        expected = full_dtype(first.dtype)  # another one only where halves are taken up
+        if full_dtype(tensor.dtype) != expected:
             raise TypeError(
-                f"{function}: {name} must have the dtype of {first_name}, {first.dtype}, got {tensor.dtype}"
+                f"{function}: {name} must have the dtype of {first_name}, {expected}, got {tensor.dtype}"
             )
         if tensor.device != first.device:
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.basis import Selector
-from torchloo.guards import Guard, is_whole, require_floating, values_visible
+from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
@@ -279,7 +279,7 @@ class SparseLSSVM(LeastSquares):
 
         def columns(X: Tensor, given: Sequence[Tensor]) -> Tensor:
             basis, *others = given
-            require_floating(self._function, basis=basis, X=X)
+            require_inputs(self._function, basis=basis, X=X)
             return evaluate(others, basis, X)  # (m, b)
 
         def gram(given: Sequence[Tensor]) -> Tensor:
@@ -293,7 +293,7 @@ class SparseLSSVM(LeastSquares):
     ) -> tuple[Tensor, Expansion] | None:
         """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
         basis = self._support_of(X, Y, weight)
-        if basis.ndim > 2:
+        if basis.ndim > -self._row_axis:
             return None
         if csr.is_csr(X) or self.kernel.is_embedding_inside:
             Kzz, Kxz = self.kernel(basis), self.kernel(X, basis)
@@ -303,7 +303,7 @@ class SparseLSSVM(LeastSquares):
                 guard.symmetric(Kzz=Kzz)
                 L, kept = _factor(guard, Kzz.detach())
             return Kxz, Expansion(transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept)
-        require_floating(self._function, basis=basis, X=X)
+        require_inputs(self._function, basis=basis, X=X)
         inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
         evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
@@ -315,16 +315,19 @@ class SparseLSSVM(LeastSquares):
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:
             return self.basis
+        axis = self._row_axis
         if isinstance(self.rows, Selector):
-            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices)
+            Y = Y.expand(*X.shape[:axis], *Y.shape[-2:])
+            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices, self.kernel.event_dim)
         assert self.rows is not None
-        if self.rows > X.shape[-2]:
+        n = X.shape[axis]
+        if self.rows > n:
             raise ValueError(
-                f"{self._function}: basis must be at most the number of rows, {X.shape[-2]}, got {self.rows}"
+                f"{self._function}: basis must be at most the number of rows, {n}, got {self.rows}"
             )
-        return (
-            csr.take(X, torch.arange(self.rows, device=X.device)) if csr.is_csr(X) else X[..., : self.rows, :]
-        )
+        if csr.is_csr(X):
+            return csr.take(X, torch.arange(self.rows, device=X.device))
+        return X.narrow(axis, 0, self.rows)
 
     def with_basis_among(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """The machine with the basis that it takes among these rows given; it shares all parameters."""

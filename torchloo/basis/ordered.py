@@ -115,8 +115,8 @@ class all(_InOrder):  # noqa: N801
         chosen = super().__call__(kernel, X, y, weight)
         if not values_visible(chosen.indices):
             return chosen
-        enough = chosen.errors[..., -1] <= self.tolerance
-        size = torch.where(enough & (self.tolerance > 0), chosen.indices[..., -1] + 1, X.shape[-2])
+        enough, n = chosen.errors[..., -1] <= self.tolerance, X.shape[-kernel.event_dim - 1]
+        size = torch.where(enough & (self.tolerance > 0), chosen.indices[..., -1] + 1, n)
         last = size.unsqueeze(-1) - 1
         place = torch.arange(int(size.max()), device=size.device).minimum(last)  # (..., k)
         before = torch.searchsorted(chosen.indices, place, right=True) - 1  # the last one that counts

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 
@@ -72,12 +72,14 @@ class NormalisedKernel:
             raise TypeError(
                 f"{guard.function}: kernel must be a torchloo kernel, got {type(kernel).__name__}"
             )
-        require_floating(guard.function, X=X)
-        if X.ndim < 2 or 0 in X.shape:
+        require_inputs(guard.function, X=X)
+        event = kernel.event_dim
+        if X.ndim <= event or 0 in X.shape:
             raise ValueError(
                 f"{guard.function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
             )
-        self.kernel, self.given, self.ndim = kernel, isinstance(kernel, Precomputed), X.ndim
+        self.kernel, self.given = kernel, isinstance(kernel, Precomputed)
+        self.n, self.ndim = X.shape[-event - 1], X.ndim - event + 1  # of a matrix (..., n, p)
         if self.given and X.shape[-1] != X.shape[-2]:
             raise ValueError(
                 f"{guard.function}: X must be a square kernel matrix, got shape {tuple(X.shape)}"
@@ -88,21 +90,24 @@ class NormalisedKernel:
             diagonal = kernel._diagonal(points)  # (..., n)
         guard.require(diagonal >= 0, "kernel must be positive semi-definite, got a negative k(x, x)")
         guard.finite(kernel=diagonal)
-        self.rest = (diagonal > 0).to(X.dtype)  # the diagonal of the normalised matrix
+        self.rest = (diagonal > 0).to(diagonal.dtype)  # the diagonal of the normalised matrix
         self.scale = torch.where(diagonal > 0, diagonal, 1).rsqrt() * self.rest
         batch = diagonal.shape[:-1]
-        self.points = points if csr.is_csr(points) else points.expand(*batch, *points.shape[-2:])
+        self._event = event if kernel.is_embedding_inside else 1
+        if not csr.is_csr(points):
+            points = points.expand(*batch, *points.shape[-self._event - 1 :])
+        self.points = points
 
     def __call__(self, rows: Tensor | None, columns: Tensor) -> Tensor:
         """Entries (..., a, b) of the rows (..., a), or of all, and the columns (..., b)."""
         right = _take(self.scale, columns).unsqueeze(-2)
         left = (self.scale if rows is None else _take(self.scale, rows)).unsqueeze(-1)
-        X = self.points if rows is None else csr.take(self.points, rows)
+        X = self.points if rows is None else csr.take(self.points, rows, self._event)
         if self.given:
             K = X.take_along_dim(columns.unsqueeze(-2), -1)
         else:
             with full_precision(X):
-                K = self.kernel._evaluate(X, csr.take(self.points, columns))
+                K = self.kernel._evaluate(X, csr.take(self.points, columns, self._event))
         return (K * left).mul_(right)
 
     def matrix(self) -> Tensor:

@@ -43,10 +43,13 @@ class Selector:
     def __call__(
         self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Basis:
-        """Choose among the rows of X (..., n, d); y (..., n) or (..., n, c) and weight matter to `pruned`."""
+        """Choose among the rows of X (..., n, d); y (..., n) or (..., n, c) and weight matter to `pruned`.
+
+        X may be (..., n, *event), where the kernel has an `event_dim`.
+        """
         guard = Guard(self._name)
         gram = NormalisedKernel(guard, kernel, X)
-        n = X.shape[-2]
+        n = gram.n
         if self.m is not None and self.m > n:
             raise ValueError(f"{self._name}: m must be at most the number of rows, {n}, got {self.m}")
         factor = Factor(guard, gram, n if self.m is None else self.m, self.tolerance)

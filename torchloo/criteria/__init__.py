@@ -15,8 +15,10 @@ value, -1 and +1 or the codes of KFD, and other targets, such as labels 1, 2, 3,
 predicts +1.
 
 Several classes are columns with one positive target in each row, one class against the rest. The predicted
-class is that of the largest output, and `multiclass_error` the rate of its errors. The mean over the columns
-of a criterion of two classes is another number, often a far smaller one, so it has to be asked for, by
+class is that of the largest output, and `multiclass_error` the rate of its errors, of which
+`balanced_multiclass_error` counts every class alike; `cross_entropy` is differentiable. `class_accuracy` and
+`confusion` tell the classes apart: they are tables, not criteria of a search. The mean over the columns of a
+criterion of two classes is another number, often a far smaller one, so it has to be asked for, by
 ``average="outputs"``; ``per_output=True`` gives the columns one by one. Columns that are no such classes, as
 rows have several or none of them, are averaged as any outputs are.
 
@@ -37,13 +39,23 @@ from torchloo.criteria.classification import (
 from torchloo.criteria.criterion import Criterion
 from torchloo.criteria.ranking import auc, kendall_tau, leave_pair_out_auc, smooth_wmw, wmw
 from torchloo.criteria.regression import log_density, mse, press
-from torchloo.criteria.several_classes import multiclass_error
+from torchloo.criteria.several_classes import (
+    balanced_multiclass_error,
+    class_accuracy,
+    confusion,
+    cross_entropy,
+    multiclass_error,
+)
 
 __all__ = [
     "Criterion",
     "auc",
     "balanced_error_rate",
+    "balanced_multiclass_error",
     "balanced_weight",
+    "class_accuracy",
+    "confusion",
+    "cross_entropy",
     "error_rate",
     "hinge",
     "kendall_tau",

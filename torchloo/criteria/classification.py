@@ -1,11 +1,14 @@
 """Criteria of the class that a held-out output predicts, and of its margin."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from torchloo.classes import as_classes, is_label, is_member, sorted_labels
 from torchloo.criteria.criterion import criterion
-from torchloo.criteria.rows import Average, Rows, Weight, no_weight, require_classes
-from torchloo.guards import Guard, require_floating
+from torchloo.criteria.rows import Average, Rows, Weight, no_weight, one_positive, require_classes
+from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 
 __all__ = [
@@ -18,7 +21,7 @@ __all__ = [
 ]
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="signs")
+@criterion(lower_is_better=True, differentiable=False, targets="signs", mean_over_rows=True)
 def error_rate(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
@@ -56,27 +59,59 @@ def balanced_error_rate(
     return rows.over_outputs((rates[0] + rates[1]) / 2)
 
 
-def balanced_weight(y: Tensor) -> Tensor:
-    """Weights n / (2 n_class) that give both classes the same sum, n / 2; ones where they are balanced.
+def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Weights n / (k n_class), (..., n), that give each of the k classes the same sum, n / k.
 
-    Args: y, labels (..., n), one positive and one negative value. Returns: shape and dtype of y.
-    Reference: Cawley 2006, eq. 18.
+    Ones where the classes are balanced. As `weight=` of a machine they count errors of a rare class as much
+    as those of a common one; for an SVC they multiply C row by row.
+
+    Args:
+        y: integer or bool labels (..., n); or one positive and one negative value, (..., n); or columns
+            (..., n, c) with one positive entry in each row, such as `tl.one_vs_rest` makes, (..., n, 1) for
+            two classes. A batch of numbers (B, n) with a single positive one in each problem looks like
+            columns: give integer labels there.
+        classes: of integer labels, all that there are; None looks at the values. k counts those that are
+            there, in each problem by itself.
+        dtype: of the weights; None takes that of y, torch's default for integer labels. Machines want that
+            of X.
+
+    Memory: n c numbers. Reference: Cawley 2006, eq. 18, for two classes.
 
     >>> balanced_weight(torch.tensor([1.0, -1.0, -1.0, -1.0]))
     tensor([2.0000, 0.6667, 0.6667, 0.6667])
+    >>> balanced_weight(torch.tensor([7, 7, 3, 5, 5, 5]))
+    tensor([1.0000, 1.0000, 2.0000, 0.6667, 0.6667, 0.6667])
     """
-    require_floating("balanced_weight", y=y)
-    if y.ndim == 0 or y.shape[-1] == 0:
-        raise ValueError(f"balanced_weight: y must be (..., n) with n > 0, got shape {tuple(y.shape)}")
-    guard, positive = Guard("balanced_weight"), y > 0
-    guard.finite(y=y)
-    require_classes(guard, "y", y)
+    guard = Guard("balanced_weight")
+    member = _members(guard, y, classes)  # (..., n, c)
+    counts = member.sum(-2, keepdim=True)  # (..., 1, c)
+    present = (counts > 0).sum(-1)  # (..., 1)
+    guard.require(present >= 2, "y must hold two classes at least in every problem, got one only")
     guard.check()
-    count = positive.sum(-1, keepdim=True)  # (..., 1)
-    return y.shape[-1] / (2 * torch.where(positive, count, y.shape[-1] - count).to(y.dtype))
+    if dtype is None:
+        dtype = y.dtype if y.is_floating_point() else torch.get_default_dtype()
+    return member.shape[-2] / (present * (member * counts).sum(-1)).to(dtype)
 
 
-@criterion(lower_is_better=True, differentiable=True, targets="signs")
+def _members(guard: Guard, y: Tensor, classes: Any) -> Tensor:
+    """Which class each row is of, boolean (..., n, c)."""
+    function = guard.function
+    if not is_label(y):
+        require_floating(function, y=y)
+    if y.ndim == 0 or y.shape[-1] == 0 or y.numel() == 0:
+        raise ValueError(f"{function}: y must be (..., n) with n > 0, got shape {tuple(y.shape)}")
+    if is_label(y):
+        known = sorted_labels(function, "y", y) if classes is None else as_classes(function, classes)
+        return is_member(guard, "y", y, known)
+    guard.finite(y=y)
+    if y.ndim > 1 and y.shape[-1] > 1 and values_visible(y) and bool(one_positive(y.mT).all()):
+        return y > 0
+    y = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
+    require_classes(guard, "y", y)
+    return torch.stack([y < 0, y > 0], -1)
+
+
+@criterion(lower_is_better=True, differentiable=True, targets="signs", mean_over_rows=True)
 def smooth_error(
     held_out: HeldOut,
     weight: Weight = "own",

@@ -26,7 +26,7 @@ def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -
     return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()))
 
 
-@criterion(lower_is_better=True, differentiable=True)
+@criterion(lower_is_better=True, differentiable=True, mean_over_rows=True)
 def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Mean squared held-out residual: sum_i w_i r_i^2 / sum_i w_i.
 

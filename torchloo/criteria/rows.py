@@ -22,7 +22,7 @@ __all__ = [
 
 Weight = Tensor | Literal["own"] | None
 Average = Literal["outputs"] | None
-Classes = Literal["sign", "both signs", "column"] | None
+Classes = Literal["sign", "both signs", "column", "any"] | None
 
 _CODING = (
     "code two classes as -1 and +1; of several, give each a column, +1 in its rows and -1 elsewhere, "
@@ -82,9 +82,9 @@ class Rows:
     """A HeldOut checked and turned so that rows come last: (..., c, n), c = 1 without output axis.
 
     classes: what targets must tell: the class by its "sign", with one value of each; "both signs", if both
-    must be there; or by the one positive "column" of a row. average: as criteria of signs take it. steps: NaN
-    would go unseen, so look for it. signs: the signs of the outputs are enough, where a HeldOut has no more
-    (its `values` is False).
+    must be there; by the one positive "column" of a row; or "any" of these, the sign of one column or the
+    positive one of several. average: as criteria of signs take it. steps: NaN would go unseen, so look for
+    it. signs: the signs of the outputs are enough, where a HeldOut has no more (its `values` is False).
     """
 
     def __init__(
@@ -116,25 +116,30 @@ class Rows:
             self.guard.finite(targets=y)
         if steps:
             self.guard.finite(outputs=f)
-        if classes == "column":
+        if classes in ("column", "any"):
+            self._require_one_class()
+        if classes == "column" or (classes == "any" and self.outputs.shape[-2] > 1):
             self._require_columns()
         elif classes is not None:
             require_classes(self.guard, "targets", self.targets, both=classes == "both signs")
             require_average(self.guard, self.targets, per_output, average)
         self.guard.check()
 
-    def _require_columns(self) -> None:
-        """Demand a column for each of several classes, and one positive target in every row."""
-        columns = self.outputs.shape[-2]
+    def _require_one_class(self) -> None:
+        """Refuse to tell the columns apart."""
         if self.per_output:
             raise ValueError(
                 f"{self.function}: per_output must be False, as a row has one predicted class, not one for "
                 "each column; error_rate(held_out, per_output=True) has the columns one by one"
             )
+
+    def _require_columns(self) -> None:
+        """Demand a column for each of several classes, and one positive target in every row."""
+        columns = self.outputs.shape[-2]
         if columns < 2:
             raise ValueError(
                 f"{self.function}: outputs must have a column for each of several classes, got shape "
-                f"{tuple(self.shape)}; for two classes in one column use error_rate"
+                f"{tuple(self.shape)}; for two classes in one column use error_rate or balanced_error_rate"
             )
         self.guard.require(
             one_positive(self.targets),
@@ -182,14 +187,28 @@ class Rows:
         return ((self.outputs >= 0) != self.positive).to(self.outputs.dtype)
 
     @property
-    def own_class(self) -> Tensor:
-        """The positive column of each row, (..., n)."""
-        return self.positive.to(torch.int8).argmax(-2)
+    def scores(self) -> Tensor:
+        """An output for every class, (..., k, n): of two classes in one column, -f and f."""
+        f = self.outputs
+        return f if f.shape[-2] > 1 else torch.cat([-f, f], -2)
 
     @property
-    def predicted_class(self) -> Tensor:
-        """The column with the largest output, of equal ones the first, (..., n)."""
-        return self.outputs.argmax(-2)
+    def members(self) -> Tensor:
+        """Which class each row is of, (..., k, n), in the dtype of the outputs."""
+        positive = self.positive
+        if positive.shape[-2] == 1:
+            positive = torch.cat([~positive, positive], -2)
+        return positive.to(self.outputs.dtype)
+
+    @property
+    def predicted(self) -> Tensor:
+        """The class with the largest output, of equal ones the first (of two the second), as `members`."""
+        if self.outputs.shape[-2] == 1:
+            said = (self.outputs[..., 0, :] >= 0).long()
+        else:
+            said = self.outputs.argmax(-2)  # (..., n)
+        k = torch.arange(max(2, self.outputs.shape[-2]), device=said.device)
+        return (said.unsqueeze(-2) == k.unsqueeze(-1)).to(self.outputs.dtype)
 
     def total(self, losses: Tensor) -> Tensor:
         """Weighted sum over the rows: (..., c, n) -> (..., c)."""

@@ -1,21 +1,27 @@
-"""Criteria of the class that the largest of several held-out outputs predicts."""
+"""Criteria of the class that the largest of several held-out outputs predicts.
 
+Those that take two classes in one column f too (`cross_entropy`, `class_accuracy`, `confusion`) give the
+first class, with negative targets, the output -f and the second f: what least-squares machines would say of
+two columns.
+"""
+
+import torch
 from torch import Tensor
 
 from torchloo.criteria.criterion import criterion
-from torchloo.criteria.rows import Rows, Weight
+from torchloo.criteria.rows import Rows, Weight, no_weight
 from torchloo.held_out import HeldOut
 
-__all__ = ["multiclass_error"]
+__all__ = ["balanced_multiclass_error", "class_accuracy", "confusion", "cross_entropy", "multiclass_error"]
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="one-vs-rest")
+@criterion(lower_is_better=True, differentiable=False, targets="one-vs-rest", mean_over_rows=True)
 def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Rate of rows whose own class does not have the largest output: sum_i w_i [wrong class] / sum_i w_i.
 
     Targets (..., n, c), c > 1, have one positive column in each row, that of its class. Of equally large
     outputs the first counts. There is nothing for each output, so per_output must be False.
-    Lower is better. Not differentiable: `press` is its differentiable companion in a search.
+    Lower is better. Not differentiable: `cross_entropy` and `press` are its differentiable companions.
 
     >>> import torch
     >>> f = torch.tensor([[0.2, 0.5, -1.0], [0.1, -0.3, -0.9]])
@@ -24,5 +30,81 @@ def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool
     tensor(0.5000)
     """
     rows = Rows("multiclass_error", held_out, weight, per_output, classes="column", steps=True)
-    wrong = (rows.predicted_class != rows.own_class).to(rows.outputs.dtype)  # (..., n)
-    return rows.over_outputs(rows.mean(wrong.unsqueeze(-2)))
+    return rows.mean(1 - _right(rows))[..., 0]
+
+
+@criterion(lower_is_better=True, differentiable=False, targets="one-vs-rest")
+def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
+    """Mean over the classes that are there of the rate of their rows with another predicted class.
+
+    `multiclass_error` under the weights of `balanced_weight`; unweighted otherwise, whatever the training
+    weights. Targets as there. Lower is better. Not differentiable.
+    """
+    no_weight("balanced_multiclass_error", weight)
+    rows = Rows("balanced_multiclass_error", held_out, None, per_output, classes="column", steps=True)
+    return 1 - _class_accuracy(rows).nanmean(-1)
+
+
+@criterion(lower_is_better=True, differentiable=True, targets="classes", mean_over_rows=True)
+def cross_entropy(
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, scale: Tensor | float = 1.0
+) -> Tensor:
+    """Held-out log loss of the softmax of scaled outputs: sum_i w_i (-log p_i) / sum_i w_i.
+
+    p_i is the entry of softmax(scale f_i) for the row's own class. Of two classes in one column,
+    p_i = 1 / (1 + exp(-2 scale t_i f_i)), that of the columns -f and f.
+
+    Args beyond the usual: scale > 0, a number or a tensor of batch shape. Outputs of machines are about -1
+    and +1, so that scale = 1 says little with much doubt; it may be trained along with the machine.
+    Lower is better. Differentiable, in the scale as well.
+    """
+    rows = Rows("cross_entropy", held_out, weight, per_output, classes="any")
+    rows.guard.positive(scale=scale)
+    rows.guard.check()
+    if isinstance(scale, Tensor):
+        scale = scale.to(rows.outputs)[..., None, None]
+    logits = scale * rows.scores  # (..., k, n)
+    own = (logits * rows.members).sum(-2, keepdim=True)  # (..., 1, n)
+    return rows.mean(logits.logsumexp(-2, keepdim=True) - own)[..., 0]
+
+
+@torch.no_grad()
+def class_accuracy(held_out: HeldOut, weight: Weight = "own") -> Tensor:
+    """Rate of rows of each class that are predicted to be of it, batch + (k,); NaN of a class without rows.
+
+    One number a class, so that this is no criterion of a search. Of two classes in one column, the negative
+    one comes first. Weights as criteria take them. Not differentiable.
+
+    >>> f, one = torch.tensor([0.3, -0.5, 1.0]), torch.ones(3)
+    >>> y = torch.tensor([-1.0, -1.0, 1.0])
+    >>> class_accuracy(HeldOut(f, y - f, y, one, None, one, one > 1))
+    tensor([0.5000, 1.0000])
+    """
+    return _class_accuracy(Rows("class_accuracy", held_out, weight, False, classes="any", steps=True))
+
+
+@torch.no_grad()
+def confusion(held_out: HeldOut, weight: Weight = "own") -> Tensor:
+    """Confusion matrix, batch + (k, k): rows of class i (row) that are predicted to be of class j (column).
+
+    Each counts with its weight, weight=None counts rows. Of two classes in one column, the negative one
+    comes first. Not differentiable.
+
+    >>> f, one = torch.tensor([0.3, -0.5, 1.0]), torch.ones(3)
+    >>> y = torch.tensor([-1.0, -1.0, 1.0])
+    >>> confusion(HeldOut(f, y - f, y, one, None, one, one > 1))
+    tensor([[1., 1.],
+            [0., 1.]])
+    """
+    rows = Rows("confusion", held_out, weight, False, classes="any", steps=True)
+    return (rows.weight * rows.members) @ rows.predicted.mT
+
+
+def _right(rows: Rows) -> Tensor:
+    """Rows whose own class is predicted, 0 or 1, (..., 1, n)."""
+    return (rows.members * rows.predicted).sum(-2, keepdim=True)
+
+
+def _class_accuracy(rows: Rows) -> Tensor:
+    """(..., k)."""
+    return rows.total(rows.members * rows.predicted) / rows.total(rows.members)

@@ -159,7 +159,8 @@ def svc_loo(
     processes = Processes("distributed.svc_loo", group)
 
     def own() -> tuple[SVMHeldOut, Tensor]:
-        mine = torch.arange(X.shape[-2], device=X.device) % processes.count == processes.rank
+        n = X.shape[-machine.kernel.event_dim - 1]
+        mine = torch.arange(n, device=X.device) % processes.count == processes.rank
         return machine.loo(X, y, weight, method, values, epsilon, rows=mine), mine
 
     part, mine = processes.together(own)

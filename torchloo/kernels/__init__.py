@@ -4,6 +4,9 @@ Leading dimensions of X (..., n, d) and Z (..., m, d) are batch and broadcast. Z
 is then exactly symmetric. Positive parameters are copied and kept as logarithms, `log_lengthscale` and so on,
 in float64, so any optimiser moves them safely. Values of X are not looked at: machines do that, once.
 
+Inputs of any shape: with `event_dim` e, X is (..., n, *event) with e axes for each input. Matrices of X in
+bfloat16 or float16, which a network may want, are float32: what the network gives, or X itself, is taken up.
+
 X and Z may also be sparse rows, (n, d) of layout torch.sparse_csr, for Linear, Polynomial and Boolean, for
 RBF and Matern with one lengthscale, and for what is composed of them. The matrix is dense, and differentiable
 in the parameters of the kernel and in dense points, not in sparse rows.

@@ -22,6 +22,13 @@ def _symmetrise(D: Tensor) -> None:
     D.add_(D.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
 
 
+def _extended(X: Tensor, Z: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Rows (..., n, d + 2) and (..., m, d + 2) whose inner products are factor |x_i - z_j|^2."""
+    x, z = (t.square().sum(-1, keepdim=True) for t in (X, Z))
+    left = torch.cat([-2 * X, x, torch.ones_like(x)], -1)
+    return left.mul_(factor), torch.cat([Z, torch.ones_like(z), z], -1)
+
+
 class _SquaredDistance(Function):
     """factor |x_i - z_j|^2 for float64 points X (..., n, d) and Z (..., m, d), as (..., n, m) of a dtype.
 
@@ -35,27 +42,32 @@ class _SquaredDistance(Function):
     def forward(X: Tensor, Z: Tensor | None, direct: bool, factor: float, dtype: Any) -> Tensor:
         same, Z = Z is None, X if Z is None else Z
         direct = direct or X.shape[-1] <= 16
-        mode = "donot_use_mm_for_euclid_dist" if direct else "use_mm_for_euclid_dist"
+        left, right = (X, Z) if direct else _extended(X, Z, factor)
         n, m = X.shape[-2], Z.shape[-2]
         shape = torch.Size((*X.shape[:-1], m))
         step = _tile_rows(shape, X.device)
+
+        def tile_of(start: int, rows: int, columns: int) -> Tensor:
+            some, others = left.narrow(-2, start, rows), right.narrow(-2, 0, columns)
+            if direct:
+                mode = "donot_use_mm_for_euclid_dist"
+                return torch.cdist(some, others, compute_mode=mode).square_().mul_(factor)
+            tile = some @ others.mT
+            tile = tile.clamp_(max=0) if factor < 0 else tile.clamp_(min=0)  # but by rounding
+            if same:
+                _symmetrise(tile.narrow(-1, start, rows))
+            return tile
+
         if n <= step:
-            tile = torch.cdist(X, Z, compute_mode=mode).square_()
-            if same and not direct:
-                _symmetrise(tile)
-            return (tile * factor).to(dtype)
+            return tile_of(0, n, m).to(dtype)
         D = X.new_empty(shape, dtype=dtype)
         for start in range(0, n, step):
             rows = min(step, n - start)
             columns = start + rows if same else m
-            tile = torch.cdist(X.narrow(-2, start, rows), Z.narrow(-2, 0, columns), compute_mode=mode)
-            tile.square_()
-            if same and not direct:
-                _symmetrise(tile.narrow(-1, start, rows))
+            tile = tile_of(start, rows, columns)
             if same:
-                mirror = D.narrow(-2, 0, start).narrow(-1, start, rows)
-                torch.mul(tile.narrow(-1, 0, start).mT, factor, out=mirror)
-            torch.mul(tile, factor, out=D.narrow(-2, start, rows).narrow(-1, 0, columns))
+                D.narrow(-2, 0, start).narrow(-1, start, rows).copy_(tile.narrow(-1, 0, start).mT)
+            D.narrow(-2, start, rows).narrow(-1, 0, columns).copy_(tile)
         return D
 
     @staticmethod

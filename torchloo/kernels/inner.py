@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.guards import Guard, values_visible
+from torchloo.guards import Guard, full_dtype, values_visible
 from torchloo.kernels.kernel import Features, Kernel, Values, exp_of
 
 __all__ = ["Boolean", "Linear", "Polynomial"]
@@ -38,6 +38,9 @@ class _OfInner(Kernel):
 class Linear(_OfInner):
     """k(x, z) = x . z (CRITERIA eq. 2)."""
 
+    def __init__(self, *, features: Features = None, event_dim: int = 1) -> None:
+        super().__init__(features=features, event_dim=event_dim)
+
     def _of_inner(self, inner: Tensor) -> Tensor:
         return inner
 
@@ -48,7 +51,7 @@ class Linear(_OfInner):
 
     def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """X itself, or its features; sparse rows made dense."""
-        return csr.dense(self._embed("X", X)).to(dtype or X.dtype)
+        return csr.dense(self._embed("X", X)).to(dtype or full_dtype(X.dtype))
 
 
 class Polynomial(_OfInner):
@@ -61,8 +64,10 @@ class Polynomial(_OfInner):
     _fixed = ("degree",)
     offset = exp_of("log_offset")
 
-    def __init__(self, degree: int = 2, offset: Values = 1.0, *, features: Features = None) -> None:
-        super().__init__(features=features)
+    def __init__(
+        self, degree: int = 2, offset: Values = 1.0, *, features: Features = None, event_dim: int = 1
+    ) -> None:
+        super().__init__(features=features, event_dim=event_dim)
         if not isinstance(degree, int) or degree < 1:
             raise ValueError(f"Polynomial: degree must be a positive integer, got {degree}")
         self.degree = degree
@@ -86,8 +91,8 @@ class Boolean(_OfInner):
 
     rate = exp_of("log_rate")
 
-    def __init__(self, rate: Values = 1.0, *, features: Features = None) -> None:
-        super().__init__(features=features, rate=rate)
+    def __init__(self, rate: Values = 1.0, *, features: Features = None, event_dim: int = 1) -> None:
+        super().__init__(features=features, event_dim=event_dim, rate=rate)
 
     def _of_inner(self, inner: Tensor) -> Tensor:
         return (self._lift("rate", inner).log1p() * inner).exp_()

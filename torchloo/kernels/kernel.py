@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+from torchloo.guards import (
+    Guard,
+    broadcast_shapes,
+    full_dtype,
+    require_inputs,
+    values_visible,
+    whole_number,
+)
 from torchloo.precision import full_precision
 
 __all__ = ["Features", "Kernel", "Product", "Scaled", "Sum", "Values", "exp_of", "log_of"]
@@ -49,20 +56,27 @@ class Kernel(nn.Module):
 
     Args:
         features: module applied to X and Z first, (..., n, d) -> (..., n, p), and trained with the kernel. It
-            may run under autocast; the kernel itself is always evaluated in the precision of X.
+            may run under autocast; the kernel itself is always evaluated in the precision of X, or in float32
+            where X is bfloat16 or float16.
+        event_dim: how many axes one input has. For more than one, X is (..., n, *event), images for instance;
+            the module gets all of them as one batch (rows, *event) and returns (rows, p). Without features
+            they are flattened.
         positive: values of positive parameters by name, each kept as the parameter `log_<name>`.
     """
 
     _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
     _symmetric: bool = False  # whether the matrix of one set of points is known to be symmetric
+    event_dim: int = 1
+    """How many axes one input has."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
             cls._symmetric = False  # what a class says of its own matrices says nothing of another's
 
-    def __init__(self, *, features: Features = None, **positive: Values) -> None:
+    def __init__(self, *, features: Features = None, event_dim: int = 1, **positive: Values) -> None:
         super().__init__()
+        self.event_dim = whole_number(self._get_name(), "event_dim", event_dim)
         if not isinstance(features, Features):
             raise TypeError(f"{self._get_name()}: features must be a Module, got {type(features).__name__}")
         self.features = features
@@ -76,16 +90,27 @@ class Kernel(nn.Module):
         """
         left, right = self._embed("X", X), None
         if Z is not None:
-            require_floating(self._get_name(), X=X, Z=Z)
+            require_inputs(self._get_name(), X=X, Z=Z)
             right = self._embed("Z", Z)
-            d = left.shape[-1]
-            self._require(right.shape[-1] == d, f"Z must have {d} columns to match X", right.shape)
-            self._batch(X=left.shape[:-2], Z=right.shape[:-2])
+            self._match(left, right)
         with full_precision(X):
-            return self._evaluate_in(left, right, dtype or X.dtype)
+            return self._evaluate_in(left, right, dtype or full_dtype(X.dtype))
+
+    def _match(self, X: Tensor, Z: Tensor) -> None:
+        """Demand that embedded inputs (..., n, d) and (..., m, d) go together."""
+        if self.is_embedding_inside:
+            return  # the parts see to it
+        d = X.shape[-1]
+        self._require(Z.shape[-1] == d, f"Z must have {d} columns to match X", Z.shape)
+        self._batch(X=X.shape[:-2], Z=Z.shape[:-2])
+
+    @property
+    def input_shape(self) -> str:
+        """The shape of X in words: (..., n, d), or with `event_dim` axes for each input."""
+        return "(..., n, d)" if self.event_dim == 1 else f"(..., n, *event), {self.event_dim} axes an input,"
 
     def embed(self, X: Tensor) -> Tensor:
-        """What `features` make of X, (..., n, p); X itself without."""
+        """What `features` make of X, (..., n, p); X itself without, its events flattened."""
         return self._embed("X", X)
 
     def between(self, F: Tensor, G: Tensor | None = None) -> Tensor:
@@ -95,8 +120,11 @@ class Kernel(nn.Module):
 
     @property
     def is_embedding_inside(self) -> bool:
-        """Whether parts of the kernel have features of their own, which `embed` does not know."""
-        return any(isinstance(part, Kernel) and part.features is not None for part in self._parts())
+        """Whether parts of the kernel embed inputs on their own, so that `embed` leaves them as they are."""
+        return any(
+            isinstance(part, Kernel) and (part.features is not None or part.event_dim > 1)
+            for part in self._parts()
+        )
 
     def _parts(self) -> list[nn.Module]:
         return [part for part in self.modules() if part is not self]
@@ -135,7 +163,8 @@ class Kernel(nn.Module):
     def extra_repr(self) -> str:
         """Current values."""
         logs = (name.removeprefix("log_") for name in (*self._parameters, *self._buffers))
-        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self._fixed, *logs))
+        event = ["event_dim"] if self.event_dim > 1 and not self.is_embedding_inside else []
+        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self._fixed, *logs, *event))
 
     def __add__(self, other: object) -> "Sum":
         return Sum(self, other) if isinstance(other, Kernel) else NotImplemented
@@ -168,18 +197,45 @@ class Kernel(nn.Module):
         return value.to(X.dtype).unsqueeze(-1).unsqueeze(-1)
 
     def _embed(self, name: str, X: Tensor) -> Tensor:
-        require_floating(self._get_name(), **{name: X})
+        require_inputs(self._get_name(), **{name: X})
         csr.require_layout(self._get_name(), name, X)
-        self._require(X.ndim >= 2, f"{name} must have shape (..., n, d)", X.shape)
+        event = self.event_dim
+        self._require(X.ndim > event, f"{name} must have shape {self.input_shape}", X.shape)
         for own in (*self._parameters.values(), *self._buffers.values()):
             if own is not None and own.device != X.device:
                 where = f"{self._get_name()}: {name} must be on the device of the kernel, {own.device}"
                 raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
+        dtype = full_dtype(X.dtype)
         if self.features is None:
-            return X
-        F, n = self.features(X), X.shape[-2]
-        self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
-        return F.to(X.dtype)
+            return (
+                X if self.is_embedding_inside else X.flatten(-event).to(dtype) if event > 1 else X.to(dtype)
+            )
+        if event == 1:
+            F, n = self.features(X), X.shape[-2]
+            self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
+            return F.to(dtype)
+        rows = X.flatten(0, -event - 1)  # one batch, as convolutions want it
+        F, n = self.features(rows), len(rows)
+        self._require(F.ndim == 2 and len(F) == n, f"features must return ({n}, p)", F.shape)
+        return F.to(dtype).unflatten(0, X.shape[:-event])
+
+
+def _event_dim(name: str, kernels: Sequence[Kernel], features: Features, event_dim: int | None) -> int:
+    """Axes of one input of kernels put together: of that of the features before them, or of their own."""
+    if not all(isinstance(kernel, Kernel) for kernel in kernels):
+        raise TypeError(
+            f"{name}: kernels must be torchloo kernels, got {[type(k).__name__ for k in kernels]}"
+        )
+    inner = [kernel.event_dim for kernel in kernels]
+    expected = 1 if features is not None or not inner else inner[0]
+    if any(dim != expected for dim in inner):
+        after = " after features" if features is not None else ""
+        raise ValueError(
+            f"{name}: kernels must take inputs of one shape{after}, event_dim {expected}, got {inner}"
+        )
+    if features is None and event_dim not in (None, expected):
+        raise ValueError(f"{name}: event_dim must be that of the kernels, {expected}, got {event_dim}")
+    return expected if event_dim is None else event_dim
 
 
 class Scaled(Kernel):
@@ -188,12 +244,15 @@ class Scaled(Kernel):
     _symmetric = True
     scale = exp_of("log_scale")
 
-    def __init__(self, kernel: Kernel, scale: Values, *, features: Features = None) -> None:
-        super().__init__(features=features, scale=scale)
+    def __init__(
+        self, kernel: Kernel, scale: Values, *, features: Features = None, event_dim: int | None = None
+    ) -> None:
+        events = _event_dim("Scaled", [kernel], features, event_dim)
+        super().__init__(features=features, event_dim=events, scale=scale)
         self.kernel = kernel
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return self._evaluate_in(X, Z, X.dtype)
+        return self._evaluate_in(X, Z, full_dtype(X.dtype))
 
     def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
         K = self.kernel(X, Z, dtype)
@@ -225,12 +284,13 @@ class _Composite(Kernel):
     _symmetric = True
     _combine: Callable[[Any, Any], Any]
 
-    def __init__(self, *kernels: Kernel, features: Features = None) -> None:
-        super().__init__(features=features)
+    def __init__(self, *kernels: Kernel, features: Features = None, event_dim: int | None = None) -> None:
+        name = type(self).__name__
+        super().__init__(features=features, event_dim=_event_dim(name, kernels, features, event_dim))
         self.kernels: Any = nn.ModuleList(kernels)
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return self._evaluate_in(X, Z, X.dtype)
+        return self._evaluate_in(X, Z, full_dtype(X.dtype))
 
     def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z, dtype) for kernel in self.kernels))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
-from torchloo.guards import require_floating
+from torchloo.guards import require_inputs
 from torchloo.kernels.kernel import Features, Kernel
 
 __all__ = ["Precomputed"]
@@ -25,7 +25,7 @@ class Precomputed(Kernel):
         """X itself, which must have one column for each row of Z; the columns of Z do not matter."""
         X = self._embed("X", X)
         if Z is not None:
-            require_floating(self._get_name(), X=X, Z=Z)
+            require_inputs(self._get_name(), X=X, Z=Z)
             n = Z.shape[-2]
             self._require(X.shape[-1] == n, f"X must have {n} columns, one for each row of Z", X.shape)
         return X.to(dtype or X.dtype)

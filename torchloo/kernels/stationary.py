@@ -74,13 +74,14 @@ class RBF(_Stationary):
     RBF(lengthscale=[1, 0.5])
     """
 
-    def __init__(self, lengthscale: Values = 1.0, *, features: Features = None) -> None:
-        super().__init__(features=features, lengthscale=lengthscale)
+    def __init__(self, lengthscale: Values = 1.0, *, features: Features = None, event_dim: int = 1) -> None:
+        super().__init__(features=features, event_dim=event_dim, lengthscale=lengthscale)
 
     @classmethod
-    def from_rate(cls, eta: Values, *, features: Features = None) -> Self:
+    def from_rate(cls, eta: Values, *, features: Features = None, event_dim: int = 1) -> Self:
         """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
-        return cls((2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt(), features=features)
+        lengthscale = (2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt()
+        return cls(lengthscale, features=features, event_dim=event_dim)
 
     _symmetric = True
 
@@ -98,8 +99,15 @@ class Matern(_Stationary):
 
     _fixed, _symmetric = ("nu",), True
 
-    def __init__(self, nu: float = 1.5, lengthscale: Values = 1.0, *, features: Features = None) -> None:
-        super().__init__(features=features, lengthscale=lengthscale)
+    def __init__(
+        self,
+        nu: float = 1.5,
+        lengthscale: Values = 1.0,
+        *,
+        features: Features = None,
+        event_dim: int = 1,
+    ) -> None:
+        super().__init__(features=features, event_dim=event_dim, lengthscale=lengthscale)
         if nu not in (0.5, 1.5, 2.5):
             raise ValueError(f"Matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
         self.nu = nu

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.classes import as_classes, coded, is_label, require_few, require_two, sorted_labels
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine.predictor import Predictor
 
@@ -38,9 +38,12 @@ class KernelMachine(nn.Module):
         classes: the class labels there are, in the order of their columns; None: the sorted labels of a call.
 
     Shape:
-        X (..., n, d), or sparse rows (n, d) of layout torch.sparse_csr where the kernel takes them;
-        y (..., n) or (..., n, c), whichever came in goes out; weight (..., n);
-        clusters (n,). Leading dimensions are batch.
+        X (..., n, d), or (..., n, *event) where the kernel has an `event_dim`, or sparse rows (n, d) of
+        layout torch.sparse_csr where it takes them; y (..., n) or (..., n, c), whichever came in goes out;
+        weight (..., n); clusters (n,). Leading dimensions are batch. y without them, (n,) or (n, c), is the
+        same for all problems of a batch; as (B, n) is looked for first, (n, n) has to be expanded.
+
+    X and y in bfloat16 or float16 are taken up to float32, X after its features; results are float32.
 
     Note [class labels]
     Integer or bool y (..., n) are class labels, coded one class against the rest (Note [coding of classes] in
@@ -119,6 +122,11 @@ class KernelMachine(nn.Module):
             self.support, self.coef, self.bias = support.clone(), solved.coef.clone(), solved.bias.clone()
         self._flat, self._linear = solved.flat, solved.linear
 
+    @property
+    def _row_axis(self) -> int:
+        """The axis of X (..., n, *event) that counts rows, from the end."""
+        return -self.kernel.event_dim - 1
+
     def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector.
 
@@ -127,43 +135,48 @@ class KernelMachine(nn.Module):
         guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
         if is_label(y):
             y, _ = self._coded(guard, X, y)
-        require_floating(self._function, X=X, y=y)
+        require_inputs(self._function, X=X, y=y)
         csr.require_layout(self._function, "X", X)
-        if X.ndim < 2 or 0 in X.shape:
+        event = self.kernel.event_dim
+        if X.ndim <= event or 0 in X.shape:
+            expected = self.kernel.input_shape
             raise ValueError(
-                f"{self._function}: X must be (..., n, d) with at least one row, got shape {tuple(X.shape)}"
+                f"{self._function}: X must be {expected} with at least one row, got shape {tuple(X.shape)}"
             )
-        flat = y.ndim == X.ndim - 1
-        rows = y.shape[y.ndim - 1 if flat else X.ndim - 2 :][:1]
-        if y.ndim not in (X.ndim - 1, X.ndim) or rows != X.shape[-2:-1] or 0 in y.shape:
+        n, most = X.shape[self._row_axis], X.ndim - event  # rows, and axes of targets (..., n)
+        flat = y.ndim <= most and y.shape[-1:] == (n,)
+        matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
+        if not (flat or matrix) or 0 in y.shape:
             raise ValueError(
-                f"{self._function}: y must have {X.shape[-2]} rows to match X, shape (..., n) or (..., n, c) "
-                f"with the batch dimensions of X, got shape {tuple(y.shape)}"
+                f"{self._function}: y must have {n} rows to match X, shape (..., n) or (..., n, c) "
+                f"with the batch dimensions of X or without, got shape {tuple(y.shape)}"
             )
+        y = y.to(full_dtype(X.dtype))
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
 
     def _coded(self, guard: Guard, X: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
-        require_floating(guard.function, X=X)
+        require_inputs(guard.function, X=X)
         if labels.device != X.device:
             raise ValueError(
                 f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"
             )
-        if X.ndim < 2 or not 0 < labels.ndim < X.ndim or labels.shape[-1] != X.shape[-2]:
+        most, dtype = X.ndim - self.kernel.event_dim, full_dtype(X.dtype)
+        if not 0 < labels.ndim <= most or labels.shape[-1] != X.shape[self._row_axis]:
             raise ValueError(
                 f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
-                f"{tuple(X.shape)}, got shape {tuple(labels.shape)}; columns of numbers must be {X.dtype}"
+                f"{tuple(X.shape)}, got shape {tuple(labels.shape)}; columns of numbers must be {dtype}"
             )
-        labels = labels[(None,) * (X.ndim - 1 - labels.ndim)]  # the same labels for all problems of a batch
+        labels = labels[(None,) * (most - labels.ndim)]  # the same labels for all problems of a batch
         if self.has_given_classes:
             assert self.classes is not None
             classes = self.classes
         else:
             classes = sorted_labels(guard.function, "y", labels)
             require_two(guard.function, "y", classes)
-            require_few(guard.function, classes, X.shape[-2])
-        columns = coded(guard, "y", labels, classes, X.dtype)
+            require_few(guard.function, classes, labels.shape[-1])
+        columns = coded(guard, "y", labels, classes, dtype)
         return (columns if len(classes) > 2 else columns[..., 0]), classes
 
     def _fit_targets(self, X: Any, y: Any) -> tuple[Any, Tensor | None]:

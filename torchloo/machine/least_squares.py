@@ -143,7 +143,7 @@ class LeastSquares(KernelMachine):
 
         None for batches of problems, for more features than rows, and where values cannot be looked at.
         """
-        one = X.ndim == 2 and (weight is None or weight.ndim == 1) and self.log_reg.ndim == 0
+        one = X.ndim == -self._row_axis and (weight is None or weight.ndim == 1) and self.log_reg.ndim == 0
         if not one or not values_visible(X, Y, self.log_reg):
             return None
         found = self._explicit(guard, X, Y, weight)
@@ -151,14 +151,14 @@ class LeastSquares(KernelMachine):
             return None
         if clusters is not None and found[1].count * len(X) <= _TOGETHER:
             return None
-        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single and X.dtype == torch.float32)
+        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single and Y.dtype == torch.float32)
 
     def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
         """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
 
         def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
             guard, Y, flat = self._checked(X, y)
-            if X.ndim != 2 or self.log_reg.ndim:
+            if X.ndim != -self._row_axis or self.log_reg.ndim:
                 raise ValueError(
                     f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
                 )
@@ -270,8 +270,7 @@ class LeastSquares(KernelMachine):
 
     def _by_features(self, X: Tensor) -> bool:
         """Whether to work with explicit features: not with sparse rows of which they would be too many."""
-        fewer = X.shape[-1] + self.has_bias < X.shape[-2]
-        return self.kernel.is_linear and (fewer or not csr.is_csr(X))
+        return self.kernel.is_linear and (not csr.is_csr(X) or X.shape[-1] + self.has_bias < X.shape[-2])
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         """The points that the machine expands its function over, (..., m, d)."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from torchloo import csr
-from torchloo.guards import Guard, require_floating, values_visible
+from torchloo.guards import Guard, full_dtype, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.problem import Given
@@ -49,7 +49,7 @@ class Predictor:
     """Name that errors carry."""
     kernel: Kernel
     support: Tensor
-    """The points z_j, (..., m, d); where `linear` is set, the centre (..., 1, p) of the features."""
+    """The points z_j, (..., m, *event); where `linear` is set, the centre (..., 1, p) of the features."""
     coef: Tensor
     """(..., m, c), or (..., p, c)."""
     bias: Tensor
@@ -63,7 +63,7 @@ class Predictor:
 
     def __call__(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs X (..., q, d)."""
-        require_floating(self.function, X=X, support=self.support)
+        require_inputs(self.function, X=X, support=self.support)
         csr.require_layout(self.function, "X", X)
         guard = Guard(self.function)
         guard.finite(X=X)
@@ -73,16 +73,18 @@ class Predictor:
         design = self._design(X)
         with full_precision(X):
             outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return (outputs[..., 0] if self.flat else outputs).to(X.dtype)
+        return (outputs[..., 0] if self.flat else outputs).to(full_dtype(X.dtype))
 
     def _design(self, X: Tensor) -> Tensor:
         """Features about their centre, or kernel rows: what the coefficients multiply, (..., q, m)."""
-        own = self.linear or isinstance(self.kernel, Precomputed)
-        expected = self.coef.shape[-2] if own else self.support.shape[-1]
-        received = self.kernel.feature_map(X, self.coef.dtype) if self.linear else X
-        if X.ndim < 2 or received.shape[-1] != expected:
-            what = "give features of" if self.linear and self.kernel.features is not None else "have"
+        kernel, event = self.kernel, self.kernel.event_dim
+        own = self.linear or isinstance(kernel, Precomputed)
+        expected = self.coef.shape[-2:-1] if own else self.support.shape[-event:]
+        received = kernel.feature_map(X, self.coef.dtype) if self.linear else X
+        if X.ndim <= event or received.shape[-len(expected) :] != expected:
+            what = "give features of" if self.linear and kernel.features is not None else "have"
+            columns = f"{expected[0]} columns" if len(expected) == 1 else f"inputs of shape {tuple(expected)}"
             raise ValueError(
-                f"{self.function}: X must {what} {expected} columns, as in fit, got shape {tuple(X.shape)}"
+                f"{self.function}: X must {what} {columns}, as in fit, got shape {tuple(X.shape)}"
             )
-        return received - self.support if self.linear else self.kernel(X, self.support, self.coef.dtype)
+        return received - self.support if self.linear else kernel(X, self.support, self.coef.dtype)

@@ -33,7 +33,7 @@ from torch.autograd.function import Function
 from torchloo.clusters import Partition
 from torchloo.held_out import HeldOut
 from torchloo.primal.block import Block
-from torchloo.primal.moments import add_weighted
+from torchloo.primal.moments import add_weighted, room_like, times_upper
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -322,7 +322,8 @@ class _Backward:
             self.regbar += (g * inverse).sum(-1) / self.machines.regs
             for k, j, _ in self.each:
                 add_weighted(self.Q[k, j], U, zeta * weighted[k, j])
-        DN = U * (self.f.flatten(0, 1).mT @ weighted.flatten(0, 1)).to(U.dtype)
+        f, scale = (t.flatten(0, 1).to(U.dtype) for t in (self.f, weighted))
+        DN = torch.mm(f.mT, scale, out=room_like(U, len(U))).mul_(U)
         return _Visit(part.rows, part, U, zeta, r / inverse, abar, D.sum((0, 1)), DN)
 
     def _small(self, sets: Tensor, gather: bool) -> _Visit:
@@ -434,7 +435,7 @@ class _Backward:
             U, zeta, a = visit.U, visit.zeta, visit.a
             s = visit.abar + (v @ U).unflatten(0, self.v.shape[:2])  # (R, c, b)
             weighted = zeta * s
-            UQ = total @ U
+            UQ = torch.mm(total, U, out=room_like(U, len(U)))
             among = list(self._refits_among(visit))
             if self.H is not None and self.EH is not None:
                 effect = self.EH @ U
@@ -469,7 +470,8 @@ class _Sent:
     ) -> None:
         machines = work.machines
         self.expansion = machines.expansion
-        self.back = (machines.rotation if machines.folded is None else machines.folded).mT
+        self.forth = machines.rotation if machines.folded is None else machines.folded
+        self.triangular = machines.triangular
         self.penalty = work.penalty
         self.X = None if X is None else torch.zeros_like(X)
         self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0]) if needs_weight else None
@@ -483,7 +485,8 @@ class _Sent:
         self.Y[rows] = Ybar.to(self.Y)
         if self.X is None and not self.wanted:
             return
-        columns = self.back.to(ubar.dtype) @ ubar[: len(self.back)]  # (p, b)
+        forth, ubar = self.forth.to(ubar.dtype), ubar[: len(self.forth)]
+        columns = times_upper(forth, ubar) if self.triangular else forth.mT @ ubar  # (p, b)
         if self.expansion.kept is not None:
             columns = columns * self.expansion.kept.unsqueeze(-1)
         with torch.enable_grad():
@@ -505,7 +508,7 @@ class _Sent:
         if self.expansion.gram is not None and self.wanted:
             with torch.enable_grad():
                 Kzz = self.expansion.gram(self.tensors)
-                bar = self.back @ self.penalty @ self.back.mT
+                bar = self.forth.mT @ self.penalty @ self.forth
                 if self.expansion.kept is not None:
                     bar = bar * self.expansion.kept * self.expansion.kept.unsqueeze(-1)
                 self._keep(torch.autograd.grad(Kzz, self.wanted, bar.to(Kzz.dtype), allow_unused=True))

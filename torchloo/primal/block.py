@@ -15,7 +15,7 @@ class Block(NamedTuple):
     start: int
     """Number of the first row, where they are consecutive."""
     X: Tensor
-    """Inputs, (b, d)."""
+    """Inputs, (b, *event)."""
     Y: Tensor
     """Targets, (b, c)."""
     weight: Tensor

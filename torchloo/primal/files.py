@@ -13,7 +13,13 @@ import torch
 
 __all__ = ["Field", "mapped_files"]
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
+_NUMPY = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.bfloat16: np.int16,  # its bits, as NumPy has no such numbers
+    torch.bool: np.bool_,
+}
 
 # What posix_fallocate says where the file system, or the C library for it, cannot reserve room.
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

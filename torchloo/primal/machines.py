@@ -28,7 +28,7 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.factors import ILL_CONDITIONED, condition, lower_factor, trusted
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
-from torchloo.primal.moments import LowerInverse, Moments, times_lower
+from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
 
 __all__ = ["SINGLE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 
@@ -99,8 +99,8 @@ class Expansion:
 
     @property
     def size(self) -> int:
-        """Rows in a block, unless the stream says otherwise: 16 MB of features, or a few thousand rows."""
-        return 2048 if self.factor is None else 256 * max(1, (1 << 13) // len(self.factor))
+        """Rows in a block, unless the stream says otherwise: 8 MB of features, or a few thousand rows."""
+        return 2048 if self.factor is None else 256 * max(1, (1 << 12) // len(self.factor))
 
     @torch.no_grad()
     def columns(self, X: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Machines:
         """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for."""
         columns = self.expansion.columns(X)
         p = len(self.rotation)
-        out = columns.new_empty(p + ones, columns.shape[1])
+        out = room_like(columns, p + ones)
         out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
             self._times(self.folded, columns, out[:p]).sub_(self.rotation @ self.mean)

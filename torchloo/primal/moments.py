@@ -18,11 +18,19 @@ from torch import Tensor
 from torchloo.primal.collective import Alone
 from torchloo.primal.seen import Seen
 
-__all__ = ["LowerInverse", "Moments", "add_symmetric", "add_weighted", "times_lower"]
+__all__ = [
+    "LowerInverse",
+    "Moments",
+    "add_symmetric",
+    "add_weighted",
+    "room_like",
+    "times_lower",
+    "times_upper",
+]
 
 # Features in one panel: wide enough for full speed, narrow enough to leave out most of the triangle
-# that is not needed (scripts/bench/scale.py measures what is saved).
-_PANEL = 200
+# that is not needed (scripts/bench/scale.py measures what is saved); a multiple of what registers hold.
+_PANEL, _ALIGNED = 80, 8
 
 # Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
 _CONDITION = 1e5
@@ -30,7 +38,7 @@ _CONDITION = 1e5
 
 def _panels(p: int) -> list[tuple[int, int]]:
     count = max(1, round(p / _PANEL))
-    edges = [round(k * p / count) for k in range(count + 1)]
+    edges = [*(_ALIGNED * round(k * p / count / _ALIGNED) for k in range(count)), p]
     return list(itertools.pairwise(edges))
 
 
@@ -57,10 +65,26 @@ def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:
     _add_lower(S, V * weight.to(V.dtype), V)
 
 
+def room_like(V: Tensor, p: int) -> Tensor:
+    """Room for (p, b), laid out as V (p', b): features stand together, or those of each row do."""
+    b = V.shape[1]
+    if V.stride(0) == 1:
+        return V.new_empty(b, -(-p // _ALIGNED) * _ALIGNED)[:, :p].mT
+    return V.new_empty(p, b)
+
+
 def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
     """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
     for start, stop in _panels(len(T)):
         torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
+    return out
+
+
+def times_upper(T: Tensor, V: Tensor) -> Tensor:
+    """T^T V for a lower triangular T (p, p) and V (p, b), likewise."""
+    out = room_like(V, len(V))
+    for start, stop in _panels(len(T)):
+        torch.mm(T[start:, start:stop].mT, V[start:], out=out[start:stop])
     return out
 
 

@@ -24,7 +24,7 @@ def checksum(part: Block, numbers: slice | Tensor) -> Tensor:
     """Checksums of X, y and weight of rows with their numbers (b,), int64 (3,) on the host."""
     if isinstance(numbers, slice):
         numbers = torch.arange(numbers.start, numbers.stop, device=part.X.device)
-    by_row = [_sums_of_bits(t) for t in (part.X, part.Y, part.weight.unsqueeze(-1))]
+    by_row = [_sums_of_bits(t) for t in (part.X.flatten(1), part.Y, part.weight.unsqueeze(-1))]
     mixed = torch.stack(by_row) + numbers.to(part.X.device)  # (3, b)
     for _ in range(2):
         mixed *= _MULTIPLIER

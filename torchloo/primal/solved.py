@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchloo.clusters import Partition
 from torchloo.factors import triangle
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
 from torchloo.primal.block import Block, Rows
@@ -126,9 +126,14 @@ class StreamFit:
         for part in self.stream.blocks(self.function, self.expansion.size, "normal equations"):
             columns = self.expansion.columns(part.X)
             if moments is None:
+                if columns.ndim != 2:
+                    raise ValueError(
+                        f"{self.function}: X must be (n, d), or (n, *event) with event_dim axes an input, as "
+                        f"the kernel is told, got a block of shape {tuple(part.X.shape)}"
+                    )
                 if bias and self.expansion.origin is None:
-                    columns = columns - self.expansion.begin(columns, part.X.dtype).to(columns)
-                moments = Moments(part.weight, len(columns), part.Y.shape[1], part.X.dtype, centre=bias)
+                    columns = columns - self.expansion.begin(columns, part.Y.dtype).to(columns)
+                moments = Moments(part.weight, len(columns), part.Y.shape[1], part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
             if not self.stream.lasting:
@@ -145,10 +150,10 @@ class StreamFit:
             return self.expansion.columns(part.X).mean(1, keepdim=True), part
 
         mean, part = self.others.together(first)
-        kind = (len(mean), part.Y.shape[1], str(part.X.dtype), bias)
+        kind = (len(mean), part.Y.shape[1], str(part.Y.dtype), bias)
         require_same(self.function, self.others, "features, outputs, dtype and bias", kind)
         if bias:
-            self.expansion.begin(self.others.gather(mean.cpu())[0].to(mean), part.X.dtype)
+            self.expansion.begin(self.others.gather(mean.cpu())[0].to(mean), part.Y.dtype)
 
     def _triangle(self) -> Tensor:
         """R (p, p) with R^T R = S, by QR factorisations of the blocks of one more pass."""
@@ -210,8 +215,8 @@ class StreamFit:
         Of the machine as it was solved. Where new inputs are to be differentiated, solve from tensors.
         """
         function, dtype = self.function, self.dtype
-        require_floating(function, X_new=X_new)
-        if X_new.dtype != dtype:
+        require_inputs(function, X_new=X_new)
+        if full_dtype(X_new.dtype) != dtype:
             raise TypeError(
                 f"{function}: X_new must have the dtype of the stream, {dtype}, got {X_new.dtype}"
             )

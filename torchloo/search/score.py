@@ -20,7 +20,8 @@ _SMOOTH = {
     "auc": "smooth_wmw",
     "leave_pair_out_auc": "smooth_wmw",
     "kendall_tau": "mse",
-    "multiclass_error": "press",
+    "multiclass_error": "press or tl.criteria.cross_entropy",
+    "balanced_multiclass_error": "cross_entropy with criterion_weight=tl.balanced_weight",
 }
 
 
@@ -54,6 +55,7 @@ class Score:
         self.batched = hasattr(marked, "takes_fit")
         self.takes_fit: bool = getattr(marked, "takes_fit", False)
         self.targets: str | None = getattr(marked, "targets", None)
+        self.mean_over_rows: bool = getattr(marked, "mean_over_rows", False)
         self.differentiable: bool = getattr(marked, "differentiable", True)
         self.sign = 1.0 if getattr(marked, "lower_is_better", True) else -1.0
         self.name: str = getattr(marked, "__name__", type(marked).__name__)

@@ -14,7 +14,7 @@ Rows = Tensor | np.ndarray
 """Rows in a tensor or in an array, memory-mapped or not."""
 
 Raw = tuple[Tensor, Tensor, Tensor | None]
-"""X (b, d), y (b,) or (b, c), and the weights (b,) where there are any."""
+"""X (b, *event), y (b,) or (b, c), and the weights (b,) where there are any."""
 
 
 def _pick(array: Rows, index: slice | Tensor) -> Tensor:
@@ -25,8 +25,10 @@ def _pick(array: Rows, index: slice | Tensor) -> Tensor:
 
 
 def _check_shapes(function: str, X: Rows, y: Rows, weight: Rows | None, where: str = "") -> None:
-    if X.ndim != 2 or 0 in X.shape:
-        raise ValueError(f"{function}: X must be (n, d) with at least one row, got {tuple(X.shape)}{where}")
+    if X.ndim < 2 or 0 in X.shape:
+        raise ValueError(
+            f"{function}: X must be (n, d) or (n, *event) with at least one row, got {tuple(X.shape)}{where}"
+        )
     if y.ndim not in (1, 2) or len(y) != len(X) or 0 in y.shape:
         raise ValueError(
             f"{function}: y must have {len(X)} rows to match X, (n,) or (n, c), got {tuple(y.shape)}{where}"

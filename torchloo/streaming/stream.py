@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torchloo.guards import Guard, require_floating, whole_number
+from torchloo.guards import Guard, full_dtype, require_inputs, whole_number
 from torchloo.primal.block import Block
 from torchloo.primal.files import Field, mapped_files
 from torchloo.streaming.sources import Arrays, Batches, Raw, Rows
@@ -24,10 +24,11 @@ class Stream:
     regularisation, parameters of the kernel, a trainable basis, a network; not in the rows.
 
     Args:
-        X: inputs (n, d) as a tensor or a NumPy array, memory-mapped or not; or an iterable of batches
-            (X, y) or (X, y, weight), such as a DataLoader, that brings the same rows in the same order
-            every time it is iterated. No row may change between `solve` and the passes that come later
-            (`held_out`, `path`, `fit`): these raise ValueError if one has.
+        X: inputs (n, d), or (n, *event) for a kernel with that `event_dim`, as a tensor or a NumPy array,
+            memory-mapped or not; or an iterable of batches (X, y) or (X, y, weight), such as a DataLoader,
+            that brings the same rows in the same order every time it is iterated. No row may change between
+            `solve` and the passes that come later (`held_out`, `path`, `fit`): these raise ValueError if one
+            has.
         y: targets (n,) or (n, c), of the dtype of X; None where the batches bring them.
         weight: row weights (n,), positive.
         block: rows read at once; None takes as many as make 16 MB of features.
@@ -133,24 +134,28 @@ class Stream:
                 fields = [Field("", (self.n, *v.shape[1:]), v.dtype) for v in values]
                 arrays = mapped_files(function, "spooling the batches", None, fields)
             for array, v in zip(arrays, values, strict=True):
-                array[part.rows] = v.numpy(force=True)
-        self._source, self.device = Arrays(*arrays), device
+                array[part.rows] = (v.view(torch.int16) if v.dtype == torch.bfloat16 else v).numpy(force=True)
+        X, y, weight = arrays
+        bits = X.dtype == np.int16
+        rows = torch.from_numpy(X).view(torch.bfloat16) if bits else X
+        self._source, self.device = Arrays(rows, y, weight), device
 
     def _checked(self, function: str, raw: Raw, place: int | Tensor) -> Block:
         """A block of rows with a first number, or with a number for each."""
         X, y, weight = raw
         if self.device is not None:
             X, y, weight = (None if t is None else t.to(self.device) for t in raw)  # type: ignore[assignment]
-        require_floating(function, X=X, y=y, **({} if weight is None else {"weight": weight}))
-        zeta = torch.ones_like(X[:, 0]) if weight is None else weight
-        Y = y.unsqueeze(-1) if y.ndim == 1 else y
+        require_inputs(function, X=X, y=y, **({} if weight is None else {"weight": weight}))
+        dtype = full_dtype(X.dtype)
+        zeta = X.new_ones(len(X), dtype=dtype) if weight is None else weight.to(dtype)
+        Y = (y.unsqueeze(-1) if y.ndim == 1 else y).to(dtype)
         guard = Guard(function)
         guard.finite(X=X, y=y)
         guard.positive(weight=zeta)
         try:
             guard.check()
         except ValueError as error:
-            fine = X.isfinite().all(1) & Y.isfinite().all(1) & (zeta > 0) & (zeta < torch.inf)
+            fine = X.flatten(1).isfinite().all(1) & Y.isfinite().all(1) & (zeta > 0) & (zeta < torch.inf)
             bad = (~fine).nonzero()[:, 0].cpu()
             if not len(bad):  # entries so large that their sum is not finite
                 raise

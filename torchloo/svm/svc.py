@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
-from torchloo.guards import require_floating
+from torchloo.guards import full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import KernelMachine, Predictor, log_parameter
 from torchloo.machine.predictor import SolvedWith
@@ -78,7 +78,7 @@ class SVC(KernelMachine):
             shift = predictor.support.to(predictor.coef) @ predictor.coef  # (..., 1, c)
             fit = fit._replace(bias=fit.bias - shift[..., 0, :])
         predictor = replace(predictor, solved_with=SolvedWith.now(self.kernel, predictor.support))
-        return fit.with_outputs(predictor.flat).to(X.dtype)._replace(predictor=predictor)
+        return fit.with_outputs(predictor.flat).to(full_dtype(X.dtype))._replace(predictor=predictor)
 
     def fit(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
         """Store the support vectors and their coefficients; an error leaves the machine as it was.
@@ -106,9 +106,9 @@ class SVC(KernelMachine):
         if self._has_given_matrix():
             support = X  # the columns of a given matrix cannot be chosen among
         else:
-            used = (coef != 0).any(-1).reshape(-1, X.shape[-2]).any(0)
+            used = (coef != 0).any(-1).reshape(-1, coef.shape[-2]).any(0)
             rows = used.nonzero()[:, 0]
-            support = csr.select(X, rows) if csr.is_csr(X) else X[..., rows, :]
+            support = csr.select(X, rows) if csr.is_csr(X) else X.index_select(self._row_axis, rows)
             coef = coef[..., rows, :]
         return fit, Predictor(self._function, self.kernel, support, coef, bias, flat)
 
@@ -157,7 +157,7 @@ class SVC(KernelMachine):
         """The answer of `svm_loo` or `svm_lco`, in the shape and dtype of y."""
         _, problems, flat = self._problems(X, y, weight)
         with _said_by_svc():
-            return function(**problems, **options).with_outputs(flat, X.dtype)
+            return function(**problems, **options).with_outputs(flat, full_dtype(X.dtype))
 
     def _has_given_matrix(self) -> bool:
         """Whether rows of X are kernel values, which no evaluation in float64 makes more precise."""
@@ -171,7 +171,7 @@ class SVC(KernelMachine):
             return _Gram(self.kernel(X, dtype=torch.float64))
         F = self.kernel.feature_map(X, torch.float64)
         # Any centre will do; one in the dtype of X is what `fit` can store.
-        centre = F.detach().mean(-2, keepdim=True).to(X.dtype)
+        centre = F.detach().mean(-2, keepdim=True).to(full_dtype(X.dtype))
         F = F - centre
         with full_precision(X):
             half = (0.5 * F) @ F.mT
@@ -186,10 +186,11 @@ class SVC(KernelMachine):
         guard.two_classes(y=Y)
         guard.check()
         if weight is not None:
-            require_floating("svc", X=X, weight=weight)
-            if weight.shape[-1:] != X.shape[-2:-1]:
+            require_inputs("svc", X=X, weight=weight)
+            n = X.shape[self._row_axis]
+            if weight.shape[-1:] != (n,):
                 raise ValueError(
-                    f"svc: weight must have {X.shape[-2]} entries to match X, got shape {tuple(weight.shape)}"
+                    f"svc: weight must have {n} entries to match X, got shape {tuple(weight.shape)}"
                 )
             weight = weight.unsqueeze(-2)
         gram = self._gram(X)
