@@ -209,7 +209,7 @@ def test_the_table_names_what_was_found():
     ):
         assert words in text
     assert sum(line.endswith("*") for line in text.splitlines()) == 1
-    assert f"{found.accuracy:.4g}" in text
+    assert f"{found.accuracy:.4f}" in text
     assert "go farther" not in text
     assert "give regs= that go farther" in str(probe(X, labels, regs=[1e5, 1e6]))
 

@@ -16,9 +16,10 @@ __all__ = ["probe_figure"]
 
 _BLUE, _ORANGE, _GREY, _PALE = "#2b6ca3", "#c8641e", "#8d939c", "#dfe3e8"
 _NAMES = {"accuracy": "accuracy", "r2": "R²"}
+_LABELLED = 30  # classes up to which each has its label
 
 
-def _draw_curves(found: Probe, above: "Axes", below: "Axes") -> None:
+def _draw_curves(found: "Probe", above: "Axes", below: "Axes") -> None:
     """Accuracy or r2, and the criterion, for each regularisation."""
     regs, curve, error = (t.double().cpu().numpy() for t in (found.regs, found.curve, found.curve_error))
     kind = "leave-one-out" if found.grouped is None else "leave-group-out"
@@ -26,50 +27,55 @@ def _draw_curves(found: Probe, above: "Axes", below: "Axes") -> None:
     above.plot(regs, curve, color=_BLUE, marker=".", label=kind)
     below.plot(regs, found.criterion.double().cpu().numpy(), color=_BLUE, marker=".")
     if found.grouped is not None:
-        value = getattr(found.loo, found._measure)
+        value = getattr(found.loo, found.measure)
         above.plot([found.reg], [value], "o", color=_GREY, label="leave-one-out")
-    above.set_ylabel(_NAMES[found._measure])
-    below.set_ylabel("mean square")
-    below.set_xlabel("regularisation")
-    below.set_xscale("log")
+    above.set_ylabel(_NAMES[found.measure])
+    below.set(ylabel="mean squared\nresidual", xlabel="reg", xscale="log")
     for axes in (above, below):
-        axes.axvline(found.reg, color=_ORANGE, linewidth=1, label=f"chosen: {found.reg:.3g}")
+        axes.axvline(found.reg, color=_ORANGE, linewidth=1, label=f"chosen: {found.reg:.4g}")
         axes.spines[["top", "right"]].set_visible(False)
     above.legend(frameon=False, fontsize="small")
 
 
-def _draw_classes(found: Probe, axes: "Axes") -> None:
-    """Accuracy of every class, as bars or, of many classes, sorted."""
+def _draw_classes(found: "Probe", axes: "Axes") -> None:
+    """Accuracy of every class, with its label or, of many classes, sorted."""
     assert found.head.classes is not None
     assert found.class_accuracy is not None
-    share, labels = found.class_accuracy.double().cpu().numpy(), [str(k) for k in found.head.classes.tolist()]
-    if len(labels) <= 30:
-        axes.barh(labels, share, color=_BLUE, height=0.7)
+    share = found.class_accuracy.double().cpu().numpy()
+    if len(share) <= _LABELLED:
+        places = np.arange(len(share))
+        axes.hlines(places, 0, share, color=_PALE, linewidth=min(9, 180 / len(share)))
+        axes.plot(share, places, "o", color=_BLUE, markersize=5)
+        axes.set_yticks(places, [str(label) for label in found.head.classes.tolist()])
         axes.invert_yaxis()
-        axes.set_ylabel("class")
-        axes.set_xlabel("accuracy")
-        axes.set_xlim(0, 1)
-        axes.axvline(found.accuracy, color=_ORANGE, linewidth=1, label=f"all: {found.accuracy:.3f}")
+        axes.axvline(found.accuracy, color=_ORANGE, linewidth=1)
+        axes.set(xlim=(0, 1.01), xlabel="accuracy", ylabel="class")
     else:
-        axes.plot(np.sort(share), color=_BLUE)
-        axes.set_xlabel("classes, sorted")
-        axes.set_ylabel("accuracy")
-        axes.axhline(found.accuracy, color=_ORANGE, linewidth=1, label=f"all: {found.accuracy:.3f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small", loc="lower left")
+        axes.plot(np.arange(1, len(share) + 1), np.sort(share), color=_BLUE)
+        axes.axhline(found.accuracy, color=_ORANGE, linewidth=1)
+        axes.set(ylim=(-0.02, 1.02), xlabel="classes, by accuracy", ylabel="accuracy of the class")
+    _title(found, axes)
 
 
-def _draw_numbers(found: Probe, axes: "Axes") -> None:
+def _draw_numbers(found: "Probe", axes: "Axes") -> None:
     """Held-out outputs beside targets, of up to 5000 numbers."""
     targets, outputs = (
         t.detach().double().cpu().flatten() for t in (found.held_out.targets, found.held_out.outputs)
     )
     some = torch.linspace(0, len(targets) - 1, min(5000, len(targets))).long()
-    axes.plot(targets[some], outputs[some], ".", color=_BLUE, alpha=0.4, markersize=4, markeredgewidth=0)
+    axes.plot(targets[some], outputs[some], ".", color=_BLUE, alpha=0.5, markersize=6, markeredgewidth=0)
     ends = [targets.min().item(), targets.max().item()]
     axes.plot(ends, ends, color=_ORANGE, linewidth=1)
-    axes.set_xlabel("target")
-    axes.set_ylabel("held-out output")
+    axes.set(xlabel="target", ylabel="held-out output")
+    _title(found, axes)
+
+
+def _title(found: "Probe", axes: "Axes") -> None:
+    """The score of all rows."""
+    score = getattr(found.scores, found.measure)
+    axes.set_title(
+        f"all rows: {_NAMES[found.measure]} {score:.3f} ± {found.standard_error:.3f}", fontsize="medium"
+    )
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -82,6 +88,7 @@ def probe_figure(found: "Probe") -> "Figure":
     figure = figures.Figure(figsize=(9.6, 4.2), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[1.15, 1])
     _draw_curves(found, *left.subplots(2, 1, sharex=True))
+    left.align_ylabels()
     if found.head.classes is None:
         _draw_numbers(found, right.subplots())
     else:

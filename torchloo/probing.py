@@ -113,7 +113,8 @@ class Probe:
         return self.scores.rmse
 
     @property
-    def _measure(self) -> str:
+    def measure(self) -> str:
+        """What the scores are: "accuracy" of classes, "r2" of numbers."""
         return "r2" if self.head.classes is None else "accuracy"
 
     def __str__(self) -> str:
@@ -137,28 +138,26 @@ class Probe:
         return f"the mean squared {left_out} residual"
 
     def _summary(self, name: str, scores: ProbeScores) -> dict[str, Any]:
-        measure = self._measure
-        row = {"": name, measure: getattr(scores, measure), "std error": scores.standard_error}
-        return row | ({"rmse": scores.rmse} if measure == "r2" else {"log loss": scores.log_loss})
+        score = {
+            self.measure: _share(getattr(scores, self.measure)),
+            "std error": _share(scores.standard_error),
+        }
+        other = {"rmse": scores.rmse} if self.measure == "r2" else {"log loss": scores.log_loss}
+        return {"": name} | score | other
 
     def _by_class(self) -> list[dict[str, Any]]:
         assert self.head.classes is not None
         assert self.class_accuracy is not None
         counts = criteria.confusion(self.held_out, weight=None).sum(-1)  # (k,)
-        found = zip(self.head.classes.tolist(), counts.long().tolist(), self.class_accuracy, strict=True)
-        return [{"class": label, "rows": rows, "accuracy": float(share)} for label, rows, share in found]
+        table = zip(self.head.classes.tolist(), counts.long().tolist(), self.class_accuracy, strict=True)
+        return [{"class": label, "rows": rows, "accuracy": _share(share)} for label, rows, share in table]
 
     def _by_reg(self) -> list[dict[str, Any]]:
-        values = (self.regs, self.criterion, self.curve, self.curve_error)
+        values = zip(self.regs.tolist(), self.criterion.tolist(), self.curve, self.curve_error, strict=True)
         return [
-            {
-                "reg": reg,
-                "mean square": mse,
-                self._measure: score,
-                "std error": error,
-                "": "*" * (reg == self.reg),
-            }
-            for reg, mse, score, error in zip(*(v.tolist() for v in values), strict=True)
+            {"reg": reg, "mean square": mse, self.measure: _share(score), "std error": _share(error)}
+            | {"": "*" * (reg == self.reg)}
+            for reg, mse, score, error in values
         ]
 
     def plot(self, path: Any = None) -> "Figure":
@@ -174,6 +173,11 @@ class Probe:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+
+def _share(value: Any) -> str:
+    """A share of one, or its standard error."""
+    return f"{float(value):.4f}"
 
 
 class _Rows(NamedTuple):
@@ -224,7 +228,7 @@ def probe(
 
     Cost: three passes over the rows of n d^2 multiplications, and n d c for each regularisation; groups take
     one pass more. Memory: a few (d, d) matrices, and n c numbers for each regularisation, of which as many
-    are computed at once as make 2^24 numbers. The features are not copied, unless they are more than the rows.
+    are computed at once as make 2^24 numbers. Features are not copied, unless they are more than the rows.
 
     Example:
         >>> X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
@@ -245,7 +249,7 @@ def probe(
                 held_out = _entry(path, r)
                 table.append((criteria.mse(held_out).item(), *_headline(held_out, rows.classes)))
                 if best is None or table[-1][0] < min(row[0] for row in table[:-1]):
-                    best, reg = HeldOut(*(t if t is None else t.clone() for t in held_out)), value
+                    best, reg = _copied(held_out), value
         assert best is not None
         head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
         chosen = _scores(best, rows.classes)
@@ -253,13 +257,13 @@ def probe(
         if groups is not None:
             single = rows.path(torch.tensor([reg], dtype=torch.float64, device="cpu"), None)
             loo, grouped = _scores(_entry(single, 0), rows.classes), chosen
-    columns = [torch.tensor(column, dtype=torch.float64, device="cpu") for column in zip(*table, strict=True)]
-    return Probe(head, reg, tried, *columns, best, loo, grouped, rows.shape[1])
+    mse, score, error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
+    return Probe(head, reg, tried, mse, score, error, best, loo, grouped, rows.shape[1])
 
 
 def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     """Features and labels in memory, or mapped into it."""
-    X = features if isinstance(features, Tensor | np.ndarray) else np.asarray(features)
+    X: Any = features if isinstance(features, Tensor | np.ndarray) else np.asarray(features)
     if X.dtype in (torch.float16, torch.bfloat16):
         X = X.float()
     elif X.dtype == np.float16:
@@ -366,6 +370,11 @@ def _entry(path: HeldOut, r: int) -> HeldOut:
     """The held-out rows of one regularisation; labels of clusters are those of all."""
     fields = {name: value[r] for name, value in path._asdict().items() if name != "clusters"}
     return HeldOut(**fields, clusters=path.clusters)
+
+
+def _copied(held_out: HeldOut) -> HeldOut:
+    """The same without the memory of a whole path."""
+    return held_out._replace(**{k: t.clone() for k, t in held_out._asdict().items() if isinstance(t, Tensor)})
 
 
 def _headline(held_out: HeldOut, classes: Tensor | None) -> tuple[float, float]:

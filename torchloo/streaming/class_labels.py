@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchloo.classes import is_label, one_vs_rest, require_two
-from torchloo.streaming.sources import Arrays, Batches
+from torchloo.streaming.sources import Arrays, Batches, Rows, pick
 from torchloo.streaming.stream import Stream
 
 __all__ = ["coded_stream"]
@@ -26,13 +26,13 @@ def coded_stream(function: str, stream: Stream) -> tuple[Stream, Tensor | None]:
     source = stream._source
     if isinstance(source, Batches):
         return Stream(_CodedBatches(source.batches, classes), **options), classes
-    dtype = torch.as_tensor(source.X[:1]).dtype
-    return Stream(source.X, _columns(source.y, classes, dtype), source.weight, **options), classes
+    columns = _columns(source.X, source.y, classes)
+    return Stream(source.X, columns, source.weight, **options), classes
 
 
 def _sorted_classes(function: str, source: Arrays | Batches) -> Tensor | None:
     if isinstance(source, Arrays):
-        y = torch.as_tensor(source.y)
+        y = pick(source.y, slice(None))
         return y.unique() if is_label(y) and y.ndim == 1 else None
     found = None
     for _, (_, y, _) in source.blocks(function, 1 << 14):
@@ -42,8 +42,10 @@ def _sorted_classes(function: str, source: Arrays | Batches) -> Tensor | None:
     return found
 
 
-def _columns(labels: Any, classes: Tensor, dtype: torch.dtype) -> Tensor:
-    columns = one_vs_rest(labels, classes, dtype=dtype)
+def _columns(X: Rows, labels: Rows, classes: Tensor) -> Tensor:
+    """The targets that a machine makes of labels, in the dtype of X."""
+    dtype = pick(X, slice(1)).dtype
+    columns = one_vs_rest(pick(labels, slice(None)), classes, dtype=dtype)
     return columns if len(classes) > 2 else columns[:, 0]
 
 
@@ -55,4 +57,4 @@ class _CodedBatches:
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         for X, labels, *weight in self.batches:
-            yield X, _columns(labels, self.classes, torch.as_tensor(X[:1]).dtype), *weight
+            yield X, _columns(X, labels, self.classes), *weight

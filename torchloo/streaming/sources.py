@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-__all__ = ["Arrays", "Batches", "Raw", "Rows"]
+__all__ = ["Arrays", "Batches", "Raw", "Rows", "pick"]
 
 Rows = Tensor | np.ndarray
 """Rows in a tensor or in an array, memory-mapped or not."""
@@ -17,7 +17,7 @@ Raw = tuple[Tensor, Tensor, Tensor | None]
 """X (b, *event), y (b,) or (b, c), and the weights (b,) where there are any."""
 
 
-def _pick(array: Rows, index: slice | Tensor) -> Tensor:
+def pick(array: Rows, index: slice | Tensor) -> Tensor:
     """Rows of a tensor, or a copy of those of an array."""
     if isinstance(array, Tensor):
         return array.detach()[index.to(array.device) if isinstance(index, Tensor) else index]
@@ -56,8 +56,8 @@ class Arrays:
 
     def pick(self, index: slice | Tensor) -> Raw:
         """The rows of an index on the host, in its order."""
-        weight = None if self.weight is None else _pick(self.weight, index)
-        return _pick(self.X, index), _pick(self.y, index), weight
+        weight = None if self.weight is None else pick(self.weight, index)
+        return pick(self.X, index), pick(self.y, index), weight
 
     def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
         """Number of the first row, and rows."""
