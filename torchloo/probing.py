@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from torchloo import criteria
-from torchloo.classes import coded, is_label, require_two
-from torchloo.guards import Guard
+from torchloo.classes import is_label, require_two
+from torchloo.guards import full_dtype
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Linear
 from torchloo.lssvm import LSSVM
+from torchloo.primal.block import Block
 from torchloo.probe_picture import probe_figure
 from torchloo.sampling_error import standard_error
-from torchloo.streaming.class_labels import coded_stream
 from torchloo.streaming.stream import Stream
 from torchloo.text_table import rendered
 
@@ -186,12 +186,8 @@ class _Rows(NamedTuple):
     path: Callable[[Tensor, object], HeldOut]
     """Held-out rows for regularisations (R,), leaving out groups or, for None, single rows."""
     fit: Callable[[LSSVM], LSSVM]
-    sample: Tensor
-    """Some rows, (s, d)."""
-    shape: tuple[int, int, int]
-    """Rows, features and outputs."""
-    weight: float
-    """Mean weight of the rows."""
+    stream: Stream
+    """The same rows, with columns for classes."""
     classes: Tensor | None
 
 
@@ -236,14 +232,18 @@ def probe(
         >>> print(f"{found.accuracy:.2f} +- {found.standard_error:.2f}")
         0.94 +- 0.02
     """
-    if isinstance(features, Stream):
-        rows = _streamed(features, labels, weight)
-    else:
+    if not isinstance(features, Stream):
         rows = _given(features, labels, weight, progress)
-    tried = _usual_regs(rows) if regs is None else _given_regs(regs)
+    elif labels is None and weight is None:
+        rows = _of_stream(features)
+    else:
+        raise TypeError("probe: a stream brings its own labels and weight; leave them None")
+    n, first = rows.stream.n, rows.stream.sample("probe", _SAMPLE)
+    assert n is not None
+    tried = _usual_regs(n, first) if regs is None else _given_regs(regs)
     table, best, reg = [], None, math.nan
     with torch.no_grad():
-        for some in tried.split(max(1, _TOGETHER // (rows.shape[0] * rows.shape[2]))):
+        for some in tried.split(max(1, _TOGETHER // (n * first.Y.shape[1]))):
             path = rows.path(some, groups)
             for r, value in enumerate(some.tolist()):
                 held_out = _entry(path, r)
@@ -258,105 +258,90 @@ def probe(
             single = rows.path(torch.tensor([reg], dtype=torch.float64, device="cpu"), None)
             loo, grouped = _scores(_entry(single, 0), rows.classes), chosen
     mse, score, error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
-    return Probe(head, reg, tried, mse, score, error, best, loo, grouped, rows.shape[1])
+    return Probe(head, reg, tried, mse, score, error, best, loo, grouped, first.X.shape[1])
 
 
 def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     """Features and labels in memory, or mapped into it."""
     X: Any = features if isinstance(features, Tensor | np.ndarray) else np.asarray(features)
-    if X.dtype in (torch.float16, torch.bfloat16):
-        X = X.float()
-    elif X.dtype == np.float16:
-        X = X.astype(np.float32)
-    if X.dtype not in (torch.float32, torch.float64, np.float32, np.float64):
-        raise TypeError(f"probe: features must be floating-point numbers, got {X.dtype}")
-    if X.ndim != 2 or len(X) < 3 or not X.shape[1]:
-        raise ValueError(f"probe: features must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
     if labels is None:
         raise TypeError("probe: labels must be classes or numbers, one for each row of features, got None")
-    sample = _as_tensor(X[:: -(-len(X) // _SAMPLE)])
-    Y, classes = _targets(_as_tensor(labels).detach().to(sample.device), sample.dtype, len(X))
-    zeta = _weights(weight, labels, sample, len(X))
-    shape = (len(X), X.shape[1], Y[:1].numel())
-    mean = 1.0 if zeta is None else zeta.double().mean().item()
+    if X.ndim != 2 or len(X) < 3 or not X.shape[1]:
+        raise ValueError(f"probe: features must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
+    sample = _as_tensor(X[:1]).detach()
+    if not sample.is_floating_point():
+        raise TypeError(f"probe: features must be floating-point numbers, got {sample.dtype}")
+    targets = _as_tensor(labels).detach().to(sample.device)
+    if targets.ndim not in (1, 2) or len(targets) != len(X) or (targets.ndim == 2 and is_label(targets)):
+        raise ValueError(
+            f"probe: labels must be classes (n,), or numbers (n,) or (n, c), for the {len(X)} rows of "
+            f"features, got {targets.dtype} of shape {tuple(targets.shape)}"
+        )
+    like = sample[:0].to(full_dtype(sample.dtype))
+    y = targets if is_label(targets) else targets.to(like)
+    zeta = _weights(weight, targets, like)
+    stream = Stream(X, y, zeta, progress=progress)
     if len(X) > X.shape[1] + 1:
-        stream = Stream(X, Y, zeta, progress=progress)
-        return _of_stream(stream, sample, shape[2], mean, classes)
-    Z = _as_tensor(X).detach()
+        return _of_stream(stream)
+    Z, classes = _as_tensor(X).detach().to(like), _classes_of(stream)
 
     def path(regs: Tensor, groups: object) -> HeldOut:
-        return LSSVM(Linear()).path(Z, Y, regs.to(Z), groups, zeta)
+        return LSSVM(Linear(), classes=classes).path(Z, y, regs.to(Z), groups, zeta)
 
-    return _Rows(path, lambda head: head.fit(Z, Y, zeta), sample, shape, mean, classes)
-
-
-def _streamed(stream: Stream, labels: object, weight: object) -> _Rows:
-    if labels is not None or weight is not None:
-        raise TypeError("probe: a stream brings its own labels and weight; leave them None")
-    stream, classes = coded_stream("probe", stream)
-    first = stream.sample("probe", _SAMPLE)
-    return _of_stream(stream, first.X, first.Y.shape[1], first.weight.double().mean().item(), classes)
+    return _Rows(path, lambda head: head.fit(Z, y, zeta), stream.with_classes(classes), classes)
 
 
-def _of_stream(stream: Stream, sample: Tensor, outputs: int, mean: float, classes: Tensor | None) -> _Rows:
+def _of_stream(stream: Stream) -> _Rows:
     """Rows in blocks, whose sums of products are made once."""
+    classes = _classes_of(stream)
+    stream = stream.with_classes(classes)
     with torch.no_grad():
         solved = LSSVM(Linear()).solve(stream)
-    assert stream.n is not None
 
     def path(regs: Tensor, groups: object) -> HeldOut:
         return solved.path(regs.to(solved.moments.S), groups)
 
-    shape = (stream.n, sample.shape[1], outputs)
-    return _Rows(path, lambda head: head.fit(stream), sample, shape, mean, classes)
+    return _Rows(path, lambda head: head.fit(stream), stream, classes)
+
+
+def _classes_of(stream: Stream) -> Tensor | None:
+    """The classes of integer labels, of which each has two rows on average at least."""
+    classes = stream.labels("probe")
+    if classes is None:
+        return None
+    require_two("probe", "labels", classes)
+    assert stream.n is not None
+    if 2 * len(classes) > stream.n:
+        raise ValueError(
+            f"probe: integer labels are classes, two rows each at least on average, got {len(classes)} "
+            f"different ones in {stream.n} rows; for regression on numbers use labels.float()"
+        )
+    return classes
 
 
 def _as_tensor(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
 
 
-def _targets(labels: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Columns of classes (n, k), of two classes (n,), and the classes; or numbers as they are."""
-    if labels.ndim not in (1, 2) or len(labels) != rows or (labels.ndim == 2 and is_label(labels)):
-        raise ValueError(
-            f"probe: labels must be classes (n,), or numbers (n,) or (n, c), for the {rows} rows of "
-            f"features, got {labels.dtype} of shape {tuple(labels.shape)}"
-        )
-    if not is_label(labels):
-        return labels.to(dtype), None
-    classes = labels.unique()
-    require_two("probe", "labels", classes)
-    if 2 * len(classes) > rows:
-        raise ValueError(
-            f"probe: integer labels are classes, two rows each at least on average, got {len(classes)} "
-            f"different ones in {rows} rows; for regression on numbers use labels.float()"
-        )
-    guard = Guard("probe")
-    columns = coded(guard, "labels", labels, classes, dtype)
-    return (columns if len(classes) > 2 else columns[:, 0]), classes
-
-
-def _weights(weight: Any, labels: Any, like: Tensor, rows: int) -> Tensor | None:
+def _weights(weight: Any, labels: Tensor, like: Tensor) -> Tensor | None:
     if weight is None:
         return None
-    given = _as_tensor(weight(_as_tensor(labels)) if callable(weight) else weight).detach()
-    if tuple(given.shape) != (rows,):
-        raise ValueError(f"probe: weight must have shape ({rows},), got {tuple(given.shape)}")
+    given = _as_tensor(weight(labels) if callable(weight) else weight).detach()
+    if given.shape != labels.shape[:1]:
+        raise ValueError(f"probe: weight must have shape ({len(labels)},), got {tuple(given.shape)}")
     return given.to(like)
 
 
-def _usual_regs(rows: _Rows) -> Tensor:
+def _usual_regs(n: int, first: Block) -> Tensor:
     """Regularisations about the mean eigenvalue of the (weighted, centred) Gram matrix that is not zero."""
-    n, d, _ = rows.shape
-    variance = rows.sample.double().var(0).mean().item()
+    variance = first.X.double().var(0).mean().item()
     if not 0 < variance < math.inf:
         raise ValueError(
-            f"probe: features must be finite and differ between rows, got a mean variance of {variance:g} in "
-            f"{len(rows.sample)} rows"
+            f"probe: features must differ between rows, got a mean variance of {variance:g} in the first "
+            f"{len(first.X)}"
         )
-    return (
-        rows.weight * max(n, d) * variance * torch.logspace(-6, 3, _REGS, dtype=torch.float64, device="cpu")
-    )
+    size = max(n, first.X.shape[1]) * variance * first.weight.double().mean().item()
+    return size * torch.logspace(-6, 3, _REGS, dtype=torch.float64, device="cpu")
 
 
 def _given_regs(regs: Any) -> Tensor:

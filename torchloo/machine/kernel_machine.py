@@ -155,7 +155,18 @@ class KernelMachine(nn.Module):
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
 
-    def _coded(self, guard: Guard, X: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def coded(self, function: str, X: Tensor, y: Any) -> Any:
+        """Targets as numbers: class labels coded as this machine codes them, others as they are."""
+        if not is_label(y):
+            return y
+        guard = Guard(function)
+        targets, _ = self._coded(guard, X, y)
+        guard.check()
+        return targets
+
+    def _coded(
+        self, guard: Guard, X: Tensor, labels: Tensor, classes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
         require_inputs(guard.function, X=X)
         if labels.device != X.device:
@@ -170,9 +181,8 @@ class KernelMachine(nn.Module):
             )
         labels = labels[(None,) * (most - labels.ndim)]  # the same labels for all problems of a batch
         if self.has_given_classes:
-            assert self.classes is not None
             classes = self.classes
-        else:
+        if classes is None:
             classes = sorted_labels(guard.function, "y", labels)
             require_two(guard.function, "y", classes)
             require_few(guard.function, classes, labels.shape[-1])

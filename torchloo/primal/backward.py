@@ -217,7 +217,7 @@ class _Backward:
         kept: list[Tensor] | None,
     ) -> None:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
-        self.others = solved.others.backward()
+        self.others, self.visited = solved.others.backward(), list[_Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, regs = machines.f, machines.q, machines.regs
         if solved.moments.centre:
@@ -270,23 +270,31 @@ class _Backward:
         """Cotangents of regs and of the penalty (p, p) without reg: the share of this process."""
         rotation = self.machines.rotation
         narrow = rotation.to(self.machines.expansion.kind)
-        gram, p = narrow @ narrow.mT, len(rotation)
+        gram, p = (narrow @ narrow.mT).to(rotation), len(rotation)
         self.penalty = torch.zeros_like(rotation)
         v = -self.f * self.t
         for r, j, outputs in self.each:
-            outer = v[r, outputs, :p].mT @ self.q[r, outputs, :p]
-            M = self.Q[r, j, :p, :p] - (outer + outer.mT) / 2
+            M = self.Q[r, j, :p, :p]
             for one in self.refits:
                 if (one.r, one.j) == (r, j):
                     M = M - one.H[:p] @ one.EH[:, :p]
-            self.regbar[r, j] += (gram * M).sum()
-            self.penalty += self.machines.regs[r, j] * M
+            left, right = v[r, outputs, :p], self.q[r, outputs, :p]
+            self.regbar[r, j] += (gram * M).sum() - ((left @ gram) * right).sum()
+            if self.machines.expansion.gram is not None:
+                outer = left.mT @ right
+                self.penalty += self.machines.regs[r, j] * (M - (outer + outer.mT) / 2)
 
     def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
         """All rows; Q and regbar are added to where it is these that are gathered."""
         if self.partition is None:
+            if self.kept and not gather:
+                yield from self.visited
+                return
             for k, part in enumerate(self.solved.blocks(what)):
-                yield self._single(part, self.kept[k] if self.kept else self._rotated(part.X), gather)
+                visit = self._single(part, self.kept[k] if self.kept else self._rotated(part.X), gather)
+                if self.kept:
+                    self.visited.append(visit)
+                yield visit
             return
         small, large = self.partition.split(self.f.shape[-1])
         size = self.solved.size

@@ -277,18 +277,19 @@ def one_machine(
         reg: regularisation.
         triangle: R (p, p) with R^T R = S, from the rows themselves, where S is badly conditioned.
     """
-    S = moments.symmetric()
-    unit = torch.eye(len(S), dtype=S.dtype, device=S.device)
-    f = torch.ones_like(S[None, :1])
+    C = moments.S.clone()
+    C.diagonal().add_(reg)
+    unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
+    f = torch.ones_like(C[None, :1])
 
     def with_factor(L: Tensor) -> tuple[Machines, Tensor]:
         rotation = torch.linalg.solve_triangular(L, unit, upper=False)
-        q = torch.linalg.solve_triangular(L, moments.T, upper=False).mT.unsqueeze(0)
+        q = (rotation @ moments.T).mT.unsqueeze(0)
         return _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
 
-    L, info = torch.linalg.cholesky_ex(S + reg * unit)
-    estimate, narrow = condition(L), expansion.kind != torch.float64
+    L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
     machines, fine = with_factor(L)
+    estimate, narrow = condition(L, machines.rotation), expansion.kind != torch.float64
     limit = SINGLE if narrow else ILL_CONDITIONED
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
@@ -299,7 +300,7 @@ def one_machine(
         L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
         machines, fine = with_factor(L)
         machines.refined, machines.fold = False, guard.asks(fine)
-        least = trusted(condition(L).sqrt())
+        least = trusted(condition(L, machines.rotation).sqrt())
     else:
         guard.require(info == 0, NOT_DEFINITE)
     machines.least = least.reshape(1, 1)
@@ -317,7 +318,7 @@ def path_machines(
         return _machines(expansion, moments, Q.mT.contiguous(), False, f, regs, q)
 
     try:
-        w, Q = torch.linalg.eigh(moments.symmetric())
+        w, Q = torch.linalg.eigh(moments.S)  # which reads the lower triangle only
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         raise

@@ -143,7 +143,7 @@ class Moments:
         like = like.double()
         self.weight = like.new_zeros(())
         self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
-        self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)
+        self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)  # of S, the lower triangle
         self.squares = like.new_zeros(c)
         self.longest = like.new_zeros(())
         self.count = 0
@@ -151,16 +151,19 @@ class Moments:
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
         """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""
+        first, weight = self.count == 0, zeta.sum()
         self.count += len(zeta)
-        weight = zeta.sum()
         total, root = self.weight + weight, zeta.sqrt()
         if self.centre:
             mean_z = (Z @ zeta.unsqueeze(-1).to(Z.dtype)).double() / weight
             mean_y = (zeta @ Y).unsqueeze(0) / weight
-            apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
-            self._shift(apart_z, apart_y, self.weight * weight / total)
-            self.mean_z = self.mean_z + weight / total * apart_z
-            self.mean_y = self.mean_y + weight / total * apart_y
+            if first:
+                self.mean_z, self.mean_y = mean_z, mean_y
+            else:
+                apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
+                self._shift(apart_z, apart_y, self.weight * weight / total)
+                self.mean_z = self.mean_z + weight / total * apart_z
+                self.mean_y = self.mean_y + weight / total * apart_y
             Z, Y = Z.sub_(mean_z.to(Z.dtype)), Y - mean_y
         self.weight, Z, Y = total, Z.mul_(root.to(Z.dtype)), Y * root.unsqueeze(-1)
         add_symmetric(self.S, Z)
@@ -183,6 +186,8 @@ class Moments:
 
     def join(self, others: Alone) -> None:
         """Add the rows of the other processes: one all-reduce, after a small one for the means."""
+        if others.count == 1:
+            return
         parts = (self.weight, self.weight * self.mean_z, self.weight * self.mean_y)
         weight, mean_z, mean_y = others.sums(*parts)
         if self.centre:
@@ -200,8 +205,3 @@ class Moments:
         spread = (self.S.diagonal() / self.weight).sqrt()
         apart = self.mean_z[:, 0].abs() / spread
         return torch.where(spread > 0, apart, 0.0).max() + 1
-
-    def symmetric(self) -> Tensor:
-        """S with both triangles, (p, p)."""
-        lower = self.S.tril(-1)
-        return lower + lower.mT + self.S.diagonal().diag_embed()

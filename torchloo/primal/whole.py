@@ -154,6 +154,11 @@ class Primal(NamedTuple):
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
 
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1)."""
+        return self.reg[..., None, None] / self.weight.unsqueeze(-1)
+
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
         blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.groups)
