@@ -55,6 +55,8 @@ class KernelMachine(nn.Module):
 
     _function: str
     _fitted: tuple[str, ...] = ("support", "coef", "bias")
+    spare: tuple[str, ...] = ()
+    """Buffers of a fitted machine that its outputs do not need."""
 
     support: Tensor | None
     coef: Tensor | None
@@ -78,10 +80,13 @@ class KernelMachine(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
+        return self._fitted_predictor()(X)
+
+    def _fitted_predictor(self) -> Predictor:
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         parts = (self.support, self.coef, self.bias)
-        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)(X)
+        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
 
     def predict_class(self, X: Tensor) -> Tensor:
         """Labels (..., n) of the predicted classes at new points: that of the largest output.
@@ -220,7 +225,10 @@ class KernelMachine(nn.Module):
                 state_dict[prefix + "classes"] = self.classes
             else:
                 self.classes = None
-        for name in (*self._fitted, "classes"):
+        if prefix + "coef" in state_dict:  # what is not loaded with them would belong to other coefficients
+            for name in self.spare:
+                setattr(self, name, None)
+        for name in (*self._fitted, *self.spare, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

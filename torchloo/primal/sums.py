@@ -42,6 +42,7 @@ __all__ = [
     "root_of",
     "sum_of_others",
     "whitened",
+    "with_derivatives",
 ]
 
 # How many numbers the sets that are refitted together may take at once.
@@ -174,7 +175,7 @@ def _refit(
     sums = sum_of_others(torch.cat([Z_L.mT @ V_L for Z_L, V_L in parts]))  # (G, p, p + c)
     sums = sums + Z.mT @ weighted.index_fill(0, partition.index, 0.0)  # of the rows in no set
     C, right = sums.split([len(R), c], -1)
-    L = _with_derivatives(_triangles(Z, R, weight, partition, guard), R + C)
+    L = with_derivatives(_triangles(Z, R, weight, partition, guard), R + C)
     coef = torch.cholesky_solve(right, L)  # (G, p, c)
     # One step of refinement from the rows themselves, as for the coefficients of all rows.
     kept = torch.where(_members(partition, len(Z)), 0.0, weight.unsqueeze(-1))  # (n, G)
@@ -212,7 +213,7 @@ def root_of(R: Tensor, guard: Guard) -> Tensor:
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 
 
-def _with_derivatives(L: Tensor, C: Tensor) -> Tensor:
+def with_derivatives(L: Tensor, C: Tensor) -> Tensor:
     """L (..., p, p) with the derivatives of the Cholesky factor of C, of which it is the better value."""
     if not C.requires_grad:
         return L

@@ -42,6 +42,7 @@ from torchloo.primal.sums import (
     normal,
     root_of,
     whitened,
+    with_derivatives,
 )
 
 __all__ = ["Primal", "centred", "primal", "with_ones"]
@@ -172,6 +173,23 @@ class Primal(NamedTuple):
     def leave_out(self, sets: Tensor, guard: Guard) -> Tensor:
         """Held-out residuals (..., g, s, c) of disjoint sets (g, s) of rows; see `held_out`."""
         return self.held_out(Partition((sets,)), guard)[0][..., sets, :]
+
+    def weights_at(self, z: Tensor) -> Tensor:
+        """w (..., q, n) of Note [weights at a new point], for features z (..., q, p)."""
+        L = self._graph_factor()
+        spread = torch.linalg.solve_triangular(L.mT, whitened(L, z.mT), upper=True)  # (..., p, q)
+        return (self.weight.unsqueeze(-1) * (self.Z @ spread)).mT
+
+    def variance_at(self, z: Tensor) -> Tensor:
+        """Note [variance at a new point], (..., q), for features z (..., q, p)."""
+        return self.reg.unsqueeze(-1) * whitened(self._graph_factor(), z.mT).square().sum(-2)
+
+    def _graph_factor(self) -> Tensor:
+        """The factor, with its derivatives where a graph is wanted."""
+        inputs = (self.Z, self.R, self.weight)
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
+            return self.factor
+        return with_derivatives(self.factor, normal(*inputs))
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
