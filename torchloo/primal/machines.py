@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import ILL_CONDITIONED, condition, lower_factor, trusted
+from torchloo.factors import ILL_CONDITIONED, SINGLE, condition, lower_factor, trusted
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
@@ -40,10 +40,6 @@ _SETTLED = 2e5
 
 # Features farther from the origin, in units of their spread, make a step of refinement worth while.
 _FAR = 1e3
-
-# Products of float32 rows are float32 themselves up to this condition, and for leverages up to 1 less its
-# inverse: eps times it is 1e-4.
-SINGLE = 1e-4 / torch.finfo(torch.float32).eps
 
 
 class ImpreciseError(Exception):

@@ -34,7 +34,9 @@ from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, REFIT_BELOW, condition, lower_factor, trusted
 from torchloo.guards import Guard, values_visible
+from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
+from torchloo.primal.overlapping import leave_out_by_features
 from torchloo.primal.sums import (
     is_lost,
     leave_out_large,
@@ -164,6 +166,15 @@ class Primal(NamedTuple):
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
         blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.groups)
         return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
+
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., m, c), variances (..., m, 1) of rows to predict, and the refitted ones."""
+        reg = self.reg[..., None, None]
+        given = (self.Z, self.R, self.weight, self.Y)
+        r, variance, refitted = leave_out_by_features(
+            sets, given, self.dual * reg, self.factor, self.least, guard
+        )
+        return r, variance * reg, refitted
 
     def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
