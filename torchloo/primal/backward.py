@@ -1,8 +1,12 @@
 """Held-out rows of the primal form as one differentiable function, whose backward goes over blocks too.
 
 Note [blockwise backward]
-Note [primal backward], in the coordinates of Note [rotated features]: rows u, extended by a 1 for the bias,
-with f extended by 1/w, and coefficients q by the offset. C^{-1} x is f u there. A cotangent rbar of the
+By the envelope theorem applied to Y^T P Y (Note [primal form]), with N = Omega Z C^{-1},
+
+    dP = (I - N Z^T) dOmega (I - Z N^T) - P dZ N^T - N dZ^T P + N dR N^T.
+
+In the coordinates of Note [rotated features], rows u are extended by a 1 for the bias, f by 1/w and
+coefficients q by the offset; C^{-1} x is f u there. A cotangent rbar of the
 held-out residuals and vbar of the variances reg diag(P_LL^{-1}) become, for a set L with a_L = P_LL r_L,
 
     abar = P_LL^{-1} rbar,    D = -(abar r^T + r abar^T) / 2 - P_LL^{-1} diag(reg vbar) P_LL^{-1}.

@@ -5,7 +5,7 @@ The first pass gathers the normal equations (Note [moments]). The second gives e
 and leverage h, and so its held-out residual e / (1 - h); see Note [primal form]. It also gathers what a
 step of iterative refinement needs: if that step could move a held-out output by more than `_SETTLED` of
 the spread of the targets, one more pass applies it, so the squared condition number of normal equations
-does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [leaving out by sums]) in two more.
+does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [refits by triangles]) in two more.
 """
 
 from collections.abc import Iterator
