@@ -397,6 +397,11 @@ class Dual:
         """b, (..., c); zeros without a bias."""
         return self.solution[1]
 
+    @property
+    def noise(self) -> Tensor:
+        """The ridge as a column, (..., n, 1)."""
+        return self.ridge.unsqueeze(-1)
+
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
         with full_precision(self.K):

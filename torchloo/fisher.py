@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.primal.machines import Expansion
-from torchloo.problem import check_dual
-from torchloo.smoothers import Coefficients, Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.problem import Regs, check_dual
+from torchloo.smoothers import Coefficients, Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["KFD", "kfd"]
@@ -32,9 +31,9 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
     return torch.where(positive, total / first, -total / second)
 
 
-def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Fit:
+def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None) -> Fit:
     """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
-    fit = solve_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
+    fit = from_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
     return replace(fit, expand=partial(_of_columns, fit.expand))
 
 
@@ -82,6 +81,7 @@ class KFD(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         classes: the class labels there are, where a call may lack some; see Note [class labels] in
             machine/kernel_machine.py.
     """
@@ -90,15 +90,15 @@ class KFD(LeastSquares):
     has_bias = True
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
-        return _solve(guard, self.kernel(X), Y, self.reg, weight)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        K = self.kernel(X)
-        return path_features, K, _code(guard, K, Y, weight)
+        return _solve(guard, self.kernel(X), Y, reg, weight)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

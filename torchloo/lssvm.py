@@ -48,6 +48,7 @@ class LSSVM(LeastSquares):
         kernel: a kernel of torchloo.kernels. A linear kernel with fewer features than rows takes
             the primal form by itself.
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         classes: the class labels there are, where a call may lack some; see Note [class labels] in
             machine/kernel_machine.py.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, expanded, require_floating, values_visible
 
-__all__ = ["Problem", "check_dual", "check_features", "check_regs", "check_rows"]
+__all__ = ["Problem", "Regs", "check_dual", "check_features", "check_rows"]
 
 
 class Given(NamedTuple):
@@ -129,13 +129,44 @@ def check_rows(guard: Guard, X: Tensor, Y: Tensor, reg: Tensor | float, weight: 
     return _check(guard, "X", X, Y, reg, weight)
 
 
-def check_regs(guard: Guard, regs: Tensor, outputs: int, like: Tensor) -> Tensor:
-    """The regularisations of a path as (R, 1), or (R, c) with one for each output, of a dtype and device."""
-    regs = torch.as_tensor(regs, dtype=like.dtype, device=like.device)
-    if regs.ndim not in (1, 2) or 0 in regs.shape or (regs.ndim == 2 and regs.shape[1] not in (1, outputs)):
-        raise ValueError(
-            f"{guard.function}: regs must have shape (R,), or (R, {outputs}) with one for each output, "
-            f"got {tuple(regs.shape)}"
-        )
-    guard.positive(regs=regs)
-    return regs if regs.ndim == 2 else regs.unsqueeze(-1)
+class Regs(NamedTuple):
+    """Several regularisations of one problem: those of a path, or one for each output of a machine."""
+
+    values: Tensor
+    """(R,) or (R, c) of a path, (..., c) with one for each output."""
+    path: bool
+    """Whether results have the axis R, in front of all others."""
+
+    def checked(self, guard: Guard, outputs: int, like: Tensor, batch: int = 0) -> Tensor:
+        """The same as (R, ..., c'), c' = 1 or c, with so many axes of a batch; R = 1 where there is none.
+
+        Of the dtype and device of a tensor.
+        """
+        regs = torch.as_tensor(self.values, dtype=like.dtype, device=like.device)
+        own = regs.shape[-1:] == (outputs,)
+        if not self.path and not (own and 0 not in regs.shape):
+            raise ValueError(
+                f"{guard.function}: reg must hold one number for each of the {outputs} outputs, "
+                f"(..., {outputs}), got shape {tuple(regs.shape)}"
+            )
+        if self.path and (regs.ndim not in (1, 2) or 0 in regs.shape or not (own or _shared(regs))):
+            raise ValueError(
+                f"{guard.function}: regs must have shape (R,), or (R, {outputs}) with one for each output, "
+                f"got {tuple(regs.shape)}"
+            )
+        guard.positive(**{"regs" if self.path else "reg": regs})
+        if not self.path:
+            regs = regs.unsqueeze(0)
+        elif regs.ndim == 1:
+            regs = regs.unsqueeze(-1)
+        return regs.reshape(len(regs), *[1] * (batch + 2 - regs.ndim), *regs.shape[1:])
+
+    @property
+    def unit(self) -> Tensor | float:
+        """1 in the batch shape that the regularisations bring: those of a path bring none."""
+        return 1.0 if self.path or not self.values.ndim else torch.ones_like(self.values[..., 0])
+
+
+def _shared(regs: Tensor) -> bool:
+    """Whether regularisations (R,) or (R, 1) serve all outputs."""
+    return regs.ndim == 1 or regs.shape[1] == 1

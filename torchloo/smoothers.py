@@ -17,7 +17,7 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,11 +34,15 @@ __all__ = [
     "Coefficients",
     "FeatureWeights",
     "Fit",
+    "Form",
     "assemble",
     "centred",
+    "of_features",
+    "of_kernel",
     "solve_dual",
     "solve_features",
     "solve_primal",
+    "weighed",
     "with_ones",
 ]
 
@@ -49,6 +53,7 @@ def assemble(
     """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    weight = expanded(weight, refitted.shape)
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
@@ -63,6 +68,27 @@ class FeatureWeights(NamedTuple):
     """(..., 1, d); zeros without a bias."""
     offset: Tensor
     """(..., c)."""
+
+
+class Form(Protocol):
+    """A factorised problem, or several with one regularisation each."""
+
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
+
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
+
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a, and diagonal blocks of P, (..., g, s, s) for each size.
+
+        (..., c, g, s, s) where every output has its own regularisation.
+        """
+
+    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
 
 
 class Coefficients(NamedTuple):
@@ -81,11 +107,11 @@ class Fit:
     """A solved least-squares machine that still knows its factorisation.
 
     Every tensor is differentiable in what the machine was given. Shapes are those of the targets:
-    (..., n, c), or without the output axis where `flat` is set. `leverage`, `annihilator` and
-    `held_out` are computed when asked.
+    (..., n, c), or without the output axis where `flat` is set; those of a path have an axis R in front of
+    all others. `leverage`, `annihilator` and `held_out` are computed when asked.
     """
 
-    form: Dual | Primal
+    form: Form
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
@@ -171,7 +197,7 @@ class Fit:
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.problem.ridge.unsqueeze(-1) * self.dual)
+        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
@@ -180,12 +206,17 @@ class Fit:
 
     @property
     def leverage(self) -> Tensor:
-        """h_i = d Yhat_i / d Y_i, (..., n)."""
+        """h_i = d Yhat_i / d Y_i, (..., n), or (..., n, c) where every output has its own regularisation."""
         block = self._block(Partition.single(self.targets.shape[-2], self.targets.device))
-        return (1 - self.problem.ridge * block[..., 0, 0]).to(self.targets.dtype)
+        P, noise = block[..., 0, 0], self.form.noise
+        h = 1 - noise * P.mT if noise.shape[-1] > 1 else 1 - noise[..., 0] * P
+        return h.to(self.targets.dtype)
 
     def annihilator(self) -> Tensor:
-        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch."""
+        """P, (..., n, n), with a = P Y; n^2 numbers for every problem of the batch.
+
+        (..., c, n, n) where every output has its own regularisation.
+        """
         block = self._block(Partition.whole(self.targets.shape[-2], self.targets.device))
         return block[..., 0, :, :].to(self.targets.dtype)
 
@@ -243,6 +274,10 @@ class Fit:
         n g (s + c) numbers.
         """
         n, function = self.targets.shape[-2], "held_out_coef"
+        if not isinstance(self.form, Dual | Primal):
+            raise TypeError(
+                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
+            )
         self.problem.given.require_unchanged(self.problem.function)
         sets, several = row_sets(function, rows, n)
         sets, guard = sets.to(self.targets.device), self.problem.guard
@@ -268,7 +303,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, _of_rows)
+    return Fit(form, problem, partial(of_kernel, Y.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -310,12 +345,12 @@ def solve_features(
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
             form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
-    return Fit(form, problem, partial(_of_features, shifted, centre, Y.dtype))
+    return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
 
 
-def _of_rows(form: Dual) -> Coefficients:
+def of_kernel(dtype: torch.dtype, form: Any) -> Coefficients:
     """The coefficients of a kernel machine."""
-    return Coefficients(form.dual, form.bias)
+    return Coefficients(form.dual.to(dtype), form.bias.to(dtype))
 
 
 def _of_penalised(dtype: torch.dtype, form: Primal) -> Coefficients:
@@ -324,7 +359,7 @@ def _of_penalised(dtype: torch.dtype, form: Primal) -> Coefficients:
     return Coefficients(coef, torch.zeros_like(coef[..., 0, :]))
 
 
-def _of_features(shifted: Tensor, centre: Tensor, dtype: torch.dtype, form: Dual | Primal) -> Coefficients:
+def of_features(shifted: Tensor, centre: Tensor, dtype: torch.dtype, form: Any) -> Coefficients:
     """Those of the training rows and of their features (..., n, d), shifted by a centre (..., 1, d)."""
     d = shifted.shape[-1]
     with full_precision(shifted):
@@ -332,6 +367,14 @@ def _of_features(shifted: Tensor, centre: Tensor, dtype: torch.dtype, form: Dual
             coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
         else:
             coef, offset = shifted.mT @ form.dual, form.bias
+    return weighed(FeatureWeights(coef, centre, offset), dtype, form)
+
+
+def weighed(weights: FeatureWeights, dtype: torch.dtype, form: Form) -> Coefficients:
+    """Those of a form that weighs features."""
+    coef, centre, offset = weights
+    with full_precision(coef):
         at_zero = offset - (centre @ coef)[..., 0, :]
-    weights = FeatureWeights(coef.to(dtype), centre.to(dtype), offset.to(dtype))
-    return Coefficients(form.dual.to(dtype), at_zero.to(dtype), weights)
+    return Coefficients(
+        form.dual.to(dtype), at_zero.to(dtype), FeatureWeights(*(t.to(dtype) for t in weights))
+    )

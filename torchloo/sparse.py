@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchloo import csr
 from torchloo.basis import Selector
 from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
-from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares, Predictor
@@ -20,8 +19,9 @@ from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
-from torchloo.smoothers import Coefficients, Fit, solve_features
-from torchloo.spectral import path_features
+from torchloo.problem import Regs
+from torchloo.smoothers import Coefficients, Fit
+from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
@@ -122,10 +122,10 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _solve(
-    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+    guard: Guard, Kzz: Tensor, Kxz: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
-    fit = solve_features(guard, Z, Y, reg, weight, bias=True)
+    fit = from_features(guard, Z, Y, reg, weight, bias=True)
     return replace(fit, expand=partial(_of_basis, fit.expand, L, kept), kept=kept)
 
 
@@ -174,6 +174,7 @@ class SparseLSSVM(LeastSquares):
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
+        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
         basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
             of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
             `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
@@ -198,8 +199,9 @@ class SparseLSSVM(LeastSquares):
         *,
         basis: int | Tensor | Selector,
         classes: Any = None,
+        reg_per_output: bool = False,
     ) -> None:
-        super().__init__(kernel, reg, classes=classes)
+        super().__init__(kernel, reg, classes=classes, reg_per_output=reg_per_output)
         self.register_buffer("kept", None)
         if isinstance(kernel, Precomputed):
             raise TypeError(
@@ -338,14 +340,13 @@ class SparseLSSVM(LeastSquares):
         return twin
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
         basis = self._support_of(X, Y, weight) if support is None else support
-        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, self.reg, weight)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        basis = self._support_of(X, Y, weight)
-        Z, _, _ = _features(guard, self.kernel(basis), self.kernel(X, basis))
-        return path_features, Z, Y
+        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)

@@ -1,6 +1,5 @@
 """What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self, overload
 
@@ -19,9 +18,9 @@ from torchloo.primal.block import Memory
 from torchloo.primal.collective import Alone
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
-from torchloo.problem import check_rows
-from torchloo.smoothers import Fit, solve_dual, solve_features
-from torchloo.spectral import path_dual, path_features
+from torchloo.problem import Regs, check_rows
+from torchloo.smoothers import Fit
+from torchloo.spectral import from_features, from_kernel_matrix
 from torchloo.streaming.stream import Stream
 
 __all__ = ["LeastSquares"]
@@ -36,19 +35,39 @@ class LeastSquares(KernelMachine):
     Args:
         kernel: a kernel of torchloo.kernels.
         reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
+        reg_per_output: whether the last axis of reg, (..., c), is one number for each of the c outputs.
         classes: the class labels there are, where not all are in every call; see Note [class labels].
     """
 
     has_bias: bool
+    reg_per_output = False
 
-    def __init__(self, kernel: Kernel, reg: Tensor | float = 1.0, *, classes: Any = None) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        reg: Tensor | float = 1.0,
+        *,
+        classes: Any = None,
+        reg_per_output: bool = False,
+    ) -> None:
         super().__init__(kernel, classes)
         self.log_reg = log_parameter(type(self).__name__, reg=reg)
+        if reg_per_output and not self.log_reg.ndim:
+            raise ValueError(
+                f"{type(self).__name__}: reg must be a tensor (..., c), one number for each output, for "
+                f"reg_per_output=True, got {reg}; e.g. reg=torch.full((c,), {reg})"
+            )
+        self.reg_per_output = reg_per_output
 
     @property
     def reg(self) -> Tensor:
         """Regularisation, exp(log_reg)."""
         return self.log_reg.exp()
+
+    @property
+    def _penalty(self) -> Tensor | Regs:
+        """What the machine is solved with."""
+        return Regs(self.reg, path=False) if self.reg_per_output else self.reg
 
     @overload
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Fit: ...
@@ -67,9 +86,12 @@ class LeastSquares(KernelMachine):
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
             return self.solve_rows(X, Alone())
+        return self._solved(X, y, weight, self._penalty)
+
+    def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         guard, Y, flat = self._checked(X, y)
         support = self._support_of(X, Y, weight)
-        fit = self._solve(guard, X, Y, weight, support)
+        fit = self._solve(guard, X, Y, weight, reg, support)
         return replace(fit, flat=flat, predictor=self._predictor(fit, support, flat)).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
@@ -92,17 +114,23 @@ class LeastSquares(KernelMachine):
         return self._held_out(X, y, weight, clusters)
 
     def _held_out(
-        self, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None, clusters: object | None
+        self,
+        X: Tensor | Stream,
+        y: Tensor | None,
+        weight: Tensor | None,
+        clusters: object | None,
+        regs: Regs | None = None,
     ) -> HeldOut:
         """All values of one call are looked at together, at its end."""
+        reg = self._penalty if regs is None else regs
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
-            return self.solve(X).held_out(clusters)
+            return self.solve_rows(X, Alone(), reg).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
-        rows = self._rows(guard, X, Y, weight, flat, clusters, single=clusters is None)
+        rows = self._rows(guard, X, Y, weight, flat, clusters, reg)
         if rows is not None:
             return rows.held_out(clusters)
-        return self._solve(guard, X, Y, weight).held_out(clusters, flat)
+        return self._solve(guard, X, Y, weight, reg).held_out(clusters, flat)
 
     def path(
         self,
@@ -115,19 +143,41 @@ class LeastSquares(KernelMachine):
         """Held-out outputs for every regularisation, (R,) or (R, c), in front of all other axes.
 
         The machine's own reg is not used. One decomposition serves them all, and a few are factorised
-        one by one. Differentiable, but on the decomposition only once; see `path_dual`.
+        one by one. Differentiable, but on the decomposition only once; see `solve_path`.
         """
-        if regs is None:
-            raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
+        return self._held_out(X, y, weight, clusters, self._path_of(regs))
+
+    def solve_path(
+        self,
+        X: Tensor | Stream,
+        y: Tensor | None = None,
+        regs: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> Fit | StreamFit:
+        """The machine solved for every regularisation, whose axis R comes first in all that it gives.
+
+        Its `coef` (R, ..., n, c), `bias` and `held_out(clusters)` are computed when asked for, from one
+        decomposition, or by one factorisation each where they are few; see `from_kernel_matrix` and
+        `from_features` in torchloo.spectral. The machine's own reg is not used.
+
+        Args:
+            X: rows, or a `Stream` of them, which brings y and weight.
+            y: targets.
+            regs: (R,), or (R, c) with one for each output.
+            weight: row weights.
+
+        Reference: Pahikkala, Boberg and Salakoski (2006), eq. 5.
+        """
+        path = self._path_of(regs)
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
-            return self.solve(X).path(regs, clusters)
-        guard, Y, flat = self._checked(X, y)
-        rows = self._rows(guard, X, Y, weight, flat)
-        if rows is not None:
-            return rows.path(regs, clusters)
-        path, matrix, targets = self._route(guard, X, Y, weight)
-        return path(guard, matrix, targets, regs, weight, self.has_bias, clusters, flat)
+            return self.solve_rows(X, Alone(), path)
+        return self._solved(X, y, weight, path)
+
+    def _path_of(self, regs: Tensor | None) -> Regs:
+        if regs is None:
+            raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
+        return Regs(regs, path=True)
 
     def _rows(
         self,
@@ -136,29 +186,36 @@ class LeastSquares(KernelMachine):
         Y: Tensor,
         weight: Tensor | None,
         flat: bool,
-        clusters: object | None = None,
-        single: bool = False,
+        clusters: object | None,
+        reg: Tensor | Regs,
     ) -> StreamFit | None:
         """The machine solved from rows in memory by their features, where it has fewer of them than rows.
 
         None for batches of problems, for more features than rows, and where values cannot be looked at.
         """
-        one = X.ndim == -self._row_axis and (weight is None or weight.ndim == 1) and self.log_reg.ndim == 0
+        one = X.ndim == -self._row_axis and (weight is None or weight.ndim == 1) and self._is_one(reg)
         if not one or not values_visible(X, Y, self.log_reg):
             return None
         found = self._explicit(guard, X, Y, weight)
         if found is None or found[1].count + self.has_bias >= len(X):
             return None
-        if clusters is not None and found[1].count * len(X) <= _TOGETHER:
+        several = isinstance(reg, Regs)
+        if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
             return None
-        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single and Y.dtype == torch.float32)
+        single = clusters is None and not several and Y.dtype == torch.float32
+        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single, reg)
+
+    def _is_one(self, reg: Tensor | Regs) -> bool:
+        """Whether there is no batch of regularisations; that of the machine matters on a path too."""
+        own = self.log_reg.ndim == self.reg_per_output
+        return own if isinstance(reg, Tensor) or not reg.path else True
 
     def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
         """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
 
         def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
             guard, Y, flat = self._checked(X, y)
-            if X.ndim != -self._row_axis or self.log_reg.ndim:
+            if X.ndim != -self._row_axis or not self._is_one(self._penalty):
                 raise ValueError(
                     f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
                 )
@@ -168,12 +225,12 @@ class LeastSquares(KernelMachine):
                     f"{self._function}: rows can be shared out only for a machine with few features: a "
                     f"linear kernel, or SparseLSSVM(kernel, reg, basis=...); got {self}"
                 )
-            check_rows(guard, found[0], Y, self.reg, weight)
+            check_rows(guard, found[0], Y, 1.0 if self.reg_per_output else self.reg, weight)
             guard.check()
             return guard, *found, Y, flat
 
         guard, inputs, expansion, Y, flat = others.together(own)
-        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others)
+        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others, False, self._penalty)
 
     def _in_memory(
         self,
@@ -184,12 +241,14 @@ class LeastSquares(KernelMachine):
         weight: Tensor | None,
         flat: bool,
         others: Alone,
-        single: bool = False,
+        single: bool,
+        reg: Tensor | Regs,
     ) -> StreamFit:
-        problem = check_rows(guard, inputs, Y, self.reg, weight)
+        problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
         memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat)
         graph = Graph(inputs, problem.Y, problem.weight)
-        return StreamFit(self, guard, memory, expansion, problem.reg, others, graph, others.call, single)
+        reg = reg if isinstance(reg, Regs) else problem.reg
+        return StreamFit(self, guard, memory, expansion, reg, others, graph, others.call, single)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
@@ -243,10 +302,14 @@ class LeastSquares(KernelMachine):
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
 
-    def solve_rows(self, stream: Stream, others: Alone) -> StreamFit:
-        """The machine solved from its own rows, and those that the other processes have."""
+    def solve_rows(self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None) -> StreamFit:
+        """The machine solved from its own rows, and those that the other processes have.
+
+        With its own regularisation, or others.
+        """
         expansion = others.together(lambda: self._expansion(stream))
-        return StreamFit(self, Guard(self._function), stream, expansion, self.reg, others)
+        reg = self._penalty if reg is None else reg
+        return StreamFit(self, Guard(self._function), stream, expansion, reg, others)
 
     def require_only_stream(self, y: object, weight: object) -> None:
         """Raise where targets or weights are given beside a stream, which brings them."""
@@ -266,7 +329,10 @@ class LeastSquares(KernelMachine):
     def extra_repr(self) -> str:
         """Current regularisation."""
         reg = self.reg.detach()
-        return f"reg={reg.item():.4g}" if reg.ndim == 0 and values_visible(reg) else f"reg={tuple(reg.shape)}"
+        if reg.ndim == self.reg_per_output and values_visible(reg):
+            numbers = ", ".join(f"{number:.4g}" for number in reg.reshape(-1).tolist())
+            return f"reg=[{numbers}] per output" if reg.ndim else f"reg={numbers}"
+        return f"reg={tuple(reg.shape)}"
 
     def _by_features(self, X: Tensor) -> bool:
         """Whether to work with explicit features: not with sparse rows of which they would be too many."""
@@ -277,17 +343,14 @@ class LeastSquares(KernelMachine):
         return X
 
     def _solve(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, support: Tensor | None = None
+        self,
+        guard: Guard,
+        X: Tensor,
+        Y: Tensor,
+        weight: Tensor | None,
+        reg: Tensor | Regs,
+        support: Tensor | None = None,
     ) -> Fit:
         if self._by_features(X):
-            Z = self.kernel.feature_map(X)
-            return solve_features(guard, Z, Y, self.reg, weight, self.has_bias)
-        return solve_dual(guard, self.kernel(X), Y, self.reg, weight, self.has_bias)
-
-    def _route(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Callable[..., HeldOut], Tensor, Tensor]:
-        """How a path is computed, from which matrix, and for which targets."""
-        if self._by_features(X):
-            return path_features, self.kernel.feature_map(X), Y
-        return path_dual, self.kernel(X), Y
+            return from_features(guard, self.kernel.feature_map(X), Y, reg, weight, self.has_bias)
+        return from_kernel_matrix(guard, self.kernel(X), Y, reg, weight, self.has_bias)

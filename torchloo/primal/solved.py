@@ -8,6 +8,7 @@ the spread of the targets, one more pass applies it, so the squared condition nu
 does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [refits by triangles]) in two more.
 """
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -28,7 +29,7 @@ from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
 from torchloo.primal.whole import centred, primal, with_ones
-from torchloo.problem import check_regs
+from torchloo.problem import Regs
 
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
@@ -59,7 +60,7 @@ class StreamFit:
         guard: demands on values that were not looked at yet, and the name that errors carry.
         stream: the rows.
         expansion: their features.
-        reg: regularisation, a 0-dimensional tensor.
+        reg: regularisation, a 0-dimensional tensor; or Regs, those of a path or one for each output.
         others: the processes that hold the other rows.
         graph: rows in memory with the graph that they belong to.
         call: name of the public call, where it is not one of this object.
@@ -67,6 +68,7 @@ class StreamFit:
     """
 
     kept: list[Tensor] | None
+    _solved: Machines | None
 
     def __init__(
         self,
@@ -74,45 +76,62 @@ class StreamFit:
         guard: Guard,
         stream: Rows,
         expansion: Expansion,
-        reg: Tensor,
+        reg: Tensor | Regs,
         others: Alone,
         graph: Graph | None = None,
         call: str = "",
         single: bool = False,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
-        if reg.ndim:
+        if isinstance(reg, Tensor) and reg.ndim:
             raise ValueError(
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
         self.graph, self._call = graph or Graph(), call
         self.wants_graph, self.kept, self._guard = False, None, guard
         self._owner, self._solved_with = machine, _settings(machine)
-        self.reg = reg.double()
         with torch.no_grad():
             if others.count > 1:
                 self._agree(machine.has_bias)
             expansion.kind = torch.float32 if single and expansion.factor is None else torch.float64
             self._sum_up(machine.has_bias)
+        self._regularise(reg)
+
+    def _regularise(self, reg: Tensor | Regs) -> None:
+        """Take one regularisation, those of a path, or one for each output."""
+        self._path, self._solved = isinstance(reg, Regs) and reg.path, None
+        if isinstance(reg, Tensor):
+            self.regs = reg.double().reshape(1, 1)
+            return
+        guard, outputs = self._guard, self.moments.T.shape[1]
+        self.regs = self.others.together(lambda: reg.checked(guard, outputs, self.moments.S))
+        if self.others.count > 1:
+            self.others.together(guard.check)
+            require_same(self.function, self.others, "regs", self.regs.tolist())
 
     def _sum_up(self, bias: bool) -> None:
         self.moments = self.others.together(lambda: self._gather(bias))
         self.moments.join(self.others)
-        self._solved: Machines | None = None
+        self._solved = None
 
     @property
     def _machine(self) -> Machines:
-        """The machine of its own regularisation, solved when it is first asked for."""
+        """The machine of its own regularisation, or several of them, solved when first asked for."""
         if self._solved is None:
-            given = (self._guard, self.expansion)
-            with torch.no_grad():
-                try:
-                    self._solved = one_machine(*given, self.moments, self.reg.detach(), self._triangle)
-                except ImpreciseError:
-                    self._in_double()
-                    self._solved = one_machine(*given, self.moments, self.reg.detach(), self._triangle)
+            try:
+                self._solved = self._solve()
+            except ImpreciseError:
+                self._in_double()
+                self._solved = self._solve()
             self._guard.check()
         return self._solved
+
+    @torch.no_grad()
+    def _solve(self) -> Machines:
+        regs, given = self.regs.detach(), (self._guard, self.expansion, self.moments)
+        if self._path or regs.numel() > 1:
+            return path_machines(*given, regs, self._triangle)
+        return one_machine(*given, regs.squeeze(), self._triangle)
 
     def _in_double(self) -> None:
         """Begin again, with products in float64."""
@@ -175,6 +194,8 @@ class StreamFit:
         """The same, if it is this machine that was solved, as it is now."""
         if machine is not self._owner:
             raise ValueError(f"{self.function}: fit takes only what solve of the same machine gave")
+        if self._path:
+            raise ValueError(f"{self.function}: fit takes one machine, got a path of {len(self.regs)}")
         now = _settings(machine)
         for name, before in self._solved_with.items():
             if name not in now or not torch.equal(now[name].to(before), before):
@@ -195,8 +216,12 @@ class StreamFit:
 
     @property
     def coef(self) -> Tensor:
-        """Coefficients (p, c) of the features about their mean; refined by a pass if there was none yet."""
-        return self._called("coef").refined(self._machine).coefficients()[0]
+        """Coefficients (p, c) of the features about their mean, (R, p, c) of a path.
+
+        They are refined by a pass if there was none yet.
+        """
+        coef = self._called("coef").refined(self._machine).coefficients()
+        return coef if self._path else coef[0]
 
     @property
     def centre(self) -> Tensor:
@@ -205,8 +230,9 @@ class StreamFit:
 
     @property
     def offset(self) -> Tensor:
-        """Output at the mean of the features, (c,)."""
-        return self._called("offset").refined(self._machine).offset[0]
+        """Output at the mean of the features, (c,), or (R, c) of a path."""
+        offset = self._called("offset").refined(self._machine).offset
+        return offset if self._path else offset[0]
 
     @torch.no_grad()
     def __call__(self, X_new: Tensor) -> Tensor:
@@ -249,12 +275,11 @@ class StreamFit:
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
         self._called("held_out")
-        regs = self.reg.reshape(1, 1)
         try:
-            return self._held_out(self._machine, clusters, out, path=False, regs=regs)
+            return self._held_out(clusters, out)
         except ImpreciseError:
             self._in_double()
-            return self._held_out(self._machine, clusters, out, path=False, regs=regs)
+            return self._held_out(clusters, out)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -262,16 +287,16 @@ class StreamFit:
         One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
         machine's own reg is not used.
         """
-        self._called("path")
-        guard = self._guard
-        like, outputs = self.moments.S, self.moments.T.shape[1]
-        checked = self.others.together(lambda: check_regs(guard, regs, outputs, like))
-        if self.others.count > 1:
-            self.others.together(guard.check)
-            require_same(self.function, self.others, "regs", checked.tolist())
-        with torch.no_grad():
-            machines = path_machines(guard, self.expansion, self.moments, checked.detach(), self._triangle)
-        return self._held_out(machines, clusters, out, path=True, regs=checked)
+        return self._called("path").solve_path(regs)._held_out(clusters, out)
+
+    def solve_path(self, regs: Tensor) -> "StreamFit":
+        """The machine solved from the same rows for every regularisation, (R,) or (R, c).
+
+        `coef`, `offset` and what `held_out` gives have the axis R in front of all others.
+        """
+        twin = copy.copy(self)
+        twin._regularise(Regs(regs, path=True))
+        return twin
 
     def _called(self, name: str) -> Self:
         """The same; what is asked of other processes from now on carries the name."""
@@ -291,9 +316,8 @@ class StreamFit:
         """What the bias adds to z^T C^{-1} z: 1 / w, or 0 without one."""
         return self.moments.centre / self.moments.weight
 
-    def _held_out(
-        self, machines: Machines, clusters: object | None, out: str | Path | None, path: bool, regs: Tensor
-    ) -> HeldOut:
+    def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
+        machines = self._machine
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
         partition = None
@@ -301,7 +325,7 @@ class StreamFit:
             partition = self.others.together(lambda: self._partition(clusters))
             require_own(self.function, self.others, partition)
         labels = None if partition is None else partition.labels
-        inputs = (regs, *self.graph, *self.expansion.tensors)
+        inputs = (self.regs, *self.graph, *self.expansion.tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
@@ -311,7 +335,7 @@ class StreamFit:
         else:
             with torch.no_grad():
                 fields = self.run(machines, partition, out)[0].fields
-        return assemble_rows(fields, self.graph, labels, self.stream.flat, path)
+        return assemble_rows(fields, self.graph, labels, self.stream.flat, self._path)
 
     def run(
         self, machines: Machines, partition: Partition | None, out: str | Path | None = None

@@ -62,6 +62,11 @@ class Primal(NamedTuple):
         scale = self.weight.sqrt().unsqueeze(-1)
         return scale * whitened(self.factor, self.Z.mT).mT, scale
 
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, 1)."""
+        return self.reg[..., None, None] / self.weight.unsqueeze(-1)
+
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
         B, scale = self._rows
@@ -87,7 +92,7 @@ class Primal(NamedTuple):
         """
         n, p = self.Z.shape[-2:]
         B, scale = self._rows
-        e = self.dual * self.reg[..., None, None] / self.weight.unsqueeze(-1)
+        e = self.dual * self.noise
         least, total = self.least.unsqueeze(-1), None
         found = []
         for B_L, scale_L, e_L in zip(*map(partition.gather, (B, scale, e)), strict=True):

@@ -81,10 +81,10 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
     if not by_path:
         objective(theta.flatten(0, 1), problem)
     elif not relative:
-        objective.along_reg(theta.flatten(0, 1), problem, by_path[0][1][:, 0].exp())
+        objective.along_reg(theta.flatten(0, 1), problem, by_path[0][1].exp())
     else:  # every problem has regularisations of its own
         part = by_path[0][0].part
         for number, own in enumerate(first):
-            logs = torch.clamp(own[part] + by_path[0][1][:, 0], box[0, number, part], box[1, number, part])
+            logs = torch.clamp(own[part] + by_path[0][1], box[0, number, part], box[1, number, part])
             problem = torch.full((len(candidates),), number, device="cpu")
             objective.along_reg(theta[number], problem, logs.exp())

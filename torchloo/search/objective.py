@@ -115,7 +115,7 @@ class Objective:
         return values, gradients
 
     def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
-        """Values (B, R) for R regularisations instead of each candidate's own, by `path`."""
+        """Values (B, R) for regularisations (R,), or (R, c), instead of each candidate's own, by `path`."""
         width, outputs = self._width(), self.problems.X.shape[-2] * self.problems.y[0, 0].numel()
         parts = regs.split(max(1, _PATH // (min(width, len(theta)) * outputs)))
         return torch.cat([self._along_reg(theta, problem, part, width) for part in parts], 1)
@@ -125,7 +125,7 @@ class Objective:
         rows = []
         for part, of in zip(theta.split(width), problem.split(width), strict=True):
             with_regs = part.unsqueeze(1).repeat(1, len(regs), 1)  # (b, R, p)
-            with_regs[..., own] = regs.log().unsqueeze(-1)
+            with_regs[..., own] = regs.log().reshape(len(regs), -1)
             each = with_regs.flatten(0, 1), of.repeat_interleave(len(regs))
             try:
                 with torch.no_grad():

@@ -108,7 +108,9 @@ class Space:
         name = (parent + "." if parent else "") + leaf.removeprefix("log_")
         network = ".features." in f".{path}"
         log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not network
-        vectors = 0 if owner is self.machine or _BATCHED.get((type(owner), leaf)) == () else 1
+        vectors = 0 if _BATCHED.get((type(owner), leaf)) == () else 1
+        if owner is self.machine:
+            vectors = int(getattr(owner, "reg_per_output", False))
         if log and parameter.ndim > vectors:
             raise ValueError(
                 f"{self.function}: {name} must belong to one machine, got the batch shape "

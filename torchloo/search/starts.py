@@ -9,7 +9,8 @@ On up to 300 rows, evenly spread over the training rows:
   targets relative to their variance, where half the mean squared difference between each row's target and
   that of its nearest neighbour in the kernel's metric stands for the noise; q is kept within 0.01 and 10.
   A least-squares machine is linear in its targets, so their unit plays no part; that of the weights does,
-  and q k is multiplied by their mean. C of an SVM is the inverse.
+  and q k is multiplied by their mean. Where every output has its own regularisation, each has its own q.
+  C of an SVM is the inverse.
 
 All other parameters begin at the machine's own values. Further starts are N(0, 1) away in every logarithm,
 and half their size away in the weights of networks.
@@ -49,7 +50,9 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
         K = machine.kernel(X).double()
         if isinstance(machine, KFD):
             K = K @ K.mT * (n / len(rows))  # what all n columns would give
-        reg = _regularisation(K, y.double())
+        per_output = getattr(machine, "reg_per_output", False)
+        columns = y.double().reshape(len(y), -1).split(1, -1) if per_output else (y.double(),)
+        reg = torch.stack([_regularisation(K, targets) for targets in columns])  # (1,) or (c,)
         if weight is not None:
             reg = reg * weight.double().mean()
     for entry in space.entries:

@@ -1,5 +1,5 @@
-"""Held-out outputs for many regularisations at once: the path of a machine."""
+"""Machines of many regularisations from one decomposition: paths, and one regularisation per output."""
 
-from torchloo.spectral.path import path_dual, path_features
+from torchloo.spectral.path import from_features, from_kernel_matrix
 
-__all__ = ["path_dual", "path_features"]
+__all__ = ["from_features", "from_kernel_matrix"]

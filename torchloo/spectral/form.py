@@ -102,14 +102,9 @@ def _basis(V: Tensor, root: Tensor, heaviest: Tensor | None) -> Tensor:
     return B.scatter_(-2, index, -B.sum(-2, keepdim=True))
 
 
-def _along(w: Tensor, regs: Tensor) -> Tensor:
-    """The regularisations (R, c') beside w (..., n): (R, ..., c', 1)."""
-    return regs.reshape(regs.shape[0], *[1] * (w.ndim - 1), regs.shape[1], 1)
-
-
 def _inverses(w: Tensor, regs: Tensor, bias: bool) -> Tensor:
-    """f of Note [spectral form], (R, ..., c', n), for w (..., n) and regs (R, c')."""
-    f = 1 / (w.unsqueeze(-2) + _along(w, regs))
+    """f of Note [spectral form], (R, ..., c', n), for w (..., n) and regs (R, ..., c')."""
+    f = 1 / (w.unsqueeze(-2) + regs.unsqueeze(-1))
     if bias:
         f[..., -1] = 0
     return f
@@ -159,17 +154,20 @@ class _DualPath(Function):
             Ybar = ((f * Ba).sum(0) @ B.mT).mT
             total, scaled = torch.zeros_like(B), torch.zeros_like(B)
             regbar = torch.zeros_like(regs)
-            shared = regs.shape[1] == 1
+            shared = regs.shape[-1] == 1
             for r in range(regs.shape[0]):
-                for j in range(regs.shape[1]):
+                for j in range(regs.shape[-1]):
                     outputs = slice(None) if shared else slice(j, j + 1)
-                    X = congruence(B, [block[r].select(-4, j) for block in D], partition)
                     outer = Ba[r][..., outputs, :].mT @ BY[..., outputs, :]
+                    X = (outer + outer.mT) / 2
+                    if D:
+                        X += congruence(B, [block[r].select(-4, j) for block in D], partition)
                     f_rj = f[r][..., j, :]  # (..., n)
-                    X = (X + (outer + outer.mT) / 2).mul_(f_rj.unsqueeze(-1)).mul_(f_rj.unsqueeze(-2))
+                    X.mul_(f_rj.unsqueeze(-1)).mul_(f_rj.unsqueeze(-2))
                     total += X
-                    scaled += regs[r, j] * X
-                    regbar[r, j] = -X.diagonal(dim1=-2, dim2=-1).sum()
+                    reg = regs[r][..., j]  # (...)
+                    scaled += reg[..., None, None] * X
+                    regbar[r][..., j] = -X.diagonal(dim1=-2, dim2=-1).sum(-1).sum_to_size(reg.shape)
             Kbar = -(B @ total @ B.mT)
             weightbar = ((B @ scaled) * B).sum(-1) / weight.square()
         return Kbar, weightbar, regbar, Ybar, *[None] * (5 + len(groups))
@@ -222,8 +220,8 @@ class Spectral(NamedTuple):
 
     def rounding(self, regs: Tensor) -> Tensor:
         """That of an entry of A beside the least w + reg, (R,), the worst of a batch."""
-        entry = torch.finfo(self.w.dtype).eps * self.size.flatten() / self.w.shape[-1]  # (b,)
-        return (entry / (self.least.flatten() + regs.amin(-1, keepdim=True))).amax(-1)
+        entry = torch.finfo(self.w.dtype).eps * self.size / self.w.shape[-1]  # (...)
+        return (entry / (self.least + regs.amin(-1))).reshape(len(regs), -1).amax(-1)
 
     @torch.no_grad()
     def by_singular_values(self) -> "Spectral":
@@ -239,12 +237,12 @@ class Spectral(NamedTuple):
     def held_out(
         self, regs: Tensor, partition: Partition, guard: Guard, gathered: list[Tensor], step: "Step"
     ) -> Parts:
-        """Held-out parts for the regularisations (R, 1), or (R, c) with one for each output.
+        """Held-out parts for the regularisations (R, ..., 1), or (R, ..., c) with one for each output.
 
         `gathered` and `step` are what the methods of these names give, the step for these regularisations.
         """
         bias, groups, n = self.heaviest is not None, partition.groups, self.Y.shape[-2]
-        shared = regs.shape[1] == 1
+        shared = regs.shape[-1] == 1
         with torch.no_grad():
             f = _inverses(self.w, regs, bias)
         given = (self.K, self.weight, regs, self.Y, self.w, self.B, bias, step.a, gathered)
@@ -270,6 +268,21 @@ class Spectral(NamedTuple):
             r, variance = r[..., 0].mT, variance[..., 0].mT
         return r, variance.expand_as(r), torch.zeros_like(r[..., 0], dtype=torch.bool)
 
+    def solution(self, regs: Tensor, step: "Step") -> Tensor:
+        """a = P Y, (R, ..., n, c), with the correction by the residual."""
+        a = step.a + step.solved
+        (solved,) = _DualPath.apply(
+            self.K, self.weight, regs, self.Y, self.w, self.B, self.heaviest is not None, a, []
+        )
+        return solved
+
+    def bias_of(self, a: Tensor, Y: Tensor) -> Tensor:
+        """b (R, ..., c) of a solution (R, ..., n, c), the weighted mean of Y - K a; zeros without a bias."""
+        if self.heaviest is None:
+            return torch.zeros_like(a[..., 0, :])
+        share = (self.weight / self.weight.sum(-1, keepdim=True)).unsqueeze(-2)  # (..., 1, n)
+        return (share @ (Y.to(a.dtype) - self.K @ a))[..., 0, :]
+
     @torch.no_grad()
     def step(self, regs: Tensor) -> "Step":
         """The correction by the residual, for all regularisations at once: products with n^2 matrices."""
@@ -280,7 +293,7 @@ class Spectral(NamedTuple):
             Ka = _times(_times(rows, self.matrix), self.matrix.mT)
         else:
             Ka = _times(rows / zeta.sqrt(), self.matrix) / zeta.sqrt()
-        rho = self.Y.mT - Ka - _along(self.w, regs) / zeta * rows
+        rho = self.Y.mT - Ka - regs.unsqueeze(-1) / zeta * rows
         if self.heaviest is not None:
             rho = rho - rho.take_along_dim(self.heaviest.unsqueeze(0), -1)
         rho_B, half = _times(rho, B), f * (self.Y.mT @ B)

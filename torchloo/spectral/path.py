@@ -1,8 +1,10 @@
-"""Held-out outputs for many regularisations: which form serves each of them, and what comes back."""
+"""Machines of many regularisations: which form serves each of them, and what comes back."""
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,14 +14,24 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, values_visible
-from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
-from torchloo.problem import Problem, check_dual, check_features, check_regs
-from torchloo.smoothers import assemble, centred, with_ones
+from torchloo.problem import Problem, Regs, check_dual, check_features
+from torchloo.smoothers import (
+    Coefficients,
+    FeatureWeights,
+    Fit,
+    centred,
+    of_features,
+    of_kernel,
+    solve_dual,
+    solve_features,
+    weighed,
+    with_ones,
+)
 from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
-__all__ = ["path_dual", "path_features"]
+__all__ = ["from_features", "from_kernel_matrix"]
 
 # So many factorisations are still cheaper than one eigendecomposition: it costs 4 to 7 of them from
 # n = 1000 on and in batches of small problems (scripts/bench/least_squares.py measures it).
@@ -32,45 +44,200 @@ _LOST = {torch.float64: 3e-10, torch.float32: 3e-8}
 _TOGETHER = 2**20
 
 
-def _decomposed(
-    problem: Problem, K: Tensor, Z: Tensor | None, regs: Tensor, partition: Partition, bias: bool
-) -> Parts:
-    """Held-out parts by Note [spectral form], but for regularisations that it would serve badly."""
-    K, regs, guard = K.double(), regs.double(), problem.guard
-    form = spectral(K, problem.weight.double(), problem.Y.double(), bias, Z)
+@dataclass
+class Path:
+    """Solved machines of several regularisations: what `Dual` and `Primal` are for one.
+
+    All that it gives has an axis R in front of all others, unless `axis` is not set and R is 1.
+    """
+
+    problem: Problem
+    regs: Tensor
+    """(R, ..., c'), c' = 1, or c where every output has its own."""
+    axis: bool
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        return values if self.axis else values[0]
+
+    @property
+    def noise(self) -> Tensor:
+        """reg / weight, (..., n, c')."""
+        return self._shaped(self.regs.unsqueeze(-2) / self.problem.weight.unsqueeze(-1))
+
+    @property
+    def dual(self) -> Tensor:
+        """a = P Y, (..., n, c)."""
+        return self._shaped(self.coefficients())
+
+    @property
+    def bias(self) -> Tensor:
+        """b, (..., c); zeros without a bias."""
+        return self._shaped(self.biases())
+
+    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
+        """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable.
+
+        (..., c, g, s, s) where every output has its own regularisation.
+        """
+        blocks = [self._shaped(block) for block in self.blocks_of(partition)]
+        own = self.regs.shape[-1] > 1
+        return self.dual, blocks if own else [block.select(-4, 0) for block in blocks]
+
+    def held_out(self, partition: Partition, guard: Guard) -> Parts:
+        """Held-out residuals and variances (..., n, c), and which rows (..., n) were refitted."""
+        r, variance, refitted = self.parts(partition, guard)
+        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
+    def coefficients(self) -> Tensor:
+        """a (R, ..., n, c)."""
+        raise NotImplementedError
+
+    def biases(self) -> Tensor:
+        """b (R, ..., c)."""
+        raise NotImplementedError
+
+    def blocks_of(self, partition: Partition) -> list[Tensor]:
+        """Blocks of P, (R, ..., c', g, s, s) for each size."""
+        raise NotImplementedError
+
+    def parts(self, partition: Partition, guard: Guard) -> Parts:
+        """Held-out parts of all R."""
+        raise NotImplementedError
+
+
+@dataclass
+class Each(Path):
+    """A form for each regularisation, and for each output that has its own."""
+
+    form_of: Callable[[Tensor, Tensor], Dual | Primal]
+    """The form for a regularisation (...) and targets (..., n, c)."""
+    kept: list[list[Dual | Primal]] | None = None
+    """All forms, where they are few; others are made anew where they are asked for."""
+
+    def keep(self) -> "Each":
+        """The same, with all forms made."""
+        return replace(self, kept=list(self._made()))
+
+    def _made(self) -> Iterator[list[Dual | Primal]]:
+        own = self.regs.shape[-1] > 1
+        targets = self.problem.Y.split(1, -1) if own else (self.problem.Y,)
+        for row in self.regs:
+            regs = (reg.expand(self.problem.reg.shape) for reg in row.unbind(-1))
+            yield [self.form_of(reg, Y) for reg, Y in zip(regs, targets, strict=True)]
+
+    def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        """What a function makes of every form, tensors (..., c), as (R, ..., c) each."""
+        rows = []
+        for forms in self._made() if self.kept is None else self.kept:
+            answers = zip(*map(of, forms), strict=True)
+            rows.append([torch.cat(parts, -1) for parts in answers])
+        return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+    def coefficients(self) -> Tensor:
+        return self.along(lambda form: (form.dual,))[0]
+
+    def biases(self) -> Tensor:
+        return self.along(lambda form: (form.bias,))[0]
+
+    @property
+    def weights(self) -> Tensor:
+        """Coefficients of the features of primal forms, (..., p, c)."""
+        return self._shaped(self.along(lambda form: (form.coef,))[0])
+
+    def blocks_of(self, partition: Partition) -> list[Tensor]:
+        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
+        return [block.movedim(-1, -4) for block in blocks]
+
+    def parts(self, partition: Partition, guard: Guard) -> Parts:
+        def of(form: Dual | Primal) -> tuple[Tensor, ...]:
+            r, variance, refitted = form.held_out(partition, guard)
+            return r, variance.expand_as(r), refitted.unsqueeze(-1)
+
+        r, variance, refitted = self.along(of)
+        return r, variance, refitted.any(-1)
+
+
+@dataclass
+class Decomposed(Path):
+    """Note [spectral form], and factorisations for regularisations that it would serve badly."""
+
+    form: Spectral
+    order: list[int]
+    """Numbers of the regularisations, those that the decomposition serves first."""
+    served: int
+    others: Each
+    """All regularisations, of which those not served are asked for."""
+
+    @functools.cached_property
+    def _step(self) -> Step:
+        return self.form.step(self._split(self.regs)[0].detach())
+
+    def _split(self, regs: Tensor) -> tuple[Tensor, Tensor]:
+        served, others = regs[self.order].tensor_split([self.served])
+        return served, others
+
+    def _joined(
+        self, parts: Sequence[tuple[Tensor, ...]], of: Callable[[Each], tuple[Tensor, ...]]
+    ) -> list[Tensor]:
+        """Parts of the served regularisations, and what a function makes of the others, in their order."""
+        _, regs = self._split(self.regs)
+        if len(regs):
+            parts = [*parts, of(replace(self.others, regs=regs))]
+        joined = [torch.cat(part) for part in zip(*parts, strict=True)]
+        if not len(regs):
+            return joined
+        back = torch.tensor(self.order, device=self.regs.device).argsort()
+        return [part[back] for part in joined]
+
+    @functools.cached_property
+    def _served(self) -> list[Tensor]:
+        """Coefficients of the served regularisations, if there are any."""
+        return [self.form.solution(self._split(self.regs)[0], self._step)] if self.served else []
+
+    def coefficients(self) -> Tensor:
+        return self._joined([(a,) for a in self._served], lambda each: (each.coefficients(),))[0]
+
+    def biases(self) -> Tensor:
+        found = [(self.form.bias_of(a, self.problem.Y),) for a in self._served]
+        return self._joined(found, lambda each: (each.biases(),))[0]
+
+    def blocks_of(self, partition: Partition) -> list[Tensor]:
+        return self.others.blocks_of(partition)
+
+    def parts(self, partition: Partition, guard: Guard) -> Parts:
+        served, _ = self._split(self.regs)
+        parts = _in_chunks(self.form, served, self._step, partition, guard) if self.served else []
+        r, variance, refitted = self._joined(parts, lambda each: each.parts(partition, guard))
+        return r, variance, refitted
+
+
+def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decomposed:
+    """Decompose K (..., n, n), of features Z if there are such, and see which regularisations it serves."""
+    problem, guard = each.problem, each.problem.guard
+    guard.check()  # before a decomposition that would fail in words of its own
+    regs = each.regs.double()
+    form = spectral(K.double(), problem.weight.double(), problem.Y.double(), bias, Z)
     lost = [False] * len(regs)
     if values_visible(form.size):
         lost = (form.rounding(regs.detach()) > _LOST[problem.Y.dtype]).tolist()
     if Z is not None and any(lost):
         form, lost = form.by_singular_values(), [False] * len(regs)
-    guard.require(form.least + regs.min() > 0, NOT_DEFINITE)
-    if not any(lost):
-        return _joined(_in_chunks(form, regs, partition, guard))
-    order = sorted(range(len(regs)), key=lost.__getitem__)  # those that are served come first
-    served, others = regs[order].tensor_split([lost.count(False)])
-    parts = _in_chunks(form, served, partition, guard) if len(served) else []
-    parts.append(_factorised(problem, K, others, partition, bias))
-    back = torch.tensor(order, device=regs.device).argsort()
-    r, variance, refitted = _joined(parts)
-    return r[back], variance[back], refitted[back]
+    guard.require(form.least + regs.amin(-1) > 0, NOT_DEFINITE)
+    order = sorted(range(len(regs)), key=lost.__getitem__)
+    return Decomposed(problem, regs, each.axis, form, order, lost.count(False), each)
 
 
-def _joined(parts: list[Parts]) -> Parts:
-    r, variance, refitted = (torch.cat(part) for part in zip(*parts, strict=True))
-    return r, variance, refitted
-
-
-def _in_chunks(form: Spectral, regs: Tensor, partition: Partition, guard: Guard) -> list[Parts]:
+def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
     """Held-out parts of a few regularisations at a time; the graph keeps no blocks if there are many."""
     together = max(form.B.numel(), _TOGETHER)
-    columns = form.w.numel() * regs.shape[1]  # of P, for one regularisation
+    columns = form.w.numel() * regs.shape[-1]  # of P, for one regularisation
     largest = partition.groups[-1].shape[-1]
     width = max(1, together // (columns * form.w.shape[-1] if largest > 1 else columns))
     held_out: Callable[..., Parts] = form.held_out
     if columns * largest * len(regs) > together and torch.is_grad_enabled():
-        held_out = functools.partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
+        held_out = partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
     with torch.no_grad():
-        gathered, step = form.gathered(partition), form.step(regs.detach())
+        gathered = form.gathered(partition)
     chunks = zip(regs.split(width), *(part.split(width) for part in step), strict=True)
     return [held_out(chunk, partition, guard, gathered, Step(*parts)) for chunk, *parts in chunks]
 
@@ -83,155 +250,111 @@ def _refuse() -> Dual:
     raise _IllConditionedError
 
 
-def _factorised(
-    problem: Problem, K: Tensor, regs: Tensor, partition: Partition, bias: bool, by_features: bool = False
-) -> Parts:
-    """Held-out parts by one Cholesky factorisation for each regularisation.
-
-    A K from features squares their condition: _IllConditionedError where that costs too many digits.
-    """
-    dtype = K.dtype
-    inverse = 1 / problem.weight.to(dtype)
-    otherwise = _refuse if by_features else None
+def _path(problem: Problem, K: Tensor, Z: Tensor | None, regs: Tensor, axis: bool, bias: bool) -> Path:
+    """Machines from K (..., n, n): a few regularisations in its own dtype, many in float64."""
+    few = len(regs) * regs.shape[-1] <= _FEW
+    if not few:
+        K = K.double()
+    inverse = 1 / problem.weight.to(K.dtype)
+    # K = Z Z^T squares the condition of Z, which singular values avoid.
+    otherwise = None if Z is None or not few else _refuse
 
     def form_of(reg: Tensor, Y: Tensor) -> Dual:
-        ridge = reg.to(dtype).unsqueeze(-1) * inverse
-        return dual(K, ridge, Y.to(dtype), bias, problem.guard, otherwise)
+        ridge = reg.to(K.dtype).unsqueeze(-1) * inverse
+        return dual(K, ridge, Y.to(K.dtype), bias, problem.guard, otherwise)
 
-    return _each(problem, regs, partition, form_of)
-
-
-def _each(
-    problem: Problem,
-    regs: Tensor,
-    partition: Partition,
-    form_of: Callable[[Tensor, Tensor], Dual | Primal],
-) -> Parts:
-    """Held-out parts of a form for every regularisation, one after another, stacked in front."""
-    along_regs = []
-    for row in regs:
-        targets = [problem.Y] if regs.shape[1] == 1 else problem.Y.split(1, -1)
-        parts = []
-        for reg, Y in zip(row, targets, strict=True):
-            form = form_of(reg.expand(problem.reg.shape), Y)
-            r, variance, refitted = form.held_out(partition, problem.guard)
-            parts.append((r, variance.expand_as(r), refitted.unsqueeze(-1)))
-        r, variance, refitted = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-        along_regs.append((r, variance, refitted.any(-1)))
-    r, variance, refitted = (torch.stack(part) for part in zip(*along_regs, strict=True))
-    return r, variance, refitted
+    each = Each(problem, regs, axis, form_of)
+    if few:
+        with contextlib.suppress(_IllConditionedError):
+            return each.keep()
+    return _decomposed(each, K, Z, bias)
 
 
-def _finish(problem: Problem, partition: Partition, parts: Parts, flat: bool) -> HeldOut:
-    problem.guard.check()
-    weight = problem.weight.expand(parts[2].shape)
-    return assemble(problem.Y, weight, partition.labels, parts, flat)
-
-
-def path_dual(
-    guard: Guard,
-    K: Tensor,
-    Y: Tensor,
-    regs: Tensor,
-    weight: Tensor | None,
-    bias: bool,
-    clusters: object | None,
-    flat: bool = False,
-) -> HeldOut:
-    """Held-out outputs of a kernel machine for every regularisation; Note [spectral form].
+def from_kernel_matrix(
+    guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None, bias: bool
+) -> Fit:
+    """The machine of a kernel matrix for one regularisation, `solve_dual`, or for several of them.
 
     Args:
         K: (..., n, n), Y: (..., n, c), weight: (..., n) or None.
-        regs: (R,), or (R, c) with one for each output.
-        clusters: integer labels (n,) on the host; None leaves every row out alone.
+        reg: of batch shape; or Regs, those of a path or one for each output.
 
     Returns:
-        HeldOut with an axis R before all others.
+        Fit, of a path with an axis R before all others; the guard is to be checked.
 
-    Differentiable once in K, Y, regs and weight (a few regularisations are factorised one by one,
-    and then to every order), but neither in forward mode nor under vmap. Cost one eigendecomposition
-    in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 10 n^2 with the
-    backward, more with few large clusters, and R n c for what comes back. Regularisations too small
-    for the accuracy of eigenvalues are factorised: some 1e-7 of the scale of K, more where weights
+    Several regularisations: differentiable once in K, Y, regs and weight (a few regularisations are
+    factorised one by one, and then to every order), but neither in forward mode nor under vmap. Cost one
+    eigendecomposition in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 10 n^2
+    with the backward, more with few large clusters, and R n c for what comes back. Regularisations too
+    small for the accuracy of eigenvalues are factorised: some 1e-7 of the scale of K, more where weights
     differ by many orders; see Note [spectral accuracy].
     """
-    problem = check_dual(guard, K, Y, 1.0, weight)
-    regs, partition = _checked(problem, regs, clusters)
-    return _dual(problem, problem.expand(K), None, regs, partition, bias, flat)
-
-
-def _checked(problem: Problem, regs: Tensor, clusters: object | None) -> tuple[Tensor, Partition]:
-    """The regularisations (R, 1) or (R, c), and the sets; values are looked at."""
-    guard, Y = problem.guard, problem.Y
-    regs = check_regs(guard, regs, Y.shape[-1], like=Y)
-    partition = Partition.of(guard.function, clusters, Y.shape[-2], Y.device)
-    guard.check()  # before a decomposition that would fail in words of its own
-    return regs, partition
-
-
-def _dual(
-    problem: Problem,
-    K: Tensor,
-    Z: Tensor | None,
-    regs: Tensor,
-    partition: Partition,
-    bias: bool,
-    flat: bool,
-) -> HeldOut:
-    """A path from K (..., n, n): a few regularisations in its own dtype, many in float64."""
+    if not isinstance(reg, Regs):
+        return solve_dual(guard, K, Y, reg, weight, bias)
+    problem = check_dual(guard, K, Y, reg.unit, weight)
+    regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
-        parts = None
-        if regs.numel() <= _FEW:
-            with contextlib.suppress(_IllConditionedError):
-                parts = _factorised(problem, K, regs, partition, bias, Z is not None)
-        if parts is None:
-            parts = _decomposed(problem, K, Z, regs, partition, bias)
-        return _finish(problem, partition, parts, flat)
+        form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
+    return Fit(form, problem, partial(of_kernel, Y.dtype))
 
 
-def path_features(
-    guard: Guard,
-    Z: Tensor,
-    Y: Tensor,
-    regs: Tensor,
-    weight: Tensor | None,
-    bias: bool,
-    clusters: object | None,
-    flat: bool = False,
-) -> HeldOut:
-    """`path_dual` for the kernel K = Z Z^T, from the features Z (..., n, d), by the cheaper form.
+def from_features(
+    guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None, bias: bool
+) -> Fit:
+    """`from_kernel_matrix` for the kernel K = Z Z^T, from the features Z (..., n, d), by the cheaper form.
 
-    With fewer features than rows, they are rotated to the eigenvectors of their (weighted, centred)
-    Gram matrix, where the normal matrix is diagonal for every regularisation. The rotation is held
-    constant: no output and no gradient depends on it. With no fewer, this is `path_dual` with singular
-    values in place of eigenvalues where regularisations are too small for the latter.
+    Several regularisations: with fewer features than rows, they are rotated to the eigenvectors of their
+    (weighted, centred) Gram matrix, where the normal matrix is diagonal for every regularisation. The
+    rotation is held constant: no output and no gradient depends on it. With no fewer, this is
+    `from_kernel_matrix` with singular values in place of eigenvalues where regularisations are too small
+    for the latter.
 
     Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with its
     backward); memory n d + d^2 numbers for each regularisation.
     """
+    if not isinstance(reg, Regs):
+        return solve_features(guard, Z, Y, reg, weight, bias)
     n, d = Z.shape[-2:]
-    problem = check_features(guard, Z, Y, 1.0, weight)
-    regs, partition = _checked(problem, regs, clusters)
+    problem = check_features(guard, Z, Y, reg.unit, weight)
+    regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     zeta = problem.weight.double()
     with full_precision(Z):
-        shifted, _ = centred(problem.expand(Z).double(), zeta, bias)
+        shifted, centre = centred(problem.expand(Z).double(), zeta, bias)
         if d + bias >= n:
             if bias:  # once more, as the first mean was rounded: a row that outweighs all others is the mean
                 share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
-                shifted = shifted - share @ shifted.detach()
-            return _dual(problem, shifted @ shifted.mT, shifted, regs, partition, bias, flat)
-        with torch.no_grad():
-            w, Q = torch.linalg.eigh(shifted.mT @ (zeta.unsqueeze(-1) * shifted))
-            w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
-        rotated = shifted @ Q
+                again = share @ shifted.detach()
+                shifted, centre = shifted - again, centre + again
+            form = _path(problem, shifted @ shifted.mT, shifted, regs, reg.path, bias)
+            return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
+        each, Q = _rotated(problem, shifted, regs, reg.path, bias)
+    return Fit(each, problem, partial(_of_rotated, Q, centre, Y.dtype))
 
-        def form_of(reg: Tensor, Y: Tensor) -> Primal:
-            reg = reg.double()
-            design, R = with_ones(rotated, reg, bias)
-            squared = w + reg.detach().unsqueeze(-1)
-            if bias:
-                squared = torch.cat([squared, zeta.detach().sum(-1, keepdim=True)], -1)
-            return primal(design, R, zeta, Y, reg, guard, squared.sqrt())
 
-        parts = _each(problem, regs, partition, form_of)
-    return _finish(problem, partition, parts, flat)
+def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: bool) -> tuple[Each, Tensor]:
+    """Machines from fewer features (..., n, d) than rows, about their centre, and the rotation."""
+    guard, zeta = problem.guard, problem.weight.double()
+    guard.check()  # before a decomposition that would fail in words of its own
+    with torch.no_grad():
+        w, Q = torch.linalg.eigh(shifted.mT @ (zeta.unsqueeze(-1) * shifted))
+        w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
+    rotated = shifted @ Q
+
+    def form_of(reg: Tensor, Y: Tensor) -> Primal:
+        reg = reg.double()
+        design, R = with_ones(rotated, reg, bias)
+        squared = w + reg.detach().unsqueeze(-1)
+        if bias:
+            squared = torch.cat([squared, zeta.detach().sum(-1, keepdim=True)], -1)
+        return primal(design, R, zeta, Y, reg, guard, squared.sqrt())
+
+    return Each(problem, regs, axis, form_of), Q
+
+
+def _of_rotated(Q: Tensor, centre: Tensor, dtype: torch.dtype, form: Each) -> Coefficients:
+    """The coefficients of features (..., n, d) about their centre from those of the rotated ones."""
+    d = Q.shape[-1]
+    with full_precision(Q):
+        coef = form.weights  # (..., d + bias, c)
+        weights = FeatureWeights(Q @ coef[..., :d, :], centre, coef[..., d:, :].sum(-2))
+    return weighed(weights, dtype, form)
