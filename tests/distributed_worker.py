@@ -98,6 +98,33 @@ def streamed():
     return results
 
 
+@on_the_cpu
+def class_labels():
+    """Three classes, of which process 0 has two only and process 1 the third."""
+    number = torch.arange(ROWS)
+    return torch.where(number < FIRST, 10 * (number % 2), 10 + 10 * (number % 2))
+
+
+def classes():
+    """Labels of which no process has all."""
+    results = {}
+    for name in ("sparse", "lssvm"):
+        part, X, labels = own(), rows()[0], class_labels()
+        stream = tl.Stream(X[part], labels[part], block=7, progress=False)
+        batches = tl.Stream([(X[part], labels[part])], progress=False)
+        make = MACHINES[name]
+        fitted = tl.distributed.fit(make(), stream)
+        results[name] = {
+            "tensors": [
+                t if t is None else t.detach() for t in tl.distributed.loo(make(), X[part], labels[part])
+            ],
+            "stream": [t if t is None else t.detach() for t in tl.distributed.loo(make(), stream)],
+            "batches": [t if t is None else t.detach() for t in tl.distributed.loo(make(), batches)],
+            "fit": (fitted.classes, fitted.predict_class(X)),
+        }
+    return results
+
+
 def gathered():
     """One loss of all rows, computed alike in both processes."""
     machine, part = MACHINES["sparse"](), own()
@@ -282,9 +309,12 @@ def main(folder, rank):
     dist.init_process_group(
         "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    results = {f.__name__: f() for f in (sharded, streamed, gathered, added, shared_out, interrupted, errors)}
+    results = {
+        f.__name__: f()
+        for f in (sharded, streamed, classes, gathered, added, shared_out, interrupted, errors)
+    }
     torch.set_default_device("meta")
-    results["meta"] = {f.__name__: f() for f in (sharded, streamed, gathered)}
+    results["meta"] = {f.__name__: f() for f in (sharded, streamed, classes, gathered)}
     results["meta"]["share"] = tl.distributed.share(lambda k: (k, dist.get_rank()), range(5))
     torch.set_default_device("cpu")
     torch.save(results, Path(folder) / f"{rank}.pt")

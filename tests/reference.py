@@ -49,6 +49,24 @@ def solve_kfd(K, T, reg, weight):
     return lambda K_new: predict(with_ones(K_new))
 
 
+def variance_of_kernel(K, k_new, own, reg, weight, bias):
+    """k(x,x) - k^T M^{-1} k, and what an unpenalised bias adds to it, at one point after the other."""
+    M, one = K + torch.diag(reg / weight), torch.ones(len(K), dtype=K.dtype)
+    found = []
+    for k, k_xx in zip(k_new, own, strict=True):
+        v = k_xx - k @ torch.linalg.solve(M, k)
+        if bias:
+            v = v + (1 - one @ torch.linalg.solve(M, k)) ** 2 / (one @ torch.linalg.solve(M, one))
+        found.append(v)
+    return torch.stack(found)
+
+
+def variance_of_features(Z, R, Z_new, reg, weight):
+    """reg z^T C^{-1} z, C = R + Z^T Omega Z, at one point after the other."""
+    C = R + Z.T @ torch.diag(weight) @ Z
+    return torch.stack([reg * z @ torch.linalg.solve(C, z) for z in Z_new])
+
+
 def with_ones(Z):
     return torch.cat([Z, torch.ones(Z.shape[0], 1, dtype=Z.dtype)], dim=1)
 

@@ -258,3 +258,124 @@ def test_given_classes_take_no_look_at_values_of_their_own(count):
     Y = as_columns(labels, [10, 20, 30][:count])
     assert looks(lambda: machine.loo(X, labels)) == looks(lambda: machine.loo(X, Y)) == 1
     assert looks(lambda: MACHINES["lssvm"]().loo(X, labels)) == 2  # which labels there are
+
+
+STREAMED = {
+    "linear": MACHINES["linear"],
+    "sparse": lambda **options: tl.SparseLSSVM(
+        tl.kernels.RBF(1.5), 0.3, basis=problem(3)[0][:5] + 0.1, **options
+    ),
+}
+
+
+def sources(X, labels):
+    """The same rows as tensors, as arrays, and as batches that come in order."""
+    yield tl.Stream(X, labels, block=7, progress=False)
+    yield tl.Stream(X.numpy(), labels.numpy().astype("uint8"), block=5, progress=False)
+    yield tl.Stream([(X[k : k + 6], labels[k : k + 6]) for k in range(0, len(X), 6)], progress=False)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_streams_of_labels_equal_rows_in_memory(name, count, given):
+    X, labels = problem(count)
+    options = {"classes": [20, 30, 10] if count == 3 else [20, 10]} if given else {}
+    clusters = torch.arange(len(X)) % 8
+    regs = torch.tensor([0.1, 1.0], dtype=DOUBLE)
+    expected = STREAMED[name](**options).fit(X, labels)
+    for k in range(3):
+
+        def stream(k=k):
+            return list(sources(X, labels))[k]
+
+        machine = STREAMED[name](**options)
+        assert_close(machine.loo(stream()).outputs, expected.loo(X, labels).outputs)
+        by_cluster = machine.lco(stream(), clusters=clusters)
+        assert_close(by_cluster.outputs, expected.lco(X, labels, clusters).outputs)
+        assert torch.equal(by_cluster.targets, expected.loo(X, labels).targets)
+        assert_close(machine.path(stream(), regs=regs).outputs, expected.path(X, labels, regs).outputs)
+        machine.fit(stream())
+        assert machine.classes.tolist() == expected.classes.tolist()
+        assert torch.equal(machine.predict_class(X).long(), expected.predict_class(X))
+
+
+def test_streams_of_bad_labels_are_refused():
+    X, labels = problem(3)
+    machine = tl.LSSVM(tl.kernels.Linear())
+    counts = torch.arange(len(X))
+    for stream in sources(X, counts):
+        with pytest.raises(ValueError, match="at most 20 different ones for 24 rows, got 24"):
+            machine.fit(stream)
+    for stream in sources(X, torch.full_like(labels, 7)):
+        with pytest.raises(ValueError, match="y must hold two classes at least"):
+            machine.loo(stream)
+    with pytest.raises(ValueError, match=r"integer y are class labels, \(n,\), got shape \("):
+        machine.loo(tl.Stream(X, labels[:, None].expand(-1, 2), progress=False))
+    given = tl.LSSVM(tl.kernels.Linear(), classes=[10, 20])
+    for stream in sources(X, labels):
+        with pytest.raises(ValueError, match=r"y must hold labels of classes only, \[10, 20\], got \[30\]"):
+            given.loo(stream)
+    assert machine.classes is None
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("search", ["gradient", "grid", "nelder-mead"])
+def test_select_takes_labels(count, search):
+    X, labels = problem(count, n=30)
+    Y = as_columns(labels, [10, 20, 30][:count])
+    usual = "press" if search == "gradient" else "error_rate" if count == 2 else "multiclass_error"
+    options = {"search": search, "max_evaluations": 12, "progress": False}
+    by_labels = tl.select(MACHINES["lssvm"](), X, labels, weight=tl.balanced_weight, **options)
+    weight = tl.balanced_weight(labels).double()
+    by_columns = tl.select(MACHINES["lssvm"](), X, Y, usual, weight=weight, **options)
+    assert by_labels.history == by_columns.history
+    assert by_labels.machine.classes.tolist() == [10, 20, 30][:count]
+    assert by_columns.machine.classes is None
+    assert torch.equal(by_labels.machine(X), by_columns.machine(X))
+
+
+def test_select_gives_functions_of_y_the_labels():
+    X, labels = problem(3, n=30)
+    seen = []
+
+    def weight(y):
+        seen.append(y)
+        return torch.ones(len(y))
+
+    tl.select(MACHINES["lssvm"](), X, labels, weight=weight, max_evaluations=2, progress=False)
+    tl.validate(MACHINES["lssvm"](), X, labels, 1, weight=weight, max_evaluations=2, progress=False)
+    assert torch.equal(seen[0], labels)
+    assert seen[1].dtype == labels.dtype
+    assert len(seen[1]) == 27
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_select_takes_streams_of_labels(given):
+    X, labels = problem(3, n=40)
+    options = {"search": "grid", "grid": {"reg": [0.1, 1.0, 10.0]}, "progress": False}
+    order = {"classes": [30, 10, 20]} if given else {}
+    expected = tl.select(MACHINES["linear"](**order), X, labels, **options)
+    for stream in sources(X, labels):
+        chosen = tl.select(MACHINES["linear"](**order), stream, **options)
+        assert chosen.value == pytest.approx(expected.value)
+        assert chosen.machine.classes.tolist() == expected.machine.classes.tolist()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_validate_takes_labels(count):
+    X, labels = problem(count, n=30)
+    Y = as_columns(labels, [10, 20, 30][:count])
+    splits = tl.splits.k_fold(30, 3, generator=torch.Generator().manual_seed(0))
+    options = {"splits": splits, "max_evaluations": 5, "progress": False}
+    received = tl.validate(MACHINES["lssvm"](), X, labels, **options)
+    assert received.metric == ("error_rate" if count == 2 else "multiclass_error")
+    assert torch.equal(received.scores, tl.validate(MACHINES["lssvm"](), X, Y, **options).scores)
+    with pytest.raises(ValueError, match="validate: integer y are class labels, at most 20"):
+        tl.validate(MACHINES["lssvm"](), X, torch.arange(30), **options)
+
+
+def test_threshold_counts_errors_by_default():
+    X, labels = problem(2, n=30)
+    held_out = MACHINES["lssvm"]().loo(X, labels)
+    assert torch.equal(tl.threshold(held_out), tl.threshold(held_out, "error_rate"))

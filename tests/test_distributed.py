@@ -259,3 +259,17 @@ def test_a_process_that_dies_brings_the_job_down_with_its_message(tmp_path):
     (status,), output = run([*launch, str(script)])
     assert status != 0
     assert "no rows on this disk" in output
+
+
+@pytest.mark.parametrize("name", ["sparse", "lssvm"])
+def test_classes_are_those_of_all_processes(results, name):
+    machine, X, labels = worker.MACHINES[name](), worker.rows()[0], worker.class_labels()
+    expected = machine.loo(X, labels)
+    machine.fit(X, labels)
+    for rank, part in enumerate(PARTS):
+        for result in (results[rank]["classes"][name], results[rank]["meta"]["classes"][name]):
+            for way in ("tensors", "stream", "batches"):
+                assert_same(tl.HeldOut(*result[way]), of_rows(expected, part), 1e-9)
+            classes, said = result["fit"]
+            assert classes.tolist() == [0, 10, 20]
+            assert torch.equal(said, machine.predict_class(X))

@@ -414,7 +414,8 @@ def test_bad_options_are_named(options, error, message):
         (torch.ones(2, 1), torch.ones(2), ValueError, r"X must be \(n, d\) with at least 3 rows"),
         (torch.ones(4, 1), torch.ones(3), ValueError, r"y must be \(n,\) or \(n, c\) with the 4 rows of X"),
         (torch.ones(4, 1), torch.tensor([1.0, 2.0, torch.nan, 0.0]), ValueError, "y must be finite"),
-        (torch.ones(4, 1), torch.ones(4, dtype=torch.int64), TypeError, "y must be float32 or float64"),
+        (torch.ones(4, 1), torch.ones(4, dtype=torch.complex64), TypeError, "y must be float32 or float64"),
+        (torch.ones(4, 1), torch.ones(4, dtype=torch.int64), ValueError, "y must hold two classes at least"),
     ],
 )
 def test_bad_rows_are_named(X, y, error, message):

@@ -20,7 +20,7 @@ def shifted(held_out: Any, shift: Tensor | float) -> Any:
     return held_out._replace(outputs=outputs, residuals=held_out.targets - outputs)
 
 
-def threshold(held_out: HeldOut, metric: Any) -> Tensor:
+def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
     """The number to add to a machine's outputs so that a held-out metric is best.
 
     A metric that counts errors changes only where an output changes its sign, so the shifts half way between
@@ -31,7 +31,7 @@ def threshold(held_out: HeldOut, metric: Any) -> Tensor:
     Args:
         held_out: of leave-one-out or leave-cluster-out, outputs (..., n) or (..., n, c).
         metric: one of tl.criteria, its name, or a callable of a HeldOut; best is lowest, or highest where
-            that is better.
+            that is better. By default the rate of errors, of each class against the rest.
 
     Returns:
         Shifts, of batch shape (...), or (..., c), each best for the metric of its column alone.

@@ -453,6 +453,32 @@ class Dual:
         residuals, _ = solve_blocks([a], [blocks], guard, Root(root, (columns,)))
         return residuals[0]
 
+    def weights_at(self, k: Tensor) -> Tensor:
+        """w (..., q, n) of Note [weights at a new point], for kernel rows k (..., q, n)."""
+        _, weights = self._against(k)
+        if self.pivot is not None:
+            one = weights.gather(-2, _along(self.pivot, weights, -2)) + 1
+            weights = weights.scatter(-2, _along(self.pivot, weights, -2), one)
+        return weights.mT
+
+    def variance_at(self, k: Tensor, own: Tensor) -> Tensor:
+        """Note [variance at a new point], (..., q), for kernel rows k (..., q, n) and k(x,x) (..., q)."""
+        c, weights = self._against(k)
+        if self.pivot is not None:
+            k_p = _at(k, self.pivot, -1)[..., 0]
+            M_pp = _at(_at(self.K, self.pivot, -2), self.pivot, -1)[..., 0] + _at(self.ridge, self.pivot, -1)
+            own = (own - k_p) - (k_p - M_pp)
+        return own - (c * weights).sum(-2)
+
+    def _against(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """c of Note [variance at a new point], without a bias k itself, and P c, (..., n, q) both."""
+        c = k.to(self.K.dtype).mT
+        if self.pivot is not None:
+            c = (c - _at(c, self.pivot, -2)) - _pivot_column(
+                _at(self.K, self.pivot, -2), self.ridge, self.pivot
+            )
+        return c, apply(_Coefficients, self.K, self.ridge, c, self.pivot, self.factor)[0]
+
 
 def dual(
     K: Tensor,

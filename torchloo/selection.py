@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo import criteria
+from torchloo.classes import is_label
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
 from torchloo.search.prior import Prior
 from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, streamed, weight_of
 from torchloo.search.run import Plan, run, warn_interrupted
-from torchloo.search.score import Score
+from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.streaming.stream import Stream
 
@@ -44,7 +44,7 @@ def select(
     machine: KernelMachine,
     X: Tensor | Stream,
     y: Tensor | None = None,
-    criterion: Any = criteria.press,
+    criterion: Any = None,
     search: str = "gradient",
     *,
     clusters: object | None = None,
@@ -69,18 +69,19 @@ def select(
         machine: any machine of torchloo.
         X: inputs, (n, d), or a `Stream`, which brings y and weight; then every evaluation is a pass or two
             over its rows, in memory that does not grow with them.
-        y: targets, (n,) or (n, c).
+        y: targets, (n,) or (n, c), or integer class labels (n,), whose classes the machine then keeps.
         criterion: one of tl.criteria, its name, or a callable of a HeldOut that returns one number, lower
-            being better unless it has an attribute lower_is_better = False. For several classes, one column
-            each, "press" or "multiclass_error"; a criterion of two classes as a mean over the columns is
-            functools.partial(tl.criteria.smooth_error, average="outputs").
+            being better unless it has an attribute lower_is_better = False. For several classes, "press",
+            "cross_entropy" or "multiclass_error"; a criterion of two classes as a mean over the columns is
+            functools.partial(tl.criteria.smooth_error, average="outputs"). None takes "press"; for integer
+            labels and a search without gradient, "error_rate" or, of more than two, "multiclass_error".
         search: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
             evaluations by far. Where reg alone is to be chosen, it follows paths over the whole box instead,
             by any criterion (Note [search along a path] in search/along_reg.py). "nelder-mead": the simplex
             method, for any criterion and few parameters. "grid": every point of `grid`; the axis "reg" comes
             from one decomposition (`path`).
         clusters: labels (n,) of what is left out together: leave-cluster-out.
-        weight: training weights (n,), or a function of y, such as tl.balanced_weight.
+        weight: training weights (n,), or a function of y as it is given, such as tl.balanced_weight.
         criterion_weight: weights of the criterion: "own" takes the training weights, None counts every row
             once; or as `weight`.
         starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
@@ -120,23 +121,30 @@ def select(
     plan = Plan(
         "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress
     )
-    score = Score("select", "criterion", criterion)
-    score.require_weight(criterion_weight, "criterion_weight")
     space = Space("select", machine, batched=not isinstance(X, Stream))
-    check_clusters("select", score, clusters)
     own = None
     if isinstance(X, Stream):
-        _require_stream(machine, score, y, weight, criterion_weight)
-        problems = streamed("select", X, clusters)
+        _require_stream(machine, y, weight, criterion_weight)
+        stream = X.with_classes(machine.classes) if machine.has_given_classes else X
+        problems = streamed("select", stream, clusters)
         problems = problems._replace(criterion_weight=criterion_weight)
+        labelled = stream.classes is not None
         warn_of_scales(space, next(iter(problems.X)))
     else:
-        targets: Any = y
+        given: Any = y
+        targets, labelled = machine.coded("select", X, given), is_label(given)
         check_rows("select", X, targets)
         warn_of_scales(space, X)
-        own = weight_of("select", "weight", weight, targets)
-        of_criterion = weight_of("select", "criterion_weight", criterion_weight, targets)
+        own = weight_of("select", "weight", weight, given, targets)
+        of_criterion = weight_of("select", "criterion_weight", criterion_weight, given, targets)
         problems = stack("select", [X], [targets], [own], [of_criterion], [clusters])
+    if criterion is None:
+        criterion = usual_criterion(search, labelled, columns=problems.y.ndim > 2)
+    score = Score("select", "criterion", criterion)
+    score.require_weight(criterion_weight, "criterion_weight")
+    check_clusters("select", score, clusters)
+    if isinstance(X, Stream) and score.takes_fit:
+        raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     objective, interrupted = run(plan, space, problems, score)
     if interrupted:
         warn_interrupted("select")
@@ -147,14 +155,12 @@ def select(
     return Selection(fitted, best.value, objective.history, objective.evaluations[0])
 
 
-def _require_stream(machine: Any, score: Score, y: object, weight: object, criterion_weight: object) -> None:
+def _require_stream(machine: Any, y: object, weight: object, criterion_weight: object) -> None:
     """Raise where a stream is given what it brings itself, or what it cannot serve."""
     if y is not None or weight is not None:
         raise TypeError("select: a stream brings its own y and weight; leave them None")
     if not (criterion_weight is None or (isinstance(criterion_weight, str) and criterion_weight == "own")):
         raise TypeError("select: criterion_weight must be 'own' or None for a stream")
-    if score.takes_fit:
-        raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     if not isinstance(machine, LeastSquares):
         raise TypeError(
             "select: a stream needs a machine with few features: a linear kernel, or SparseLSSVM(kernel, "

@@ -14,10 +14,8 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,20 +27,24 @@ from torchloo.held_out import HeldOut
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
+from torchloo.representation import (
+    CentredFeatures,
+    Coefficients,
+    Features,
+    FeatureWeights,
+    KernelRows,
+    NewPoints,
+    Representation,
+)
 
 __all__ = [
-    "Coefficients",
-    "FeatureWeights",
     "Fit",
     "Form",
     "assemble",
     "centred",
-    "of_features",
-    "of_kernel",
     "solve_dual",
     "solve_features",
     "solve_primal",
-    "weighed",
     "with_ones",
 ]
 
@@ -57,17 +59,6 @@ def assemble(
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
-
-
-class FeatureWeights(NamedTuple):
-    """f(z) = (z - centre) coef + offset for features z; the centre keeps digits far from the origin."""
-
-    coef: Tensor
-    """(..., d, c)."""
-    centre: Tensor
-    """(..., 1, d); zeros without a bias."""
-    offset: Tensor
-    """(..., c)."""
 
 
 class Form(Protocol):
@@ -91,17 +82,6 @@ class Form(Protocol):
         """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
 
 
-class Coefficients(NamedTuple):
-    """What a machine multiplies kernel rows or features with, in the dtype of the targets."""
-
-    columns: Tensor
-    """Coefficients of the columns of K_new in `Fit.from_kernel`, (..., m, c)."""
-    offset: Tensor
-    """(..., c), zeros for a machine without a bias."""
-    features: FeatureWeights | None = None
-    """Weights of the explicit features, where the machine has such."""
-
-
 @dataclass(frozen=True)
 class Fit:
     """A solved least-squares machine that still knows its factorisation.
@@ -115,13 +95,13 @@ class Fit:
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
-    expand: Callable[[Any], Coefficients]
-    """The coefficients of a form with this factorisation, for whichever targets."""
+    representation: Representation
+    """What the form means for the coefficients, and for new points."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
-    predictor: Callable[[Tensor], Tensor] | None = None
+    predictor: NewPoints | None = None
     """Outputs at new inputs, where a machine with a kernel was solved."""
 
     def __call__(self, X_new: Tensor) -> Tensor:
@@ -131,18 +111,74 @@ class Fit:
         regularisation, the kernel and its features. Batches are episodes, X (B, n, d) and X_new (B, q, d).
         Cost: a kernel matrix (q, n) and its product with the coefficients.
         """
+        return self._predicting()(X_new)
+
+    def predictive(self, X_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs at new inputs (..., q, d), and their variances (..., q), differentiable as `__call__` is.
+
+        Note [variance at a new point]; `LeastSquares.predictive` tells the units.
+        Cost n^2 q in the dual form, p^2 q in the primal one.
+        """
+        mean, rows = self(X_new), self._predicting().rows(X_new)
+        return mean, self.variance_at(rows, self._predicting().own(X_new)).to(mean.dtype)
+
+    def variance_at(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        """Variances (..., q) at kernel rows, with k(x,x) as `own` (..., q), or at features (..., q, m)."""
+        form, own = self._one("predictive"), None if own is None else self._aligned(own, 1)
+        with full_precision(rows):
+            found = self.representation.variance(form, self._aligned(rows, 2), own)
+        return self._placed(found, rows)
+
+    def weights_at(self, X_new: Tensor) -> Tensor:
+        """w (..., q, n) with outputs w @ targets at new inputs (..., q, d): what every row adds to them.
+
+        Note [weights at a new point]. At the training rows this is the smoother matrix, whose
+        diagonal is the leverage. Differentiable. Cost n^2 q in the dual form, n p q in the primal one.
+        """
+        form, rows = self._one("weights_at"), self._predicting().rows(X_new)
+        with full_precision(rows):
+            found = self.representation.weights(form, self._aligned(rows, 2))
+        return self._placed(found, rows).to(self.targets.dtype)
+
+    def _one(self, function: str) -> Dual | Primal:
+        """The form of one regularisation, whose inputs are as they were."""
+        if not isinstance(self.form, Dual | Primal):
+            raise TypeError(
+                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
+            )
+        self.problem.given.require_unchanged(self.problem.function)
+        return self.form
+
+    def _predicting(self) -> NewPoints:
         if self.predictor is None:
             raise TypeError(
                 f"{self.problem.function}: solved from matrices, a Fit knows no kernel to evaluate at new "
                 "inputs; use Fit.from_kernel(K_new) with their kernel rows, or solve of a machine"
             )
-        return self.predictor(X_new)
+        return self.predictor
+
+    def _aligned(self, values: Tensor, axes: int) -> Tensor:
+        """Values of new points with the batch dimensions of the form; if it has none, they become points."""
+        batch, own = self.targets.shape[:-2], values.shape[-axes:]
+        if not batch:
+            return values.reshape(-1, *own[1:])
+        try:
+            return values.expand(*batch, *own)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.problem.function}: X_new must have the batch dimensions {tuple(batch)} of the "
+                f"machine, got {tuple(values.shape[:-axes])}"
+            ) from None
+
+    def _placed(self, found: Tensor, rows: Tensor) -> Tensor:
+        """Undo what `_aligned` did to rows (..., q, m), for what was found at each of them."""
+        return found if self.targets.ndim > 2 else found.reshape(*rows.shape[:-1], *found.shape[1:])
 
     @property
     def _coefficients(self) -> Coefficients:
         found = vars(self).get("_found")  # not a cached_property, which torch.compile does not follow
         if found is None:
-            found = vars(self)["_found"] = self.expand(self.form)
+            found = vars(self)["_found"] = self.representation.coefficients(self.form)
         return found
 
     @property
@@ -274,21 +310,17 @@ class Fit:
         n g (s + c) numbers.
         """
         n, function = self.targets.shape[-2], "held_out_coef"
-        if not isinstance(self.form, Dual | Primal):
-            raise TypeError(
-                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
-            )
-        self.problem.given.require_unchanged(self.problem.function)
+        one = self._one(function)
         sets, several = row_sets(function, rows, n)
         sets, guard = sets.to(self.targets.device), self.problem.guard
-        Y = self.form.Y.unsqueeze(-3)  # (..., 1, n, c)
+        Y = one.Y.unsqueeze(-3)  # (..., 1, n, c)
         with full_precision(Y):
-            r = self.form.leave_out(sets, guard)  # (..., g, s, c)
+            r = one.leave_out(sets, guard)  # (..., g, s, c)
             place = sets.unsqueeze(-1).expand(r.shape)
             replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
             outputs = (len(sets), Y.shape[-1])
-            form = self.form.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
-            found = self.expand(form)
+            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            found = self.representation.coefficients(form)
         guard.check()
         coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)
         bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
@@ -303,7 +335,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, partial(of_kernel, Y.dtype))
+    return Fit(form, problem, KernelRows(Y.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -315,7 +347,7 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
     guard.symmetric(R=R)
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
-    return Fit(form, problem, partial(_of_penalised, Y.dtype))
+    return Fit(form, problem, Features(Y.dtype))
 
 
 def solve_features(
@@ -345,36 +377,4 @@ def solve_features(
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
             form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
-    return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
-
-
-def of_kernel(dtype: torch.dtype, form: Any) -> Coefficients:
-    """The coefficients of a kernel machine."""
-    return Coefficients(form.dual.to(dtype), form.bias.to(dtype))
-
-
-def _of_penalised(dtype: torch.dtype, form: Primal) -> Coefficients:
-    """Those of ridge regression."""
-    coef = form.coef.to(dtype)
-    return Coefficients(coef, torch.zeros_like(coef[..., 0, :]))
-
-
-def of_features(shifted: Tensor, centre: Tensor, dtype: torch.dtype, form: Any) -> Coefficients:
-    """Those of the training rows and of their features (..., n, d), shifted by a centre (..., 1, d)."""
-    d = shifted.shape[-1]
-    with full_precision(shifted):
-        if isinstance(form, Primal):
-            coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
-        else:
-            coef, offset = shifted.mT @ form.dual, form.bias
-    return weighed(FeatureWeights(coef, centre, offset), dtype, form)
-
-
-def weighed(weights: FeatureWeights, dtype: torch.dtype, form: Form) -> Coefficients:
-    """Those of a form that weighs features."""
-    coef, centre, offset = weights
-    with full_precision(coef):
-        at_zero = offset - (centre @ coef)[..., 0, :]
-    return Coefficients(
-        form.dual.to(dtype), at_zero.to(dtype), FeatureWeights(*(t.to(dtype) for t in weights))
-    )
+    return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))

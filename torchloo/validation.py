@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo import criteria
+from torchloo.classes import is_label
 from torchloo.criteria.rows import one_positive, two_valued
 from torchloo.decision import shift_score
 from torchloo.guards import host_labels
@@ -21,7 +22,7 @@ from torchloo.search.outer import Outer, columns_of
 from torchloo.search.parameters import Space
 from torchloo.search.problems import Weighting, check_clusters, check_rows
 from torchloo.search.run import Plan
-from torchloo.search.score import Score
+from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, require_whole_clusters, resolve
 
@@ -79,7 +80,7 @@ def validate(
     X: Tensor,
     y: Tensor,
     splits: int | str | Iterable[tuple[Any, Any]] = 100,
-    criterion: Any = criteria.press,
+    criterion: Any = None,
     metric: Any = None,
     search: str = "gradient",
     *,
@@ -109,8 +110,9 @@ def validate(
         allow_cut_clusters: splits with rows of one cluster on both sides are refused, unless this is True:
             the score is then one of new rows of known clusters, while the selection leaves clusters out.
         metric: of the test rows, each counting once: one of tl.criteria, its name, or a callable of a
-            HeldOut. Default: multiclass_error where the columns of y are classes, one positive in each row;
-            else error_rate where y holds -1 and +1 only, its mean over several columns; else mse.
+            HeldOut. Default: multiclass_error where y are labels of several classes, or columns with one
+            positive in each row; else error_rate for labels of two, or where y holds -1 and +1 only, its mean
+            over several columns; else mse.
         standardise: centre and scale the columns of X (True: all; or their numbers) by mean and standard
             deviation of the training rows. Not done to the matrix of a Precomputed kernel.
         threshold: a metric by which the outputs are shifted, see `tl.threshold`, fitted in each split to the
@@ -137,12 +139,15 @@ def validate(
         5
     """
     plan = Plan("validate", search=search, generator=generator, progress=progress, **_known(options))
-    check_rows("validate", X, y)
+    targets: Any = machine.coded("validate", X, y)  # of all rows: a split may lack a class
+    check_rows("validate", X, targets)
+    if criterion is None:
+        criterion = usual_criterion(search, is_label(y), columns=targets.ndim > 1)
     space, score = Space("validate", machine), Score("validate", "criterion", criterion)
     check_clusters("validate", score, clusters)
     score.require_weight(criterion_weight, "criterion_weight")
-    outer = Outer(space, score, _metric(metric, y), _shift_metric(threshold), X, y, clusters, weight,
-                   criterion_weight, columns_of(standardise, machine, X))  # fmt: skip
+    outer = Outer(space, score, _metric(metric, targets), _shift_metric(threshold), X, targets, y, clusters,
+                   weight, criterion_weight, columns_of(standardise, machine, X))  # fmt: skip
     if outer.columns is None:
         warn_of_scales(space, X)
     pairs = resolve(splits, len(X), clusters, generator)

@@ -93,7 +93,9 @@ def save(path: Path, spec: Spec, schema: Schema, machine: KernelMachine) -> None
         "torchloo": tl.__version__,
         "machine": asdict(spec),
         "schema": schema.as_dict(),
-        "state": {name: _on_host(value) for name, value in machine.state_dict().items()},
+        "state": {
+            name: _on_host(value) for name, value in machine.state_dict().items() if name not in machine.spare
+        },
     }
     content["sha256"] = checksum(content)
     buffer = io.BytesIO()  # torch's own writing to a path fails on a full disk without saying so

@@ -41,6 +41,8 @@ def _traits(machine: LeastSquares) -> dict[str, Any]:
     tensors = dict(machine.named_parameters()) | dict(machine.kernel.named_buffers("kernel"))
     if isinstance(basis := getattr(machine, "basis", None), Tensor):
         tensors["basis"] = basis
+    if machine.has_given_classes and machine.classes is not None:
+        tensors["classes"] = machine.classes
     kinds = ", ".join(f"{type(part).__name__}({part.extra_repr()})" for part in machine.modules())
     return {name: _Trait.of(value) for name, value in tensors.items()} | {"kind": kinds}
 

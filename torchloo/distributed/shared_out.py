@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchloo import criteria
 from torchloo.distributed.processes import Processes
 from torchloo.machine import KernelMachine
 from torchloo.search.run import NoCandidateError
@@ -50,7 +49,7 @@ def select(
     machine: KernelMachine,
     X: Tensor,
     y: Tensor,
-    criterion: Any = criteria.press,
+    criterion: Any = None,
     *,
     grid: Mapping[str, Iterable[Any]],
     group: Any = None,

@@ -55,6 +55,8 @@ class KernelMachine(nn.Module):
 
     _function: str
     _fitted: tuple[str, ...] = ("support", "coef", "bias")
+    spare: tuple[str, ...] = ()
+    """Buffers of a fitted machine that its outputs do not need."""
 
     support: Tensor | None
     coef: Tensor | None
@@ -78,10 +80,13 @@ class KernelMachine(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
+        return self._fitted_predictor()(X)
+
+    def _fitted_predictor(self) -> Predictor:
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         parts = (self.support, self.coef, self.bias)
-        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)(X)
+        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
 
     def predict_class(self, X: Tensor) -> Tensor:
         """Labels (..., n) of the predicted classes at new points: that of the largest output.
@@ -155,7 +160,18 @@ class KernelMachine(nn.Module):
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
 
-    def _coded(self, guard: Guard, X: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def coded(self, function: str, X: Tensor, y: Any) -> Any:
+        """Targets as numbers: class labels coded as this machine codes them, others as they are."""
+        if not is_label(y):
+            return y
+        guard = Guard(function)
+        targets, _ = self._coded(guard, X, y)
+        guard.check()
+        return targets
+
+    def _coded(
+        self, guard: Guard, X: Tensor, labels: Tensor, classes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
         require_inputs(guard.function, X=X)
         if labels.device != X.device:
@@ -170,9 +186,8 @@ class KernelMachine(nn.Module):
             )
         labels = labels[(None,) * (most - labels.ndim)]  # the same labels for all problems of a batch
         if self.has_given_classes:
-            assert self.classes is not None
             classes = self.classes
-        else:
+        if classes is None:
             classes = sorted_labels(guard.function, "y", labels)
             require_two(guard.function, "y", classes)
             require_few(guard.function, classes, labels.shape[-1])
@@ -210,7 +225,10 @@ class KernelMachine(nn.Module):
                 state_dict[prefix + "classes"] = self.classes
             else:
                 self.classes = None
-        for name in (*self._fitted, "classes"):
+        if prefix + "coef" in state_dict:  # what is not loaded with them would belong to other coefficients
+            for name in self.spare:
+                setattr(self, name, None)
+        for name in (*self._fitted, *self.spare, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -7,18 +7,23 @@ import torch
 from torch import Tensor
 
 from torchloo import csr
+from torchloo.classes import is_label, sorted_labels
+from torchloo.dual import Dual
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.kernels.pure import pure
 from torchloo.machine.kernel_machine import KernelMachine, log_parameter
-from torchloo.machine.predictor import Predictor, SolvedWith
+from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
+from torchloo.precision import full_precision
 from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Alone, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
+from torchloo.primal.whole import Primal
 from torchloo.problem import Regs, check_rows
+from torchloo.representation import CentredFeatures
 from torchloo.smoothers import Fit
 from torchloo.spectral import from_features, from_kernel_matrix
 from torchloo.streaming.stream import Stream
@@ -41,6 +46,14 @@ class LeastSquares(KernelMachine):
 
     has_bias: bool
     reg_per_output = False
+    spare = ("noise", "points", "spread")
+
+    noise: Tensor | None
+    """reg / weight of the rows of `fit`, (..., n), where a variance is found by solving for them again."""
+    points: Tensor | None
+    """Features of these rows about their centre, (..., n, p), where they are not the support."""
+    spread: Tensor | None
+    """S (..., p', m + 1) with the variance |S (r, 1)|^2 at features or kernel rows r, where these are few."""
 
     def __init__(
         self,
@@ -52,6 +65,9 @@ class LeastSquares(KernelMachine):
     ) -> None:
         super().__init__(kernel, classes)
         self.log_reg = log_parameter(type(self).__name__, reg=reg)
+        for name in self.spare:
+            self.register_buffer(name, None)
+        self._again = Remembered()
         if reg_per_output and not self.log_reg.ndim:
             raise ValueError(
                 f"{type(self).__name__}: reg must be a tensor (..., c), one number for each output, for "
@@ -212,9 +228,17 @@ class LeastSquares(KernelMachine):
 
     def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
         """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
+        targets = y
+        if others.count > 1 and not self.has_given_classes:
+            own_labels = others.together(
+                lambda: sorted_labels(self._function, "y", y) if is_label(y) else None
+            )
+            classes = shared_labels(self._function, others, own_labels, len(X))
+            if classes is not None:
+                targets, _ = others.together(lambda: self._coded(Guard(self._function), X, y, classes))
 
         def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
-            guard, Y, flat = self._checked(X, y)
+            guard, Y, flat = self._checked(X, targets)
             if X.ndim != -self._row_axis or not self._is_one(self._penalty):
                 raise ValueError(
                     f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
@@ -275,17 +299,93 @@ class LeastSquares(KernelMachine):
         with torch.no_grad():
             if isinstance(X, Stream | StreamFit):
                 self.require_only_stream(y, weight)
-                self._keep(self.solve(X) if isinstance(X, Stream) else X)
+                solved = self.solve(X) if isinstance(X, Stream) else X
+                self._keep(solved)
+                classes = self.classes if self.has_given_classes else solved.stream.classes
             else:
                 y, classes = self._fit_targets(X, y)
                 self._fit(X, y, weight)
-                self.classes = classes
+            self.classes = classes
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         fit = self.solve(X, y, weight)
         assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
+        self._store_uncertainty(fit)
+
+    def _store_uncertainty(self, fit: Fit) -> None:
+        """Keep what `predictive` needs beside the coefficients: few numbers, unless features are few."""
+        given, form = fit.representation, fit.form
+        noise = fit.problem.ridge if isinstance(form, Dual | Primal) else None  # one for all outputs
+        points = spread = None
+        if isinstance(given, CentredFeatures):
+            if isinstance(form, Primal):
+                noise, spread = None, given.spread(form)
+            elif isinstance(form, Dual):
+                points = given.shifted
+        self._keep_uncertainty(fit.targets.dtype, noise, points, spread)
+
+    def _keep_uncertainty(
+        self, dtype: torch.dtype, noise: Tensor | None, points: Tensor | None, spread: Tensor | None
+    ) -> None:
+        with torch.inference_mode(False):
+            for name, value in (("noise", noise), ("points", points), ("spread", spread)):
+                setattr(self, name, None if value is None else value.to(dtype, copy=True))
+
+    def predictive(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of the fitted machine at new points (..., q, d), and their variances (..., q).
+
+        The variance of a Gaussian process with the kernel of the machine, Note [variance at a new point], in
+        the units of `HeldOut.variance`, without noise: that of a row is reg / weight. In the units of the
+        targets it is s^2 times as much, s^2 the mean of r^2 / variance over a HeldOut; so a new row of
+        weight 1 has the variance s^2 (variance + reg). It is the same for all outputs. Rounding may leave
+        one that should be zero slightly negative.
+
+        Differentiable in X. Cost n^2 q, and n^3/3 once after `fit`, memory n^2; for explicit features p^2 q.
+        """
+        predictor = self._fitted_predictor()
+        rows, own = predictor.rows(X), predictor.own(X)
+        if self.spread is not None:
+            with full_precision(X):
+                S = self.spread
+                variance = (rows @ S[..., :-1].mT + S[..., -1:].mT).square().sum(-1)
+            return predictor(X), variance
+        if self.noise is None and self.reg_per_output:
+            raise RuntimeError(
+                f"{type(self).__name__}: a machine with one regularisation for each output has no predictive "
+                "variance that is the same for all of them; fit one machine for each output"
+            )
+        if self.noise is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: what was loaded has coefficients only, from before machines had a "
+                "variance; call fit(X, y) again"
+            )
+        fit = self._solved_again()
+        if fit.features is not None:  # the centre of what were features about a centre is zero to rounding
+            rows = rows - fit.features.centre
+        return predictor(X), fit.variance_at(rows, own).to(self.noise.dtype)
+
+    def _solved_again(self) -> Fit:
+        """The machine factorised from what `fit` stored, for whichever targets."""
+        support, noise, points = self.support, self.noise, self.points
+        assert support is not None
+        assert noise is not None
+        tensors = [noise, support if points is None else points, *self.kernel.parameters()]
+
+        @torch.no_grad()
+        def make() -> Fit:
+            guard, Y = Guard(self._function), torch.zeros_like(noise).unsqueeze(-1)
+            weight = self.reg.to(noise).unsqueeze(-1) / noise
+            if points is not None:
+                return from_features(guard, points, Y, self.reg, weight, self.has_bias).checked()
+            return self._smoother(guard, support, Y, weight).checked()
+
+        return self._again.get(tensors, make)
+
+    def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
+        """The machine solved for targets as they are, coded or not."""
+        return self._solve(guard, X, Y, weight, self.reg)
 
     def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
         """What predicts, of a solved machine; it knows when the support or the kernel has changed since."""
@@ -301,12 +401,18 @@ class LeastSquares(KernelMachine):
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
+        self._keep_uncertainty(solved.dtype, None, None, solved.spread)
 
     def solve_rows(self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have.
 
         With its own regularisation, or others.
         """
+        if self.has_given_classes:
+            stream = stream.with_classes(self.classes)
+        elif others.count > 1:
+            own = others.together(lambda: stream.labels(self._function))
+            stream = stream.with_classes(shared_labels(self._function, others, own, stream.n or 0))
         expansion = others.together(lambda: self._expansion(stream))
         reg = self._penalty if reg is None else reg
         return StreamFit(self, Guard(self._function), stream, expansion, reg, others)

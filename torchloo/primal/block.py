@@ -53,6 +53,11 @@ class Rows(Protocol):
         """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
         ...
 
+    @property
+    def classes(self) -> Tensor | None:
+        """The classes (c,) of targets that came as labels; None of numbers."""
+        ...
+
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time, in a pass for some purpose."""
         ...
@@ -75,6 +80,7 @@ class Memory:
 
     block: int | None = None
     lasting = True
+    classes = None
 
     def __init__(self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool) -> None:
         self.X, self.Y, self.weight, self.flat = X, Y, weight, flat

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
+from torchloo.classes import require_few, require_two
 from torchloo.clusters import Partition
 
-__all__ = ["Alone", "require_own", "require_same"]
+__all__ = ["Alone", "require_own", "require_same", "shared_labels"]
 
 
 T = TypeVar("T")
@@ -49,6 +51,19 @@ def require_same(function: str, others: Alone, what: str, value: Any) -> None:
     values = others.gather(value)
     if any(other != values[0] for other in values):
         raise ValueError(f"{function}: {what} must be alike in all processes, got {values}")
+
+
+def shared_labels(function: str, others: Alone, own: Tensor | None, rows: int) -> Tensor | None:
+    """The class labels of all processes, ascending, from those of this one; None where y are numbers."""
+    found = others.gather((None if own is None else own.tolist(), rows))
+    if any((labels is None) != (own is None) for labels, _ in found):
+        raise ValueError(f"{function}: y must be class labels in all processes or in none")
+    if own is None:
+        return None
+    classes = torch.tensor(sorted({label for labels, _ in found for label in labels}), device="cpu")
+    require_two(function, "y", classes)
+    require_few(function, classes, sum(count for _, count in found))
+    return classes
 
 
 def require_own(function: str, others: Alone, partition: Partition) -> None:

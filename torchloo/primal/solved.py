@@ -257,6 +257,21 @@ class StreamFit:
         outputs = torch.cat(parts).to(dtype)
         return outputs[:, 0] if self.stream.flat else outputs
 
+    @property
+    def spread(self) -> Tensor | None:
+        """S (p', p + 1) with the variance |S (z, 1)|^2 at features z about the centre.
+
+        None where every output has its own regularisation.
+        """
+        if self.regs.numel() > 1:
+            return None
+        machine, bias = self._machine, self.moments.centre
+        root = (machine.regs[0, 0] * machine.f[0, 0]).sqrt().unsqueeze(-1)  # (p, 1)
+        S = torch.nn.functional.pad(root * machine.rotation, (0, 1, 0, int(bias)))
+        if bias:
+            S[-1, -1] = (machine.regs[0, 0] * self.per_weight).sqrt()
+        return S
+
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
 

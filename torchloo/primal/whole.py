@@ -85,6 +85,14 @@ class Primal(NamedTuple):
         """Held-out residuals (..., g, s, c) of disjoint sets (g, s) of rows; see `held_out`."""
         return self.held_out(Partition((sets,)), guard)[0][..., sets, :]
 
+    def weights_at(self, z: Tensor) -> Tensor:
+        """w (..., q, n) of Note [weights at a new point], for features z (..., q, p)."""
+        return (self.weight.unsqueeze(-1) * (self.Z @ _solve(self.factor, z.mT))).mT
+
+    def variance_at(self, z: Tensor) -> Tensor:
+        """Note [variance at a new point], (..., q), for features z (..., q, p)."""
+        return self.reg.unsqueeze(-1) * whitened(self.factor, z.mT).square().sum(-2)
+
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
 

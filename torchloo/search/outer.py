@@ -46,6 +46,9 @@ class Outer:
     shift_metric: Score | None
     X: Tensor
     y: Tensor
+    """Targets as the machine sees them."""
+    given: Tensor
+    """Targets as they were given, maybe class labels: what functions of y get."""
     clusters: object | None
     weight: Any
     criterion_weight: Any
@@ -99,8 +102,8 @@ class Outer:
 
         def own(name: str, weight: Any) -> Any:
             if isinstance(weight, Tensor):
-                weight = weight_of("validate", name, weight, self.y)[train]
-            return weight_of("validate", name, weight, y)
+                weight = weight_of("validate", name, weight, self.given, self.y)[train]
+            return weight_of("validate", name, weight, self.given[train], y)
 
         labels = None
         if self.clusters is not None:

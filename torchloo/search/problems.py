@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.classes import is_label
 from torchloo.guards import Guard, require_floating
 from torchloo.search.alike import Clusters
 from torchloo.search.score import Score
@@ -91,8 +92,11 @@ def check_clusters(function: str, score: Score, clusters: object | None) -> None
         raise ValueError(f"{function}: clusters must be None for {score.name}, which leaves out pairs")
 
 
-def weight_of(function: str, name: str, weight: Any, y: Tensor) -> Any:
-    """Weights (n,) that were given or that a function makes of y; strings and None as they are."""
+def weight_of(function: str, name: str, weight: Any, y: Tensor, targets: Tensor) -> Any:
+    """Weights (n,) that were given or that a function makes of y; strings and None as they are.
+
+    y are the targets as they were given, maybe class labels, `targets` as the machine sees them.
+    """
     if weight is None or (isinstance(weight, str) and weight == "own" and name == "criterion_weight"):
         return weight
     values = weight(y) if callable(weight) else weight
@@ -100,7 +104,9 @@ def weight_of(function: str, name: str, weight: Any, y: Tensor) -> Any:
         raise TypeError(
             f"{function}: {name} must be a tensor or a callable of y, got {type(values).__name__}"
         )
-    require_floating(function, y=y, **{name: values})
+    if callable(weight) and is_label(y) and values.is_floating_point():
+        values = values.to(targets.dtype)  # of integers, a function cannot know the dtype of X
+    require_floating(function, y=targets, **{name: values})
     if values.shape != y.shape[:1]:
         raise ValueError(f"{function}: {name} must have shape ({len(y)},), got {tuple(values.shape)}")
     return values

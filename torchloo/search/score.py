@@ -11,7 +11,7 @@ from torch import Tensor
 from torchloo import criteria
 from torchloo.held_out import HeldOut
 
-__all__ = ["Score", "as_held_out"]
+__all__ = ["Score", "as_held_out", "usual_criterion"]
 
 _SMOOTH = {
     "error_rate": "smooth_error",
@@ -23,6 +23,13 @@ _SMOOTH = {
     "multiclass_error": "press or tl.criteria.cross_entropy",
     "balanced_multiclass_error": "cross_entropy with criterion_weight=tl.balanced_weight",
 }
+
+
+def usual_criterion(search: str, labelled: bool, columns: bool) -> Any:
+    """The criterion where none is given, for numbers or class labels, coded as several columns or one."""
+    if not labelled or search == "gradient":
+        return criteria.press
+    return criteria.multiclass_error if columns else criteria.error_rate
 
 
 class Score:

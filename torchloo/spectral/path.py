@@ -17,18 +17,8 @@ from torchloo.guards import Guard, values_visible
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, Regs, check_dual, check_features
-from torchloo.smoothers import (
-    Coefficients,
-    FeatureWeights,
-    Fit,
-    centred,
-    of_features,
-    of_kernel,
-    solve_dual,
-    solve_features,
-    weighed,
-    with_ones,
-)
+from torchloo.representation import CentredFeatures, KernelRows
+from torchloo.smoothers import Fit, centred, solve_dual, solve_features, with_ones
 from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
@@ -295,7 +285,7 @@ def from_kernel_matrix(
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
         form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
-    return Fit(form, problem, partial(of_kernel, Y.dtype))
+    return Fit(form, problem, KernelRows(Y.dtype))
 
 
 def from_features(
@@ -326,9 +316,9 @@ def from_features(
                 again = share @ shifted.detach()
                 shifted, centre = shifted - again, centre + again
             form = _path(problem, shifted @ shifted.mT, shifted, regs, reg.path, bias)
-            return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
+            return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))
         each, Q = _rotated(problem, shifted, regs, reg.path, bias)
-    return Fit(each, problem, partial(_of_rotated, Q, centre, Y.dtype))
+    return Fit(each, problem, _Rotated(shifted, centre, Y.dtype, Q))
 
 
 def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: bool) -> tuple[Each, Tensor]:
@@ -351,10 +341,13 @@ def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: 
     return Each(problem, regs, axis, form_of), Q
 
 
-def _of_rotated(Q: Tensor, centre: Tensor, dtype: torch.dtype, form: Each) -> Coefficients:
-    """The coefficients of features (..., n, d) about their centre from those of the rotated ones."""
-    d = Q.shape[-1]
-    with full_precision(Q):
+@dataclass(frozen=True)
+class _Rotated(CentredFeatures):
+    """Features whose coefficients come from those of rotated ones."""
+
+    Q: Tensor
+
+    def _weighed(self, form: Each) -> tuple[Tensor, Tensor]:
+        d = self.Q.shape[-1]
         coef = form.weights  # (..., d + bias, c)
-        weights = FeatureWeights(Q @ coef[..., :d, :], centre, coef[..., d:, :].sum(-2))
-    return weighed(weights, dtype, form)
+        return self.Q @ coef[..., :d, :], coef[..., d:, :].sum(-2)

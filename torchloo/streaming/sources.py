@@ -1,12 +1,14 @@
 """Where the rows of a stream come from: arrays that can be indexed, or batches that come in order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
+
+from torchloo.classes import is_label
 
 __all__ = ["Arrays", "Batches", "Raw", "Rows"]
 
@@ -53,6 +55,13 @@ class Arrays:
         self.X, self.y, self.weight = X, y, weight
         self.n: int | None = len(X)
         self.flat = y.ndim == 1
+        self.labelled = y.dtype.kind in "iub" if isinstance(y, np.ndarray) else is_label(y)
+
+    def labels(self, function: str, seen: Callable[[int], object]) -> Tensor | None:
+        """The different labels there are, ascending; None where targets are numbers."""
+        if not self.labelled:
+            return None
+        return self.y.detach().unique() if isinstance(self.y, Tensor) else torch.from_numpy(np.unique(self.y))
 
     def pick(self, index: slice | Tensor) -> Raw:
         """The rows of an index on the host, in its order."""
@@ -87,13 +96,31 @@ class Batches:
             raise ValueError("Stream: the DataLoader must keep the order of rows; take shuffle=False")
         self.batches = batches
         self.n: int | None = None
-        self._flat: bool | None = None
+        self._first: Tensor | None = None
 
     @property
     def flat(self) -> bool:
         """Whether the targets come without an output axis."""
-        assert self._flat is not None, "known after the first block"
-        return self._flat
+        assert self._first is not None, "known after the first block"
+        return self._first.ndim == 1
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the targets are class labels; not so before the first block is known."""
+        return is_label(self._first)
+
+    def labels(self, function: str, seen: Callable[[int], object]) -> Tensor | None:
+        """The different labels there are, ascending; None, after one batch, where targets are numbers."""
+        found: list[Tensor] = []
+        count = 0
+        for _, y, _ in self._each(function):
+            if not is_label(y):
+                return None
+            found = [torch.cat([*found, y.unique()]).unique()]
+            count += len(y)
+            seen(len(y))
+        self.n = _require_rows(function, count, self.n)
+        return found[0]
 
     def blocks(self, function: str, size: int) -> Iterator[tuple[int, Raw]]:
         """Number of the first row, and rows, `size` of them but for the last."""
@@ -132,7 +159,7 @@ class Batches:
                     f"but that from row {row}, X {tuple(raw[0].shape)} and y {tuple(raw[1].shape)}, "
                     "is unlike the first"
                 )
-            self._flat = raw[1].ndim == 1
+            self._first = raw[1][:1] if self._first is None else self._first
             yield raw
             row += len(raw[0])
 

@@ -1,5 +1,6 @@
 """Rows that need not fit in memory: tensors, memory-mapped arrays or a DataLoader, block by block."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torchloo.classes import coded, is_label, require_few, require_two
 from torchloo.guards import Guard, full_dtype, require_inputs, whole_number
 from torchloo.primal.block import Block
 from torchloo.primal.files import Field, mapped_files
@@ -29,7 +31,9 @@ class Stream:
             that brings the same rows in the same order every time it is iterated. No row may change between
             `solve` and the passes that come later (`held_out`, `path`, `fit`): these raise ValueError if one
             has.
-        y: targets (n,) or (n, c), of the dtype of X; None where the batches bring them.
+        y: targets (n,) or (n, c), of the dtype of X, or integer class labels (n,); None where the batches
+            bring them. To find out which labels batches have takes a pass over them, unless the machine
+            was given `classes=`.
         weight: row weights (n,), positive.
         block: rows read at once; None takes as many as make 16 MB of features.
         device: where the blocks are computed on; None leaves them where they are.
@@ -54,6 +58,7 @@ class Stream:
         self.block = None if block is None else whole_number("Stream", "block", block)
         self.device, self.progress = device, progress
         self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
+        self._classes: Tensor | None = None
 
     lasting = False
     known = None
@@ -65,8 +70,35 @@ class Stream:
 
     @property
     def flat(self) -> bool:
-        """Whether the targets come without an output axis; of batches, known after the first block."""
-        return self._source.flat
+        """Whether outputs have no output axis; of batches, known after the first block."""
+        classes = self.classes if self._source.labelled else None
+        return self._source.flat if classes is None else len(classes) == 2
+
+    @property
+    def classes(self) -> Tensor | None:
+        """The classes (c,) of labels, in the order of their columns; None where targets are numbers.
+
+        The sorted labels of all rows, or those of `with_classes`. Of batches, known after the first block.
+        """
+        if self._classes is None and self._source.labelled:
+            found = self.labels("Stream")
+            assert found is not None
+            assert self.n is not None
+            require_two("Stream", "y", found)
+            require_few("Stream", found, self.n)
+            self._classes = found
+        return self._classes
+
+    def with_classes(self, classes: Tensor | None) -> "Stream":
+        """The same rows with classes that are known already, in their order."""
+        twin = copy.copy(self)
+        twin._classes = classes
+        return twin
+
+    def labels(self, function: str) -> Tensor | None:
+        """The different labels there are, ascending, which takes a pass over batches; None of numbers."""
+        with self.bar("class labels") as bar:
+            return self._source.labels(function, bar.update)
 
     def __repr__(self) -> str:
         return f"Stream({'rows not yet counted' if self.n is None else f'{self.n} rows'}, block={self.block})"
@@ -145,11 +177,12 @@ class Stream:
         X, y, weight = raw
         if self.device is not None:
             X, y, weight = (None if t is None else t.to(self.device) for t in raw)  # type: ignore[assignment]
+        guard = Guard(function)
+        y = self._coded(guard, X, y)
         require_inputs(function, X=X, y=y, **({} if weight is None else {"weight": weight}))
         dtype = full_dtype(X.dtype)
         zeta = X.new_ones(len(X), dtype=dtype) if weight is None else weight.to(dtype)
         Y = (y.unsqueeze(-1) if y.ndim == 1 else y).to(dtype)
-        guard = Guard(function)
         guard.finite(X=X, y=y)
         guard.positive(weight=zeta)
         try:
@@ -166,3 +199,16 @@ class Stream:
             )
             raise ValueError(f"{error} at row {shown}{within}") from None
         return Block(place if isinstance(place, int) else 0, X, Y, zeta)
+
+    def _coded(self, guard: Guard, X: Tensor, y: Tensor) -> Tensor:
+        """Columns in place of class labels (b,); targets that are numbers as they are."""
+        if not is_label(y):
+            return y
+        require_inputs(guard.function, X=X)
+        if y.ndim > 1:
+            raise ValueError(
+                f"{guard.function}: integer y are class labels, (n,), got shape {tuple(y.shape)}; columns of "
+                f"numbers must be {full_dtype(X.dtype)}"
+            )
+        assert self.classes is not None
+        return coded(guard, "y", y, self.classes, full_dtype(X.dtype))

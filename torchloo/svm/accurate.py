@@ -1,22 +1,41 @@
 """Products summed as if in twice the precision: what is left where large coefficients cancel."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["accurate_product", "leading"]
+__all__ = ["Parts", "accurate_product", "in_parts"]
 
 
-def leading(x: Tensor) -> Tensor:
-    """Rows (..., m) to so many bits of their largest number that products of two rows are summed exactly."""
+class Parts(NamedTuple):
+    """Rows (..., m) as a sum of two parts; sums of products of two leading ones are exact."""
+
+    lead: Tensor
+    """The leading bits, (..., m)."""
+
+    rest: Tensor
+    """The others, (..., m)."""
+
+    largest: Tensor
+    """The largest size of an entry of each row, (..., 1)."""
+
+    most: Tensor
+    """What no entry of `rest` exceeds in size, (..., 1)."""
+
+
+def in_parts(x: Tensor) -> Parts:
+    """Rows (..., m) in two parts: so many leading bits that products of two rows are summed exactly."""
     bits = (53 - math.ceil(math.log2(x.shape[-1]))) // 2
-    _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
-    step = torch.ldexp(torch.ones_like(x[..., :1]), exponent - bits)
-    return (x / step).round() * step
+    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+    _, exponent = torch.frexp(largest)
+    step = torch.ldexp(torch.ones_like(largest), exponent - bits)
+    lead = (x / step).round_().mul_(step)
+    return Parts(lead, x - lead, largest, step / 2)
 
 
 def accurate_product(K: Tensor, a: Tensor) -> Tensor:
     """K a for K (n, m) and a (m,): the sum over the leading bits is exact, the rest is small."""
-    K_lead, a_lead = leading(K), leading(a)
-    return K_lead @ a_lead + ((K - K_lead) @ a_lead + K @ (a - a_lead))
+    K_parts, a_parts = in_parts(K), in_parts(a)
+    return K_parts.lead @ a_parts.lead + (K_parts.rest @ a_parts.lead + K @ a_parts.rest)

@@ -77,12 +77,12 @@ class Ended(NamedTuple):
 
     def beyond(self, bias: Tensor) -> Tensor:
         """How far each standing variable is past its margin, -+(b + d), where that is > 0; (B, m)."""
-        layout, y = self.layout, self.layout.problem.y
-        signed = layout.problem.K * layout.push
+        layout, y, K = self.layout, self.layout.problem.y, self.layout.problem.K
         change = torch.cat([layout.change(self.alpha, self.target), bias[:, None]], 1)
-        rows = torch.cat([signed[layout.moved], layout.push[None]])
-        past = torch.addmm((layout.start - y) * layout.push, change, rows)
-        return past.addcmul_(signed[self.target], (y[self.target] * self.gone)[:, None], value=-1)
+        rows = torch.cat([K[layout.moved], torch.ones_like(y)[None]])
+        past = torch.addmm(layout.start - y, change, rows)
+        past.addcmul_(K[self.target], (y[self.target] * self.gone)[:, None], value=-1)
+        return past.mul_(layout.push)
 
     def of_target(self, past: Tensor, bias: Tensor) -> Tensor:
         """u of r, which may have moved or stand, (B,)."""
@@ -98,7 +98,7 @@ class Ended(NamedTuple):
         stands = place == layout.count
         # An r that stands is at its box: what it loses goes from those that push its way.
         count = self.held + layout.rest_count - stands * y * (box - self.kept)
-        pull = layout.rest_pull - stands * y * self.gone
+        pull = layout.standing_pull(self.target, self.gone)
         standing = Standing((past + layout.no_side).amax(1), layout.rest_box, pull, layout.rest_doubt)
         own = self.kept.masked_fill(stands, 0)
         return Held(self.alpha, self.u, layout.box, place, layout.rounding, own, count, standing)

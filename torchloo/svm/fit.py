@@ -21,6 +21,7 @@ _USEFUL = 1e-3  # of one that certificates can still work with
 _DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
 _TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
+_BLOCK = 512  # rows of K compared at once with its columns
 
 
 class SVMFit(NamedTuple):
@@ -249,6 +250,16 @@ def _check_weight(guard: Guard, K: Tensor, weight: Tensor) -> None:
     guard.positive(weight=weight)
 
 
+def _is_symmetric(K: Tensor) -> Tensor:
+    """Whether K (n, n) is symmetric but for rounding, (); block by block, as large temporaries are slow."""
+    low, high = torch.aminmax(K)
+    apart = torch.zeros_like(low)
+    for i in range(0, len(K), _BLOCK):
+        block = K[i : i + _BLOCK, i:] - K[i:, i : i + _BLOCK].mT
+        apart = apart.maximum(block.abs_().amax())
+    return apart <= 1e-6 * torch.maximum(high, -low)
+
+
 def checked(
     function: str, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -274,12 +285,10 @@ def checked(
     guard.positive(C=C)  # again: a number may be too large or too small for the dtype of K
     guard.finite(K=K)
     guard.two_classes(y=y.unsqueeze(-1))
-    # One matrix at a time: a temporary of the size of the batch costs more than the arithmetic.
     if not K.numel():
         raise ValueError(f"{function}: K must not be an empty batch, got shape {tuple(K.shape)}")
     matrices = K.detach().reshape(-1, n, n)
-    symmetric = [(k - k.mT).abs().amax() <= 1e-6 * k.abs().amax() for k in matrices]
-    guard.require(torch.stack(symmetric), "K must be symmetric")
+    guard.require(torch.stack([_is_symmetric(k) for k in matrices]), "K must be symmetric")
     guard.require(
         K.diagonal(dim1=-2, dim2=-1) >= 0, lambda: _indefinite(float(torch.linalg.eigvalsh(matrices).min()))
     )

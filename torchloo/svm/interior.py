@@ -56,7 +56,7 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
 
 
 def interior_point(
-    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = 1e-8, steps: int = 60
+    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = 1e-7, steps: int = 60
 ) -> Interior:
     """Solve one SVM dual, or several, to a relative gap by Mehrotra's predictor and corrector.
 

@@ -63,6 +63,10 @@ class Layout:
         u = torch.addmm(self.of_moved(self.start), self.change(alpha, target), self.K[self.moved])
         return u.addcmul_(self.K[target], (self.problem.y[target] * gone)[:, None], value=-1)
 
+    def standing_pull(self, target: Tensor, gone: Tensor) -> Tensor:
+        """The sum of alpha * y of the variables that stand, r among them if it does, (B,)."""
+        return self.rest_pull - (self.place[target] == self.count) * self.problem.y[target] * gone
+
     def whole(self, alpha: Tensor, target: Tensor, gone: Tensor) -> Tensor:
         """Coefficients of all variables, (B, m)."""
         full = self.full.alpha

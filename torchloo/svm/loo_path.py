@@ -141,7 +141,8 @@ def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
 def _settle_one_class(rows: _Rows) -> Tensor:
     """The only rows of their class, whose indices are returned: what is left predicts the other label."""
     alone = only_of_its_class(rows.y).nonzero()[:, 0]
-    rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
+    if len(alone):
+        rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
     return alone
 
 

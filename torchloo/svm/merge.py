@@ -60,9 +60,9 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     scale = _scale(K, C)
     generator = torch.Generator("cpu").manual_seed(0)
     probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
-    size = K.abs().amax()
+    low, high = torch.aminmax(K)
     key, order = torch.sort(K @ probe)
-    tolerance = 1e-13 * n * size
+    tolerance = 1e-13 * n * torch.maximum(high, -low)
     starts = torch.ones(n, dtype=torch.bool, device=K.device)
     starts[1:] = key[1:] - key[:-1] > tolerance
     if bool(starts.all()):
@@ -74,10 +74,12 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     same = order == first
     doubt = (~same).nonzero()[:, 0]
     length = K.diagonal().clamp_min(0).sqrt()  # rounding of k_ij is relative to both
-    apart = (K[order[doubt]] - K[first[doubt]]).abs() / (length[first[doubt]][:, None] * length)
-    differs = (apart > _SAME).any(-1)  # not by NaN, of points at 0
+    shorter = 1 / length.clamp_min(torch.finfo(K.dtype).tiny)  # a point at 0 differs by 0 from its copies
+    apart = K.index_select(0, order[doubt]).sub_(K.index_select(0, first[doubt]))
+    apart = apart.abs_().mul_(shorter).amax(-1).mul_(shorter[first[doubt]])
+    differs = apart > _SAME
     same[doubt] = ~differs
-    moved = apart.masked_fill(differs[:, None], 0).nan_to_num(0).amax()  # entries of K, by merging
+    moved = apart.masked_fill(differs, 0).amax()  # entries of K, by merging
     label = torch.empty(n, dtype=torch.long, device=K.device)
     label[order] = torch.where(same, first, order)
     label = 2 * label + (y > 0)

@@ -50,7 +50,7 @@ def follow(
     most_events: int | None = None,
     distances: bool = False,
 ) -> Ends:
-    """Lower alpha of each target by its room and return where each problem ends, in any order.
+    """Lower alpha of each target by its room and return where each problem ends.
 
     Args:
         base: T full solutions.

@@ -178,7 +178,7 @@ def _correction(machine: _Machine, sets: _Sets, alpha: Tensor, lack: Tensor) -> 
     Of variables that are not free it says nothing.
     """
     layout, s = machine.layout, machine.s
-    imbalance = (layout.whole(alpha, sets.target, sets.gone) @ layout.problem.y)[:, None]
+    imbalance = (alpha @ layout.y + layout.standing_pull(sets.target, sets.gone))[:, None]
     x0 = lack.masked_fill(sets.changed, 0)[:, :s]
     A_x0 = x0 @ machine.A[:s] - imbalance * (machine.equality * machine.D)  # (B, l + 2)
     w = torch.where(sets.D < 0, 0.0, lack.gather(1, sets.place))

@@ -138,6 +138,8 @@ class Paths:
         """So many places in every change set that are not yet given out: pack, then grow, if need be."""
         if self.used + places <= self.P.shape[1]:
             return
+        if self.P.shape[1] <= _GROWTH:  # packing would bring too little
+            return self.grow(places + _GROWTH - 1)
         dummy = self.distance.shape[2] - 2
         kept = self.P.ne(dummy) | (self.rate != 0)
         kept[:, 0] = True
@@ -200,33 +202,34 @@ class Ends(NamedTuple):
 
     @staticmethod
     def cat(parts: list["Ends"]) -> "Ends":
-        """Batches one after the other, change sets padded to the largest."""
+        """Batches as one in the order of their names, change sets padded to the largest."""
+        names = torch.cat([part.name for part in parts])
+        order = names.argsort()
         if len(parts) == 1:
-            return parts[0]
+            return parts[0] if torch.equal(order, names) else Ends(*(x[order] for x in parts[0]))
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=dummy)) for part in parts]
         columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
-        inverses, first = columns.pop("H"), 0
-        H = parts[0].H.new_zeros(sum(map(len, inverses)), k, k)
-        for part in inverses:
-            H[first : first + len(part), : part.shape[1], : part.shape[1]] = part
-            first += len(part)
-        return Ends(H=H, **{name: torch.cat(column) for name, column in columns.items()})
+        H = parts[0].H.new_zeros(len(names), k, k)
+        for name, part in zip(columns["name"], columns.pop("H"), strict=True):
+            places = part.shape[1]
+            H[:, :places, :places].index_copy_(0, name, part)
+        return Ends(H=H, **{name: torch.cat(column)[order] for name, column in columns.items()})
 
     def split(self, counts: list[int]) -> list["Ends"]:
-        """In the order of their names, so many at a time."""
-        if len(counts) == 1:
-            return [self if bool((self.name[1:] > self.name[:-1]).all()) else self._at(self.name.argsort())]
-        return [self._at(rows) for rows in self.name.argsort().split(counts)]
+        """So many at a time, without places that none of them uses for its change set."""
+        parts = zip(*(x.split(counts) for x in self), strict=True)
+        return [Ends(*part).packed() for part in parts]
 
-    def _at(self, rows: Tensor) -> "Ends":
-        """The problems at `rows`, without places that none of them uses for its change set."""
-        few = Ends(*(x.index_select(0, rows) for x in self))
-        used = few.P.ne(few.upper.shape[1] - 2).any(0)
+    def packed(self) -> "Ends":
+        """Without places that no problem uses for its change set."""
+        used = self.P.ne(self.upper.shape[1] - 2).any(0)
         used[0] = True
+        if bool(used.all()):
+            return self
         places = used.nonzero()[:, 0]
-        H = few.H.index_select(1, places).index_select(2, places)
-        return few._replace(P=few.P.index_select(1, places), H=H)
+        H = self.H.index_select(1, places).index_select(2, places)
+        return self._replace(P=self.P.index_select(1, places), H=H)
 
 
 def times(H: Tensor, x: Tensor) -> Tensor:
