@@ -36,7 +36,7 @@ from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Primal", "centred", "primal", "with_ones"]
+__all__ = ["Primal", "centred", "normal", "primal", "with_ones"]
 
 
 class Primal(NamedTuple):
@@ -144,6 +144,11 @@ class Primal(NamedTuple):
         return residuals.reshape(r.shape), variances.reshape(variance.shape)
 
 
+def normal(Z: Tensor, R: Tensor, weight: Tensor) -> Tensor:
+    """C = R + Z^T Omega Z, (..., p, p)."""
+    return R + Z.mT @ (weight.unsqueeze(-1) * Z)
+
+
 def _factor(C: Tensor, Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
     """The Cholesky factor of C, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
     L, info = torch.linalg.cholesky_ex(C)
@@ -183,7 +188,7 @@ def primal(
     least, zeta = torch.full_like(reg, REFIT_BELOW), weight.unsqueeze(-1)
     with full_precision(Z):
         if factor is None or not factor.requires_grad:
-            C = R + Z.mT @ (zeta * Z)
+            C = normal(Z, R, weight)
             if factor is None:
                 factor, least = _factor(C, Z, R, weight, guard)
             else:
