@@ -83,7 +83,17 @@ def code(y, weight):
 
 
 def held_out(n, clusters, refit):
-    """Outputs (n, c) of machines that never saw the row's cluster; refit(kept, left) -> (s, c)."""
+    """Outputs (n, c) of machines that never saw the row's cluster; refit(kept, left) -> (s, c).
+
+    Clusters that are pairs (rows to predict, rows to leave out) give (m, c), one after another.
+    """
+    if clusters is not None and isinstance(clusters[0], tuple):
+        said = []
+        for predicted, left in clusters:
+            kept = [i for i in range(n) if i not in [int(j) for j in left]]
+            for i in predicted:
+                said.append(refit(kept, [int(i)])[0])
+        return torch.stack(said)
     labels = list(range(n)) if clusters is None else [int(label) for label in clusters]
     outputs = [None] * n
     for label in dict.fromkeys(labels):

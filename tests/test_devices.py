@@ -14,6 +14,7 @@ import torchloo as tl
 every_machine = pytest.mark.parametrize("case", CASES, ids=IDS)
 RAGGED = [7, 7, 2, 3, 3, 3, 4, 4]
 N = len(RAGGED)
+OVERLAPPING = [([0], [0, 1]), ([2, 1], [2, 1]), ([5], list(range(7)))]
 
 
 def calls(machine, X, y, weight, regs):
@@ -24,6 +25,8 @@ def calls(machine, X, y, weight, regs):
     for some in (regs, regs[:2]):
         yield machine.path(X, y, some, None, weight).outputs
         yield machine.path(X, y, some, RAGGED, weight).outputs
+        yield machine.solve_path(X, y, some, weight).coef
+    yield machine.lso(X, y, OVERLAPPING, weight).outputs
     yield machine.fit(X.detach(), y.detach(), weight.detach())(X)
 
 

@@ -44,6 +44,7 @@ from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
+from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "add_product", "congruence", "dual", "inner_products"]
@@ -315,6 +316,8 @@ class _Blocks(Function):
         for rows in index:
             if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
                 block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
+            elif rows.shape[-1] == T.shape[-1] and values_visible(T):  # all of P
+                block = _gram(T, pivot).unsqueeze(-3)
             else:
                 columns = T.mT[..., rows, :]  # (..., g, s, n)
                 block = columns @ columns.mT
@@ -425,6 +428,14 @@ class Dual:
             solved = solve_blocks(partition.gather(a), blocks, guard, Root(lambda: (T, TY), partition.groups))
             r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
+
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., m, c) and variances (..., m, 1) of rows to predict; none is refitted.
+
+        To be called in `full_precision`.
+        """
+        T, TY, a, P = self._blocks(Partition.whole(self.Y.shape[-2], self.Y.device))
+        return leave_out_by_annihilator(sets, P[..., 0, :, :], a, lambda: (T, TY), guard)
 
     def with_targets(self, Y: Tensor, guard: Guard) -> "Dual":
         """The same factorisation with other targets (..., n, c')."""

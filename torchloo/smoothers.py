@@ -15,7 +15,7 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torchloo.clusters import Partition, row_sets
 from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
+from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
@@ -80,6 +81,9 @@ class Form(Protocol):
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
+
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the rows to predict (..., m), of sets that may overlap."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,9 @@ class Fit:
         with full_precision(K_new):
             return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
 
-    def held_out(self, clusters: object | None = None, flat: bool | None = None) -> HeldOut:
+    def held_out(
+        self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
+    ) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
 
         Note [held-out residual]. Differentiable. In the primal form, sets whose 1 - h is lost to
@@ -282,15 +288,25 @@ class Fit:
         Args:
             clusters: integer labels (n,) on the host; None leaves every row out alone.
             flat: whether to leave out the output axis; None: as the targets came.
+            sets: pairs (rows to predict, rows to leave out) instead of clusters; see `LeastSquares.lso`.
         """
-        Y, function = self.targets, self.problem.function
+        Y, weight, function, guard = self.targets, self.weight, self.problem.function, self.problem.guard
         self.problem.given.require_unchanged(function)
-        partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
-        guard = self.problem.guard
-        with full_precision(Y):
-            parts = self.form.held_out(partition, guard)
+        if sets is None:
+            partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
+            labels = partition.labels
+            with full_precision(Y):
+                parts = self.form.held_out(partition, guard)
+        elif clusters is not None:
+            raise TypeError(f"{function}: give clusters or sets, not both")
+        else:
+            left_out = LeaveOutSets(function, sets, Y.shape[-2], Y.device)
+            labels = left_out.labels
+            with full_precision(Y):
+                parts = self.form.left_out(left_out, guard)
+            Y, weight = Y.index_select(-2, left_out.rows), weight.index_select(-1, left_out.rows)
         guard.check()
-        return assemble(Y, self.weight, partition.labels, parts, self.flat if flat is None else flat)
+        return assemble(Y, weight, labels, parts, self.flat if flat is None else flat)
 
     def held_out_coef(self, rows: object) -> tuple[Tensor, Tensor]:
         """Coefficients and bias of the machine that was not given some rows.

@@ -129,6 +129,36 @@ class LeastSquares(KernelMachine):
             raise TypeError(f"{self._function}: clusters must be integer labels, got None; use loo")
         return self._held_out(X, y, weight, clusters)
 
+    def lso(self, X: Tensor, y: Tensor, sets: Any, weight: Tensor | None = None) -> HeldOut:
+        """What the machine would have said of some rows, had it not seen others with them: leave-set-out.
+
+        For what no clusters describe: a buffer about each row of a time series or a map, such as
+        ``tl.splits.h_block(times, buffer)`` gives, or any other sets, which may overlap.
+
+        Args:
+            X: rows, (..., n, d), in memory.
+            y: targets.
+            sets: pairs (rows to predict, rows to leave out) of row numbers; the rows to predict must be
+                among those left out. They are host data and shared by a batch of problems.
+            weight: row weights.
+
+        Returns:
+            HeldOut with one entry for each row to predict, set after set: entry k is about row
+            ``torch.cat([predict for predict, _ in sets])[k]``. A row that several sets predict has several
+            entries, one that none predicts has none; sets that predict row 0, 1, ..., n - 1, as those of
+            `h_block` do, give one entry a row, in the order of the rows. All fields are (..., m) or
+            (..., m, c) for m entries; `clusters` has the number of the set of each, or is None where every
+            set predicts one row.
+
+        Differentiable. Cost that of `solve`, n^3 once in the dual form (n p^2 with p features), and for a set
+        of s rows s^3 + n s (s p min(s, p)); memory that of the problem. See Note [overlapping sets] in
+        leave_out_sets.py.
+        """
+        if isinstance(X, Stream):
+            raise TypeError(f"{self._function}: lso needs rows in memory, got a Stream; use lco")
+        guard, Y, flat = self._checked(X, y)
+        return self._solve(guard, X, Y, weight, self._penalty).held_out(flat=flat, sets=sets)
+
     def _held_out(
         self,
         X: Tensor | Stream,

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from torchloo.guards import values_visible
 
-__all__ = ["block_of_rest", "factor_of_rest", "leave_out_large", "leave_out_small", "rows_of_large"]
+__all__ = [
+    "LeftOut",
+    "block_of_rest",
+    "factor_of_rest",
+    "leave_out_large",
+    "leave_out_small",
+    "rows_of_large",
+]
 
 LeftOut = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost."""

@@ -14,6 +14,7 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, values_visible
+from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, Regs, check_dual, check_features
@@ -75,8 +76,17 @@ class Path:
 
     def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., n, c), and which rows (..., n) were refitted."""
-        r, variance, refitted = self.parts(partition, guard)
+        r, variance, refitted = self.along_regs(partition, guard)
         return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
+        """Held-out residuals and variances (..., m, c) of rows to predict, and the refitted ones (..., m)."""
+        r, variance, refitted = self.each().parts(lambda form: form.left_out(sets, guard))
+        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
+    def each(self) -> "Each":
+        """All regularisations with a form of their own."""
+        raise NotImplementedError
 
     def coefficients(self) -> Tensor:
         """a (R, ..., n, c)."""
@@ -90,7 +100,7 @@ class Path:
         """Blocks of P, (R, ..., c', g, s, s) for each size."""
         raise NotImplementedError
 
-    def parts(self, partition: Partition, guard: Guard) -> Parts:
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out parts of all R."""
         raise NotImplementedError
 
@@ -138,9 +148,17 @@ class Each(Path):
         blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
         return [block.movedim(-1, -4) for block in blocks]
 
-    def parts(self, partition: Partition, guard: Guard) -> Parts:
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        return self.parts(lambda form: form.held_out(partition, guard))
+
+    def each(self) -> "Each":
+        return self
+
+    def parts(self, of_form: Callable[..., Parts]) -> Parts:
+        """Held-out parts of all R from those of each form."""
+
         def of(form: Dual | Primal) -> tuple[Tensor, ...]:
-            r, variance, refitted = form.held_out(partition, guard)
+            r, variance, refitted = of_form(form)
             return r, variance.expand_as(r), refitted.unsqueeze(-1)
 
         r, variance, refitted = self.along(of)
@@ -194,10 +212,13 @@ class Decomposed(Path):
     def blocks_of(self, partition: Partition) -> list[Tensor]:
         return self.others.blocks_of(partition)
 
-    def parts(self, partition: Partition, guard: Guard) -> Parts:
+    def each(self) -> Each:
+        return self.others
+
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         served, _ = self._split(self.regs)
         parts = _in_chunks(self.form, served, self._step, partition, guard) if self.served else []
-        r, variance, refitted = self._joined(parts, lambda each: each.parts(partition, guard))
+        r, variance, refitted = self._joined(parts, lambda each: each.along_regs(partition, guard))
         return r, variance, refitted
 
 
