@@ -12,7 +12,7 @@ from torch import Tensor
 from torchloo.clusters import Partition
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import factor_of_rest, leave_out_small, rows_of_large
-from torchloo.primal.machines import Machines
+from torchloo.primal.machines import ImpreciseError, Machines
 from torchloo.primal.moments import add_symmetric
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.seen import checksum
@@ -30,6 +30,8 @@ def leave_out_sets(
     """Write the held-out rows of all clusters."""
     visit = _Visit(solved, solved.refined(machines), sink)
     solved.others.together(lambda: _visits(visit, partition))
+    if solved.expansion.kind != torch.float64 and any(solved.others.gather(bool(visit.lost))):
+        raise ImpreciseError
     return refit(solved, machines, sink, visit.lost)
 
 
@@ -69,7 +71,7 @@ class _Visit:
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (p', b), residuals (R, c, b) and weights (b,)."""
         part = self.solved.stream.take(self.solved.function, rows)
-        U = self.machines.rotated(part.X, fold=False)
+        U = self.machines.rotated(part.X, fold=False).double()
         e = self.machines.residuals(U, part)
         if self.solved.moments.centre:
             U = torch.cat([U, torch.ones_like(U[:1])])

@@ -59,7 +59,7 @@ class Primal(NamedTuple):
 
     @property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of Note [leaving sets out]: whitened rows (..., n, p), roots of weights (..., n, 1), and residuals."""
+        """Whitened rows (..., n, p), roots of weights (..., n, 1) and residuals; Note [leaving sets out]."""
         scale = self.weight.sqrt().unsqueeze(-1)
         return scale * whitened(self.factor, self.Z.mT).mT, scale, self.dual * self.noise
 
