@@ -9,6 +9,7 @@ from torchloo.guards import Guard
 __all__ = [
     "ILL_CONDITIONED",
     "REFIT_BELOW",
+    "SINGLE",
     "condition",
     "lower_factor",
     "root_of",
@@ -17,6 +18,9 @@ __all__ = [
     "whitened",
     "with_derivatives",
 ]
+
+# Products of float32 rows are float32 themselves up to this condition: eps times it is 1e-4.
+SINGLE = 1e-4 / torch.finfo(torch.float32).eps
 
 # Above this condition of A, its Cholesky factorisation loses more digits than leave-one-out can spare.
 ILL_CONDITIONED = 1e6

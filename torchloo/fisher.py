@@ -123,11 +123,9 @@ class KFD(LeastSquares):
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
         return _solve_coded(guard, self.kernel(X), Y, self.reg, weight)
 
-    def _explicit(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Expansion] | None:
-        """None: there are as many features as rows."""
-        return None
+    def _by_features(self, X: Tensor) -> bool:
+        """False: whatever the kernel, the features are the columns of K."""
+        return False
 
     def _expansion(self, stream: Stream) -> Expansion:
         raise TypeError(

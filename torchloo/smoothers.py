@@ -14,7 +14,7 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
+from torchloo.quick import leave_one_out
 from torchloo.representation import (
     CentredFeatures,
     Coefficients,
@@ -43,6 +44,7 @@ __all__ = [
     "Form",
     "assemble",
     "centred",
+    "loo_features",
     "solve_dual",
     "solve_features",
     "solve_primal",
@@ -200,13 +202,20 @@ class Fit:
         """Weights of the explicit features, where the machine has such."""
         return self._coefficients.features
 
+    def predicting(self, predictor: NewPoints, flat: bool) -> "Fit":
+        """The same with the coefficients found, for new inputs and targets that may have come as a vector."""
+        twin = replace(self, predictor=predictor, flat=flat)
+        vars(twin)["_found"] = self._coefficients
+        return twin
+
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
         self.problem.guard.check()
         _ = self._coefficients
         return self
 
-    def _shaped(self, values: Tensor) -> Tensor:
+    def shaped(self, values: Tensor) -> Tensor:
+        """Values (..., c), or (...) where the targets came without an output axis."""
         return values[..., 0] if self.flat else values
 
     @property
@@ -227,22 +236,22 @@ class Fit:
     @property
     def coef(self) -> Tensor:
         """Coefficients of the columns of K_new."""
-        return self._shaped(self.columns)
+        return self.shaped(self.columns)
 
     @property
     def bias(self) -> Tensor:
         """Offset; zeros for a machine without one."""
-        return self._shaped(self.offset)
+        return self.shaped(self.offset)
 
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
+        return self.shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
         """Training outputs Yhat."""
-        return self._shaped(self.targets) - self.residuals
+        return self.shaped(self.targets) - self.residuals
 
     @property
     def leverage(self) -> Tensor:
@@ -274,7 +283,7 @@ class Fit:
                 f"got shape {tuple(K_new.shape)}"
             )
         with full_precision(K_new):
-            return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
+            return self.shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
 
     def held_out(
         self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
@@ -342,7 +351,7 @@ class Fit:
         bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
         if not several:
             coef, bias = coef.squeeze(-3), bias.squeeze(-2)
-        return self._shaped(coef), self._shaped(bias)
+        return self.shaped(coef), self.shaped(bias)
 
 
 def solve_dual(
@@ -376,8 +385,30 @@ def solve_features(
     coefficients of the training rows, as for any other kernel; `features` those of the features.
     The guard is to be checked.
     """
-    n, d = Z.shape[-2:]
+    return _solve_features(check_features(guard, Z, Y, reg, weight), Z, bias)
+
+
+def loo_features(
+    guard: Guard,
+    Z: Tensor,
+    Y: Tensor,
+    reg: Tensor,
+    weight: Tensor | None,
+    bias: bool,
+    flat: bool,
+) -> HeldOut:
+    """Leave-one-out of the machine that `solve_features` solves; few rows by Note [quick form]."""
     problem = check_features(guard, Z, Y, reg, weight)
+    with full_precision(Z):
+        parts = leave_one_out(problem, Z, bias)
+    if parts is None:
+        return _solve_features(problem, Z, bias).held_out(None, flat)
+    return assemble(problem.Y, problem.weight, None, parts, flat)
+
+
+def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
+    n, d = Z.shape[-2:]
+    guard = problem.guard
     with full_precision(Z):
         zeta = problem.weight.double() if problem.weighted else None
         shifted, centre = centred(problem.expand(Z), zeta, bias)
@@ -393,4 +424,4 @@ def solve_features(
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
             form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
-    return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))
+    return Fit(form, problem, CentredFeatures(shifted, centre, problem.Y.dtype))

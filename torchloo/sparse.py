@@ -337,6 +337,10 @@ class SparseLSSVM(LeastSquares):
 
         return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept, inverse)
 
+    def _by_features(self, X: Tensor) -> bool:
+        """False: whatever the kernel, the features are those of the basis."""
+        return False
+
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:

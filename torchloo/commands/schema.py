@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from torchloo.classes import one_vs_rest
 from torchloo.commands.decimals import MARKS
 from torchloo.commands.reading import TableError, pandas
 from torchloo.commands.shell import listed
@@ -112,9 +114,8 @@ class Schema:
                 f"target {self.target!r} has the value {str(labels[row])!r} in row {row + 1}; "
                 f"the machine knows {listed(list(self.labels))}"
             )
-        if len(self.labels) == 2:
-            return 2.0 * position - 1.0
-        return 2.0 * np.eye(len(self.labels))[position] - 1.0
+        columns = one_vs_rest(position, range(len(self.labels)), dtype=torch.float64).numpy()
+        return columns[:, 0] if len(self.labels) == 2 else columns
 
     def said(self, outputs: np.ndarray) -> np.ndarray:
         """Outputs (n,), or (n, c) for c classes, as the user knows the target: numbers or labels."""

@@ -15,9 +15,10 @@ import numpy as np
 
 import torchloo as tl
 from torchloo import report
+from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.commands.findings import Findings, choose, estimate, examine
 from torchloo.commands.measures import measures
-from torchloo.commands.models import KERNELS, MACHINES, TELL_CLASSES_APART, Spec, save
+from torchloo.commands.models import Spec, save
 from torchloo.commands.predict import require_device
 from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.reading import read_table
@@ -158,9 +159,11 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
             f"--criterion {criterion} needs classes; for numbers take one of {', '.join(_FOR_NUMBERS)}"
         )
     if classes > 2 and criterion in _TWO_CLASSES_ONLY:
-        raise UserError(f"--criterion {criterion} is for two classes; for {classes} take multiclass_error")
+        several = criterion.replace("error_rate", "multiclass_error")
+        raise UserError(f"--criterion {criterion} is for two classes; for {classes} take {several}")
     if classes == 2 and getattr(tl.criteria, criterion).targets == "one-vs-rest":
-        raise UserError(f"--criterion {criterion} is for more than two classes; for two take error_rate")
+        two = criterion.replace("multiclass_error", "error_rate")
+        raise UserError(f"--criterion {criterion} is for more than two classes; for two take {two}")
     if criterion in _LEAST_SQUARES_ONLY and args.machine == "svc":
         raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
     if criterion == "leave_pair_out_auc" and args.clusters is not None:

@@ -1,6 +1,5 @@
 """What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
-from dataclasses import replace
 from typing import Any, Self, overload
 
 import torch
@@ -24,7 +23,7 @@ from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
 from torchloo.problem import Regs, check_rows
 from torchloo.representation import CentredFeatures
-from torchloo.smoothers import Fit
+from torchloo.smoothers import Fit, loo_features
 from torchloo.spectral import from_features, from_kernel_matrix
 from torchloo.streaming.stream import Stream
 
@@ -108,7 +107,7 @@ class LeastSquares(KernelMachine):
         guard, Y, flat = self._checked(X, y)
         support = self._support_of(X, Y, weight)
         fit = self._solve(guard, X, Y, weight, reg, support)
-        return replace(fit, flat=flat, predictor=self._predictor(fit, support, flat)).checked()
+        return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
@@ -176,6 +175,9 @@ class LeastSquares(KernelMachine):
         rows = self._rows(guard, X, Y, weight, flat, clusters, reg)
         if rows is not None:
             return rows.held_out(clusters)
+        if clusters is None and isinstance(reg, Tensor) and self._by_features(X):
+            Z = self.kernel.feature_map(X)
+            return loo_features(guard, Z, Y, reg, weight, self.has_bias, flat)
         return self._solve(guard, X, Y, weight, reg).held_out(clusters, flat)
 
     def path(
@@ -436,8 +438,8 @@ class LeastSquares(KernelMachine):
     ) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have.
 
-        With its own regularisation, or others; `single` where only held-out rows are asked for, whose products
-        may be float32.
+        With its own regularisation, or others; `single` where only held-out rows are asked for, whose
+        products may be float32.
         """
         if self.has_given_classes:
             stream = stream.with_classes(self.classes)

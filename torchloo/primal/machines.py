@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import ILL_CONDITIONED, condition, lower_factor, trusted
+from torchloo.factors import ILL_CONDITIONED, SINGLE, condition, lower_factor, trusted
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
 
-__all__ = ["SINGLE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
+__all__ = ["Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 
 _FOLD = 1e-11
 
@@ -40,11 +40,6 @@ _SETTLED = 2e5
 
 # Features farther from the origin, in units of their spread, make a step of refinement worth while.
 _FAR = 1e3
-
-# Products of float32 rows are float32 themselves where rounding changes no leverage, and no output measured by
-# the spread of the targets, by more than this: up to a condition, and for leverages up to 1 less its inverse.
-_SINGLE_ERROR = 1e-4
-SINGLE = _SINGLE_ERROR / torch.finfo(torch.float32).eps
 
 
 class ImpreciseError(Exception):
@@ -254,8 +249,9 @@ def _machines(
         rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
         leverage = (rows * f.amax((0, 1)).sqrt()).max()
         outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
-        rounding = torch.finfo(expansion.kind).eps * torch.maximum(leverage, outputs) * moments.longest
-        fine = rounding <= (_FOLD if expansion.kind == torch.float64 else _SINGLE_ERROR)
+        eps = torch.finfo(expansion.kind).eps
+        rounding = eps * torch.maximum(leverage, outputs) * moments.longest
+        fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
     offset = moments.mean_y.expand(len(regs), -1)
     given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, moments.spread)
     machines = Machines(*given, least=regs, refined=False, folded=folded)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition
-from torchloo.factors import condition, triangle
+from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
 from torchloo.primal.block import Block, Rows
 from torchloo.primal.collective import Alone, require_own, require_same
-from torchloo.primal.machines import SINGLE, Expansion, ImpreciseError, Machines, one_machine, path_machines
+from torchloo.primal.machines import Expansion, ImpreciseError, Machines, one_machine, path_machines
 from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets

@@ -31,12 +31,13 @@ def _cluster(findings: Findings) -> str:
 
 def _answers(findings: Findings) -> str:
     """True classes against what was said."""
-    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    labels, of = findings.prepared.schema.labels, findings.by_class
+    assert of is not None
     if len(labels) > _MOST_COLUMNS:
         return _mistakes(findings)
-    said, rows, kinds = findings.said(findings.inner), [], {}
+    rows, kinds = [], {}
     for i, true in enumerate(labels):
-        counts = [int(((target == true) & (said == name)).sum()) for name in labels]
+        counts = of.confusion[i].tolist()
         rows.append([true, *(str(k or "·") for k in counts), f"{1 - counts[i] / sum(counts):.0%}"])
         kinds.update({(i, j + 1): "hit" if i == j else "miss" for j, k in enumerate(counts) if k})
     words = (
@@ -49,14 +50,10 @@ def _answers(findings: Findings) -> str:
 
 def _mistakes(findings: Findings) -> str:
     """For many classes: how often each is mistaken, and for which others."""
-    labels, target = findings.prepared.schema.labels, findings.prepared.target
-    said, rows = findings.said(findings.inner), []
-    for true in labels:
-        answers = said[target == true]
-        names, counts = np.unique(answers[answers != true], return_counts=True)
-        order = np.argsort(-counts, kind="stable")[:3]
-        taken = ", ".join(f"{names[k]} ({counts[k]})" for k in order) + ", ..." * (len(counts) > 3)
-        rows.append([true, f"{len(answers)}", f"{(answers != true).mean():.0%}", taken or "·"])
+    labels, of, rows = findings.prepared.schema.labels, findings.by_class, []
+    assert of is not None
+    for k, true in enumerate(labels):
+        rows.append([true, f"{of.confusion[k].sum()}", f"{1 - of.right[k]:.0%}", of.mistaken_for(k, labels)])
     words = (
         f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
         "Each line is a true class; at its end stand the classes that its rows were mistaken for."
