@@ -100,7 +100,7 @@ class Primal(NamedTuple):
             return r, inverse, lost
 
         B, scale, e = self._rows
-        r, inverse, refitted = sets.leave_out(B, one, B, scale, e, self._total(B))
+        r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
         return r, inverse * reg, refitted
 
     def _total(self, B: Tensor) -> Tensor:
