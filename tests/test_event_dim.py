@@ -123,6 +123,24 @@ def test_machines_take_inputs_of_any_shape(name, machine, batch):
         assert_close(ours.path(X, y, regs).outputs, theirs.path(embed(X), y, regs).outputs)
 
 
+@pytest.mark.parametrize("name", ["rbf", "linear", "sum", "features of a sum", "flattened sum"])
+@pytest.mark.parametrize("machine", ["rls", "lssvm", "kfd", "sparse"])
+def test_variances_weights_paths_and_sets_of_inputs_of_any_shape(name, machine):
+    image, rows, embed = pair(name)
+    X, y, X_new = images(N), labels(N), images(3, seed=2)
+    F, F_new = embed(X), embed(X_new)
+    ours, theirs = MACHINES[machine](image), MACHINES[machine](rows)
+    for received, expected in zip(
+        ours.fit(X, y).predictive(X_new), theirs.fit(F, y).predictive(F_new), strict=True
+    ):
+        assert_close(received, expected)
+    assert_close(ours.solve(X, y).weights_at(X_new), theirs.solve(F, y).weights_at(F_new))
+    regs = torch.tensor([0.1, 1.0], dtype=torch.float64)
+    assert_close(ours.solve_path(X, y, regs).coef, theirs.solve_path(F, y, regs).coef)
+    sets = [([0], [0, 1, 2]), ([5, 6], [4, 5, 6])]
+    assert_close(ours.lso(X, y, sets).outputs, theirs.lso(F, y, sets).outputs, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["rbf", "linear", "sum", "features of a sum"])
 @pytest.mark.parametrize("machine", ["lssvm", "kfd", "svc", "sparse"])
 def test_the_loss_trains_the_network(name, machine):
