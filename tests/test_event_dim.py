@@ -288,3 +288,33 @@ def test_shapes_that_do_not_go_together_are_refused():
 
 def test_the_number_of_axes_is_shown():
     assert repr(kernels.RBF(event_dim=3)) == "RBF(lengthscale=1, event_dim=3)"
+
+
+@pytest.mark.parametrize("machine", ["lssvm", "sparse", "svc"])
+def test_select_and_validate_take_inputs_of_any_shape(machine):
+    X, y = images(30), labels(30)
+    ours, theirs = (MACHINES[machine](kernel) for kernel in (kernels.RBF(2.0, event_dim=3), kernels.RBF(2.0)))
+    options = {"criterion": tl.criteria.squared_hinge, "max_evaluations": 8, "progress": False}
+    chosen = [tl.select(ours, X, y, **options), tl.select(theirs, X.flatten(1), y, **options)]
+    assert chosen[0].value == pytest.approx(chosen[1].value)
+    assert_close(chosen[0].machine(X), chosen[1].machine(X.flatten(1)))
+    folds = tl.splits.k_fold(30, 3, generator=torch.Generator().manual_seed(0))
+    estimates = [tl.validate(m, x, y, folds, **options) for m, x in ((ours, X), (theirs, X.flatten(1)))]
+    assert_close(*(torch.as_tensor(estimate.scores) for estimate in estimates))
+    with pytest.raises(ValueError, match=r"select: X must be \(n, \*event\), 3 axes an input, with at least"):
+        tl.select(ours, X.flatten(1), y, **options)
+
+
+def test_select_trains_a_convolutional_network():
+    X, y = images(30), labels(30)
+    machine = tl.LSSVM(kernels.RBF(2.0, features=network(), event_dim=3), 0.3)
+    before = tl.criteria.mse(machine.loo(X, y)).item()
+    chosen = tl.select(machine, X, y, criterion=tl.criteria.mse, max_evaluations=10, progress=False)
+    assert chosen.value < before
+    stream = tl.Stream(X, y, progress=False)
+    linear = tl.LSSVM(kernels.Linear(features=network(), event_dim=3), 0.3)
+    found = [
+        tl.select(linear, *data, criterion=tl.criteria.mse, max_evaluations=6, progress=False).value
+        for data in ((stream,), (X, y))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
