@@ -103,3 +103,57 @@ def test_h_block_of_a_time_series():
     held_out = machine.lso(t[:, None], walk, tl.splits.h_block(t, buffer=5))
     assert held_out.outputs.shape == (150,)
     assert tl.criteria.mse(held_out) > 2 * loo
+
+
+def test_autocast():
+    X, label = images()
+    machine = tl.LSSVM(tl.kernels.RBF(features=network(), event_dim=3), reg=0.1)
+    expected = machine.loo(X, label).outputs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        held_out = machine.loo(X, label)
+        tl.criteria.press(held_out).backward()
+    assert held_out.outputs.dtype == torch.float32
+    torch.testing.assert_close(held_out.outputs, expected, rtol=0.1, atol=0.1)  # features have 8 bits
+    assert all(p.grad.isfinite().all() for p in machine.parameters())
+
+
+def test_episodes_with_a_query_loss_and_its_gradient():
+    torch.manual_seed(0)
+    support, query = torch.randn(8, 10, 3), torch.randn(8, 5, 3)
+    features = nn.Sequential(nn.Linear(3, 16), nn.Tanh())
+    head = tl.RLS(tl.kernels.Linear(features=features), reg=0.1)
+
+    def loss():
+        solved = head.solve(support, support[..., 0].sin())
+        return (solved(query) - query[..., 0].sin()).square().mean()
+
+    optimiser = torch.optim.Adam(head.parameters(), lr=0.01)
+    before = loss()
+    for _ in range(20):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+    assert loss() < 0.8 * before
+
+    value = loss()  # the same by hand, for every episode
+    by_hand = 0.0
+    for S, Q in zip(support, query, strict=True):
+        Z, Z_new = features(S), features(Q)
+        a = torch.linalg.solve(Z @ Z.T + head.reg.float() * torch.eye(10), S[:, 0].sin())
+        by_hand = by_hand + (Z_new @ (Z.T @ a) - Q[:, 0].sin()).square().mean() / 8
+    torch.testing.assert_close(value, by_hand, rtol=1e-4, atol=1e-6)
+    parameters = list(head.parameters())
+    for ours, theirs in zip(
+        torch.autograd.grad(value, parameters), torch.autograd.grad(by_hand, parameters), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_prediction_intervals_of_a_chosen_machine():
+    X, y = tl.datasets.motorcycle()
+    kept = torch.arange(len(y)) % 4 != 0
+    machine = tl.select(tl.LSSVM(tl.kernels.RBF()), X[kept], y[kept], progress=False).machine
+    lower, upper = tl.intervals.jackknife_plus(machine, X[kept], y[kept], X[~kept])
+    assert lower.shape == y[~kept].shape
+    covered = (lower <= y[~kept]) & (y[~kept] <= upper)
+    assert covered.double().mean() > 0.75

@@ -14,7 +14,7 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -202,13 +202,20 @@ class Fit:
         """Weights of the explicit features, where the machine has such."""
         return self._coefficients.features
 
+    def predicting(self, predictor: NewPoints, flat: bool) -> "Fit":
+        """The same with the coefficients found, for new inputs and targets that may have come as a vector."""
+        twin = replace(self, predictor=predictor, flat=flat)
+        vars(twin)["_found"] = self._coefficients
+        return twin
+
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
         self.problem.guard.check()
         _ = self._coefficients
         return self
 
-    def _shaped(self, values: Tensor) -> Tensor:
+    def shaped(self, values: Tensor) -> Tensor:
+        """Values (..., c), or (...) where the targets came without an output axis."""
         return values[..., 0] if self.flat else values
 
     @property
@@ -229,22 +236,22 @@ class Fit:
     @property
     def coef(self) -> Tensor:
         """Coefficients of the columns of K_new."""
-        return self._shaped(self.columns)
+        return self.shaped(self.columns)
 
     @property
     def bias(self) -> Tensor:
         """Offset; zeros for a machine without one."""
-        return self._shaped(self.offset)
+        return self.shaped(self.offset)
 
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
+        return self.shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
         """Training outputs Yhat."""
-        return self._shaped(self.targets) - self.residuals
+        return self.shaped(self.targets) - self.residuals
 
     @property
     def leverage(self) -> Tensor:
@@ -276,7 +283,7 @@ class Fit:
                 f"got shape {tuple(K_new.shape)}"
             )
         with full_precision(K_new):
-            return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
+            return self.shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
 
     def held_out(
         self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
@@ -344,7 +351,7 @@ class Fit:
         bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
         if not several:
             coef, bias = coef.squeeze(-3), bias.squeeze(-2)
-        return self._shaped(coef), self._shaped(bias)
+        return self.shaped(coef), self.shaped(bias)
 
 
 def solve_dual(

@@ -1,6 +1,5 @@
 """What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
-from dataclasses import replace
 from typing import Any, Self, overload
 
 import torch
@@ -108,7 +107,7 @@ class LeastSquares(KernelMachine):
         guard, Y, flat = self._checked(X, y)
         support = self._support_of(X, Y, weight)
         fit = self._solve(guard, X, Y, weight, reg, support)
-        return replace(fit, flat=flat, predictor=self._predictor(fit, support, flat)).checked()
+        return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
