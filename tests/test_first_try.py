@@ -147,3 +147,13 @@ def test_episodes_with_a_query_loss_and_its_gradient():
         torch.autograd.grad(value, parameters), torch.autograd.grad(by_hand, parameters), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_prediction_intervals_of_a_chosen_machine():
+    X, y = tl.datasets.motorcycle()
+    kept = torch.arange(len(y)) % 4 != 0
+    machine = tl.select(tl.LSSVM(tl.kernels.RBF()), X[kept], y[kept], progress=False).machine
+    lower, upper = tl.intervals.jackknife_plus(machine, X[kept], y[kept], X[~kept])
+    assert lower.shape == y[~kept].shape
+    covered = (lower <= y[~kept]) & (y[~kept] <= upper)
+    assert covered.double().mean() > 0.75

@@ -1,6 +1,6 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import basis, criteria, datasets, distributed, functional, kernels, splits
+from torchloo import basis, criteria, datasets, distributed, functional, intervals, kernels, splits
 from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
@@ -41,6 +41,7 @@ __all__ = [
     "distributed",
     "folds",
     "functional",
+    "intervals",
     "kernels",
     "one_vs_rest",
     "select",

@@ -68,7 +68,7 @@ def leave_out_by_features(
             r, variance = _refitted(given, rows, lost, r, variance, guard)
         return r, variance, lost
 
-    return sets.leave_out(U, one, U, a / scale, scale)
+    return sets.leave_out(U, p, one, U, a / scale, scale)
 
 
 def _refitted(
