@@ -61,7 +61,7 @@ class Case:
             strict=True,
         )
         outputs = [self.refit(x, y, r, w, clusters) for x, y, r, w in flat]
-        return torch.stack(outputs).reshape(Y.shape)
+        return torch.stack(outputs).reshape(*batch, -1, Y.shape[-1])  # of overlapping sets not n
 
 
 def gram(X: Tensor, Z: Tensor, kernel: str) -> Tensor:

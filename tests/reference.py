@@ -49,6 +49,24 @@ def solve_kfd(K, T, reg, weight):
     return lambda K_new: predict(with_ones(K_new))
 
 
+def variance_of_kernel(K, k_new, own, reg, weight, bias):
+    """k(x,x) - k^T M^{-1} k, and what an unpenalised bias adds to it, at one point after the other."""
+    M, one = K + torch.diag(reg / weight), torch.ones(len(K), dtype=K.dtype)
+    found = []
+    for k, k_xx in zip(k_new, own, strict=True):
+        v = k_xx - k @ torch.linalg.solve(M, k)
+        if bias:
+            v = v + (1 - one @ torch.linalg.solve(M, k)) ** 2 / (one @ torch.linalg.solve(M, one))
+        found.append(v)
+    return torch.stack(found)
+
+
+def variance_of_features(Z, R, Z_new, reg, weight):
+    """reg z^T C^{-1} z, C = R + Z^T Omega Z, at one point after the other."""
+    C = R + Z.T @ torch.diag(weight) @ Z
+    return torch.stack([reg * z @ torch.linalg.solve(C, z) for z in Z_new])
+
+
 def with_ones(Z):
     return torch.cat([Z, torch.ones(Z.shape[0], 1, dtype=Z.dtype)], dim=1)
 
@@ -65,7 +83,17 @@ def code(y, weight):
 
 
 def held_out(n, clusters, refit):
-    """Outputs (n, c) of machines that never saw the row's cluster; refit(kept, left) -> (s, c)."""
+    """Outputs (n, c) of machines that never saw the row's cluster; refit(kept, left) -> (s, c).
+
+    Clusters that are pairs (rows to predict, rows to leave out) give (m, c), one after another.
+    """
+    if clusters is not None and isinstance(clusters[0], tuple):
+        said = []
+        for predicted, left in clusters:
+            kept = [i for i in range(n) if i not in [int(j) for j in left]]
+            for i in predicted:
+                said.append(refit(kept, [int(i)])[0])
+        return torch.stack(said)
     labels = list(range(n)) if clusters is None else [int(label) for label in clusters]
     outputs = [None] * n
     for label in dict.fromkeys(labels):

@@ -20,7 +20,7 @@ from torchloo.commands import findings as findings_module
 from torchloo.commands.models import load
 from torchloo.commands.reading import read_table
 from torchloo.commands.shell import comma_separated
-from torchloo.report import page
+from torchloo.report import page, pictures
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
@@ -173,7 +173,7 @@ def test_several_classes_are_told_apart_by_a_machine_for_each(folder, capsys, ma
 
 
 @pytest.mark.parametrize(
-    "criterion", ["multiclass_error", "smooth_error", "auc", "leave_pair_out_auc", "press"]
+    "criterion", ["multiclass_error", "cross_entropy", "smooth_error", "auc", "leave_pair_out_auc", "press"]
 )
 def test_every_number_of_several_classes_has_a_name_of_its_own(folder, capsys, criterion):
     assert select("grade", "--criterion", criterion, "--search", "grid", "--outer", "2") == 0
@@ -187,9 +187,34 @@ def test_every_number_of_several_classes_has_a_name_of_its_own(folder, capsys, c
     (chosen,) = [line for line in out.splitlines() if line.startswith(criterion)]
     if criterion == "multiclass_error":
         assert chosen.startswith(f"multiclass_error {wrong:.4g} after")
+    elif criterion == "cross_entropy":
+        outputs = held_out[[f"loo_output {label}" for label in range(3)]].to_numpy()
+        chances = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)
+        loss = -np.log(chances[np.arange(N), held_out["target"]]).mean()
+        assert chosen.startswith(f"cross_entropy {loss:.4g} after")
     else:
         assert chosen.startswith(f"{criterion} (mean over 3 classes) ")
     assert "error rate" not in out
+
+
+@pytest.mark.parametrize("clusters", [False, True])
+def test_several_classes_are_told_one_by_one(folder, capsys, clusters):
+    options = ("--clusters", "day") if clusters else ()
+    assert select("grade", *options, "--search", "grid", "--outer", "0") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    held_out, way = pd.read_csv("out/held_out.csv"), "lco" if clusters else "loo"
+    right = (held_out[f"{way}_class"] == held_out["target"]).astype(float)
+    cluster = held_out["cluster"] if clusters else held_out["row"]
+    for label in range(3):
+        own = held_out["target"] == label
+        sums = ((right - right[own].mean()) * own / own.sum()).groupby(cluster[own]).sum()
+        error = np.sqrt(len(sums) / (len(sums) - 1) * (sums**2).sum())
+        said = [int((held_out[f"{way}_class"][own] == other).sum()) for other in range(3)]
+        (line,) = [line for line in lines if line[:2] == [str(label), str(own.sum())]]
+        assert line[2:6] == [f"{100 * right[own].mean():.1f}", "±", f"{100 * error:.1f}", "%"]
+        assert line[6:] == [str(count or "·") for count in said]
+    (last,) = [line for line in lines if line[:2] == ["all", str(N)]]
+    assert last[2] == f"{100 * right.mean():.1f}"
 
 
 @pytest.mark.parametrize("machine", ["kfd", "svc"])
@@ -282,7 +307,7 @@ def test_an_archive_is_a_table_too(folder):
         ),
         (
             ["--target", "grade", "--criterion", "balanced_error_rate"],
-            "balanced_error_rate is for two classes; for 3 take multiclass_error",
+            "balanced_error_rate is for two classes; for 3 take balanced_multiclass_error",
         ),
         (
             ["--target", "good", "--criterion", "multiclass_error"],
@@ -543,7 +568,7 @@ def test_predict_refuses_what_does_not_fit(folder, models, capsys, model, data, 
     table()[["x", "shop"]].assign(y=1).to_csv("wrong.csv", index=False)
     torch.save({"weights": torch.ones(2)}, "other.pt")
     content = torch.load("good.pt", weights_only=True)
-    torch.save({**content, "version": 2, "torchloo": "9.9.9"}, "later.pt")
+    torch.save({**content, "version": 3, "torchloo": "9.9.9"}, "later.pt")
     torch.save({**content, "state": {}}, "broken.pt")
     assert run("predict", model, data, "--out", "p.csv") == 2
     printed, err = capsys.readouterr()
@@ -652,3 +677,24 @@ def test_a_table_too_large_for_a_dense_machine_takes_the_sparse_one_and_says_why
     assert isinstance(load(Path("out/model.pt"), "cpu")[1], tl.SparseLSSVM)
     assert run(*given[:6], "--machine", "lssvm", "--out", "other", *QUICK) == 2
     assert "48 rows need about 48 GB with --machine lssvm" in capsys.readouterr().err
+
+
+def test_a_messy_table_goes_through_without_a_report(folder, capsys, monkeypatch):
+    messy = table().assign(day=pd.date_range("2024-01-01", periods=N).astype(str))
+    messy.loc[[2, 9], "x"] = np.nan
+    messy.loc[4, "shop"] = None
+    messy.to_csv("messy.csv", index=False)
+    monkeypatch.setattr(pictures, "require", lambda: pytest.fail("no picture is asked for"))
+    words = ("--target", "price", "--drop", "good", "--drop", "grade", "--outer", "0", "--out", "out")
+    assert run("select", "messy.csv", *words, "--no-report") == 2
+    assert "missing values: 2 in column 'x', the first in row 3" in capsys.readouterr().err
+    assert run("select", "messy.csv", *words, "--missing", "mean", "--no-report") == 0
+    out = capsys.readouterr().out
+    assert "missing values filled in by the mean (text: the most frequent value) of 'x', 'shop'" in out
+    assert "dates, taken as days since 1970: 'day'" in out
+    assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt"]
+    messy.assign(more="?").drop(columns=["good", "grade"]).to_csv("new.csv", index=False)
+    assert run("predict", "out/model.pt", "new.csv") == 2
+    assert "unexpected 'more' (or --ignore-extra)" in capsys.readouterr().err
+    assert run("predict", "out/model.pt", "new.csv", "--ignore-extra") == 0
+    assert pd.read_csv("predictions.csv")["prediction"].notna().all()

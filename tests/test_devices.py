@@ -14,6 +14,7 @@ import torchloo as tl
 every_machine = pytest.mark.parametrize("case", CASES, ids=IDS)
 RAGGED = [7, 7, 2, 3, 3, 3, 4, 4]
 N = len(RAGGED)
+OVERLAPPING = [([0], [0, 1]), ([2, 1], [2, 1]), ([5], list(range(7)))]
 
 
 def calls(machine, X, y, weight, regs):
@@ -24,6 +25,8 @@ def calls(machine, X, y, weight, regs):
     for some in (regs, regs[:2]):
         yield machine.path(X, y, some, None, weight).outputs
         yield machine.path(X, y, some, RAGGED, weight).outputs
+        yield machine.solve_path(X, y, some, weight).coef
+    yield machine.lso(X, y, OVERLAPPING, weight).outputs
     yield machine.fit(X.detach(), y.detach(), weight.detach())(X)
 
 
@@ -60,6 +63,20 @@ def test_fake_cuda_meets_no_tensor_of_another_device(case):
         regs = torch.empty(12, device="cuda", dtype=torch.float64)
         for outputs in calls(machine_on_cuda(case), X, y, weight, regs):
             assert outputs.device.type == "cuda"
+
+
+def test_class_labels_on_fake_cuda_meet_no_tensor_of_another_device():
+    with fake_cuda():
+        X = torch.empty(2, N, 3, device="cuda", dtype=torch.float64)
+        labels = torch.zeros(2, N, device="cuda", dtype=torch.long)
+        reg = torch.ones((), device="cuda", dtype=torch.float64)
+        machine = tl.LSSVM(tl.kernels.RBF(reg), reg, classes=torch.arange(3))  # which stay on the host
+        held_out = machine.loo(X, labels)
+        assert held_out.outputs.device.type == "cuda"
+        for measure in ("multiclass_error", "cross_entropy", "class_accuracy", "confusion"):
+            assert getattr(tl.criteria, measure)(held_out).device.type == "cuda"
+        assert tl.balanced_weight(labels, classes=torch.arange(3)).device.type == "cuda"
+        assert machine.fit(X, labels).predict_class(X).device.type == "cuda"
 
 
 def test_fake_cuda_would_notice_a_stray_tensor():

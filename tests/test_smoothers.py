@@ -434,7 +434,7 @@ def test_a_path_takes_as_many_operations_however_many_regularisations(machine, k
 
 @pytest.mark.parametrize("machine", [tl.LSSVM, tl.RLS])
 def test_usual_regularisations_are_not_factorised(machine, monkeypatch):
-    monkeypatch.setattr(spectral_path.Each, "parts", None)
+    monkeypatch.setattr(spectral_path.Each, "along_regs", None)
     X, Y = randn(400, 2), randn(400, 1)  # eigenvalues down to rounding
     kernel = tl.kernels.RBF()
     regs = torch.logspace(-6, 3, 10, dtype=torch.float64)

@@ -86,7 +86,8 @@ def as_classes(function: str, classes: Any) -> Tensor:
     given = _as_tensor(classes).detach().clone()
     if not is_label(given):
         raise TypeError(f"{function}: classes must be integers or bools, got {given.dtype}")
-    if given.ndim != 1 or len(given) < 2 or len(given.unique()) < len(given):
+    repeated = given.ndim == 1 and values_visible(given) and len(given.unique()) < len(given)
+    if given.ndim != 1 or len(given) < 2 or repeated:
         raise ValueError(f"{function}: classes must be two or more different labels, got {classes!r}")
     return given
 
@@ -139,3 +140,19 @@ def coded(guard: Guard, name: str, labels: Tensor, classes: Tensor, dtype: torch
 def _unknown(name: str, labels: Tensor, known: Tensor, classes: Tensor) -> str:
     found = labels[~known].unique().tolist()
     return f"{name} must hold labels of classes only, {classes.tolist()}, got {found}"
+
+
+def predicted_labels(machine: str, outputs: Tensor, classes: Tensor | None, flat: bool) -> Tensor:
+    """Labels (..., n) of the largest outputs (..., n, c), or by the sign of (..., n); no graph."""
+    if classes is None:
+        raise RuntimeError(
+            f"{machine}: fitted to numbers, so it has no classes; fit it to labels, or give it classes="
+        )
+    columns = outputs.detach().unsqueeze(-1) if flat else outputs.detach()  # (..., n, c)
+    if columns.shape[-1] != (len(classes) if len(classes) > 2 else 1):
+        raise RuntimeError(
+            f"{machine}: {len(classes)} classes need outputs of one column each, or one for two, but the "
+            f"machine was fitted to {columns.shape[-1]} columns"
+        )
+    column = columns.argmax(-1) if columns.shape[-1] > 1 else (columns[..., 0] >= 0).long()
+    return classes.to(outputs.device)[column]

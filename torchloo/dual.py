@@ -44,6 +44,7 @@ from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition
 from torchloo.guards import Guard, values_visible
+from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "add_product", "congruence", "dual", "inner_products"]
@@ -315,6 +316,8 @@ class _Blocks(Function):
         for rows in index:
             if rows.shape[-1] == 1:  # the squared norms of all columns, without a copy
                 block = torch.linalg.vector_norm(T, dim=-2).square()[..., rows].unsqueeze(-1)
+            elif rows.shape[-1] == T.shape[-1] and values_visible(T):  # all of P
+                block = _gram(T, pivot).unsqueeze(-3)
             else:
                 columns = T.mT[..., rows, :]  # (..., g, s, n)
                 block = columns @ columns.mT
@@ -426,6 +429,14 @@ class Dual:
             r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
 
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Held-out residuals (..., m, c) and variances (..., m, 1) of rows to predict; none is refitted.
+
+        To be called in `full_precision`.
+        """
+        T, TY, a, P = self._blocks(Partition.whole(self.Y.shape[-2], self.Y.device))
+        return leave_out_by_annihilator(sets, P[..., 0, :, :], a, lambda: (T, TY), guard)
+
     def with_targets(self, Y: Tensor, guard: Guard) -> "Dual":
         """The same factorisation with other targets (..., n, c')."""
         return Dual(self.K, self.ridge, Y, self.pivot, self.factor)
@@ -452,6 +463,32 @@ class Dual:
         columns = torch.arange(sets.numel(), device=sets.device).reshape(sets.shape)
         residuals, _ = solve_blocks([a], [blocks], guard, Root(root, (columns,)))
         return residuals[0]
+
+    def weights_at(self, k: Tensor) -> Tensor:
+        """w (..., q, n) of Note [weights at a new point], for kernel rows k (..., q, n)."""
+        _, weights = self._against(k)
+        if self.pivot is not None:
+            one = weights.gather(-2, _along(self.pivot, weights, -2)) + 1
+            weights = weights.scatter(-2, _along(self.pivot, weights, -2), one)
+        return weights.mT
+
+    def variance_at(self, k: Tensor, own: Tensor) -> Tensor:
+        """Note [variance at a new point], (..., q), for kernel rows k (..., q, n) and k(x,x) (..., q)."""
+        c, weights = self._against(k)
+        if self.pivot is not None:
+            k_p = _at(k, self.pivot, -1)[..., 0]
+            M_pp = _at(_at(self.K, self.pivot, -2), self.pivot, -1)[..., 0] + _at(self.ridge, self.pivot, -1)
+            own = (own - k_p) - (k_p - M_pp)
+        return own - (c * weights).sum(-2)
+
+    def _against(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """c of Note [variance at a new point], without a bias k itself, and P c, (..., n, q) both."""
+        c = k.to(self.K.dtype).mT
+        if self.pivot is not None:
+            c = (c - _at(c, self.pivot, -2)) - _pivot_column(
+                _at(self.K, self.pivot, -2), self.ridge, self.pivot
+            )
+        return c, apply(_Coefficients, self.K, self.ridge, c, self.pivot, self.factor)[0]
 
 
 def dual(

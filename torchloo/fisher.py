@@ -1,8 +1,6 @@
 """The kernel Fisher discriminant: the least-squares machine of the kernel matrix K K^T."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +10,8 @@ from torchloo.guards import Guard
 from torchloo.machine import LeastSquares
 from torchloo.primal.machines import Expansion
 from torchloo.problem import Regs, check_dual
-from torchloo.smoothers import Coefficients, Fit
+from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.smoothers import Fit
 from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
@@ -33,15 +32,36 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
 
 def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None) -> Fit:
     """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
-    fit = from_features(guard, K, _code(guard, K, y, weight), reg, weight, bias=True)
-    return replace(fit, expand=partial(_of_columns, fit.expand))
+    return _solve_coded(guard, K, _code(guard, K, y, weight), reg, weight)
 
 
-def _of_columns(expand: Callable[[Any], Coefficients], form: Any) -> Coefficients:
-    """The coefficients of the columns of K, which are those of the features."""
-    _, offset, features = expand(form)
-    assert features is not None
-    return Coefficients(features.coef, offset)
+def _solve_coded(
+    guard: Guard, K: Tensor, T: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
+) -> Fit:
+    fit = from_features(guard, K, T, reg, weight, bias=True)
+    assert isinstance(fit.representation, CentredFeatures)
+    return replace(fit, representation=_Columns(fit.representation))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of K are the features: a representation of kernel rows."""
+
+    features: CentredFeatures
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the columns."""
+        _, offset, features = self.features.coefficients(form)
+        assert features is not None
+        return Coefficients(features.coef, offset)
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return self.features.weights(form, rows - self.features.centre)
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return self.features.variance(form, rows - self.features.centre, None)
 
 
 def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None) -> Fit:
@@ -73,10 +93,10 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
 class KFD(LeastSquares):
     """The kernel Fisher discriminant as a module; see `kfd`.
 
-    Labels y are -1 and +1, (..., n), or (..., n, c) for several classes: column k is +1 in the rows of
-    class k, one class against the rest, and the class with the largest output is the predicted one. The
-    machine codes its own targets column by column, which its HeldOut carries; all columns share one
-    decomposition.
+    Labels y are integers, (..., n), see Note [class labels] in machine/kernel_machine.py; or -1 and +1,
+    (..., n), or (..., n, c) for several classes: column k is +1 in the rows of class k, one class against the
+    rest, and the class with the largest output is the predicted one. The machine codes its own targets column
+    by column, which its HeldOut carries; all columns share one decomposition.
 
     Args:
         kernel: a kernel of torchloo.kernels.
@@ -100,11 +120,12 @@ class KFD(LeastSquares):
     ) -> Fit:
         return _solve(guard, self.kernel(X), Y, reg, weight)
 
-    def _explicit(
-        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Expansion] | None:
-        """None: there are as many features as rows."""
-        return None
+    def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
+        return _solve_coded(guard, self.kernel(X), Y, self.reg, weight)
+
+    def _by_features(self, X: Tensor) -> bool:
+        """False: whatever the kernel, the features are the columns of K."""
+        return False
 
     def _expansion(self, stream: Stream) -> Expansion:
         raise TypeError(

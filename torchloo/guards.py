@@ -107,17 +107,17 @@ def whole_number(function: str, name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
-    """Cluster labels as an int64 array (n,); they decide shapes, so they live on the host."""
+def host_labels(function: str, clusters: object, rows: int, name: str = "clusters") -> np.ndarray:
+    """Labels of rows as an int64 array (n,); they decide shapes, so they live on the host."""
     try:
         labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
     except ValueError:
-        raise TypeError(f"{function}: clusters must be integer labels (n,), got a ragged list") from None
+        raise TypeError(f"{function}: {name} must be integer labels (n,), got a ragged list") from None
     if labels.dtype.kind not in "iu":
-        raise TypeError(f"{function}: clusters must be integer labels, got {labels.dtype}")
+        raise TypeError(f"{function}: {name} must be integer labels, got {labels.dtype}")
     if labels.shape != (rows,):
         raise ValueError(
-            f"{function}: clusters must hold one label for each of the {rows} rows, got shape {labels.shape}"
+            f"{function}: {name} must hold one label for each of the {rows} rows, got shape {labels.shape}"
         )
     return labels.astype(np.int64)
 
@@ -125,8 +125,11 @@ def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
 class _Demand(NamedTuple):
     """What must hold of a number, and what else is wrong."""
 
+    number: Tensor | Callable[[], Tensor]
     holds: Callable[[float], bool]
     message: str | Callable[[], str]
+    about: Tensor | None = None
+    """What must be finite, if this is what is demanded."""
 
 
 class Guard:
@@ -144,9 +147,7 @@ class Guard:
     def __init__(self, function: str, symmetric: bool = False) -> None:
         self.function = function
         self._symmetric = symmetric
-        self._flags: list[Tensor] = []
         self._demands: list[_Demand] = []
-        self._finite: list[Tensor] = []
 
     def expect(
         self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]
@@ -156,11 +157,7 @@ class Guard:
         One that has to look at values is a function, called only where the demand does not hold.
         """
         if values_visible(number):
-            self._note(number, holds, message)
-
-    def _note(self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]) -> None:
-        self._flags.append(number)
-        self._demands.append(_Demand(holds, message))
+            self._demands.append(_Demand(number, holds, message))
 
     def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
         """Demand that a boolean tensor holds everywhere; the message is as that of `expect`."""
@@ -169,19 +166,16 @@ class Guard:
     def finite(self, **tensors: Tensor) -> None:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
-            # A NaN or infinity makes the sum one too: no boolean copy of a large matrix is needed.
-            if values_visible(tensor) and not any(tensor is other for other in self._finite):
-                self._finite.append(tensor)
-                entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
-                total = _constant(entries).sum(dtype=torch.float64)
-                self._note(total, math.isfinite, partial(_not_finite, name))
+            if values_visible(tensor) and not any(tensor is demand.about for demand in self._demands):
+                total = partial(_total, tensor)
+                self._demands.append(_Demand(total, math.isfinite, partial(_not_finite, name), tensor))
 
     def symmetric(self, **matrices: Tensor) -> None:
         """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
         for name, matrix in matrices.items():
             if values_visible(matrix):
                 K = _constant(matrix)
-                self._note(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
+                self.expect(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
 
     def kernel_matrix(self, **matrices: Tensor) -> None:
         """Demand finite matrices (..., n, n), and symmetric ones unless they are so by construction."""
@@ -194,7 +188,7 @@ class Guard:
                 entries = _constant(value)
                 if values_visible(entries) and entries.numel():
                     for extreme in (entries,) if entries.ndim == 0 else entries.aminmax():
-                        self._note(extreme, _is_positive, partial(_not_positive, name, entries))
+                        self.expect(extreme, _is_positive, partial(_not_positive, name, entries))
             elif not isinstance(value, numbers.Real) or not _is_positive(value):
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 
@@ -221,10 +215,22 @@ class Guard:
         """`asks` for several questions at once."""
         return [bool(answer) for answer in self._look([_constant(question).all() for question in questions])]
 
+    def numbers(self, *numbers: Tensor, made_of: Tensor) -> list[float]:
+        """The values of 0-dimensional tensors, seen in one synchronisation with `check`.
+
+        Where they are finite, so is what they were made of: if that is demanded, it is not looked at again.
+        """
+        implied = [demand for demand in self._demands if demand.about is made_of]
+        self._demands = [demand for demand in self._demands if demand.about is not made_of]
+        values = self._look(list(numbers))
+        if not all(map(math.isfinite, values)):
+            self._demands = implied
+        return values
+
     def _look(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, once every demand was seen to hold."""
-        seen, demands = [*self._flags, *questions], self._demands
-        self._flags, self._demands, self._finite = [], [], []
+        demands, self._demands = self._demands, []
+        seen = [d.number if isinstance(d.number, Tensor) else d.number() for d in demands] + questions
         if not seen:
             return []
         device = seen[0].device
@@ -234,6 +240,12 @@ class Guard:
                 message = demand.message() if callable(demand.message) else demand.message
                 raise ValueError(f"{self.function}: {message}")
         return values[len(demands) :]
+
+
+def _total(tensor: Tensor) -> Tensor:
+    """The sum, which a NaN or infinity makes one too: no boolean copy of a large matrix is needed."""
+    entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
+    return _constant(entries).sum(dtype=torch.float64)
 
 
 def _constant(tensor: Tensor) -> Tensor:

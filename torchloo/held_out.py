@@ -12,7 +12,7 @@ class HeldOut(NamedTuple):
 
     Shapes are those of the targets that came in: (..., n), or (..., n, c) with an output axis,
     which is there iff ``outputs.ndim == weight.ndim + 1``. A path puts its axis of
-    regularisations before everything else.
+    regularisations before everything else. Of `lso` the n entries are the rows to predict, set after set.
     """
 
     outputs: Tensor

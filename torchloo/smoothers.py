@@ -14,10 +14,8 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,23 +24,30 @@ from torchloo.clusters import Partition, row_sets
 from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
+from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, with_ones
 from torchloo.problem import Problem, check_dual, check_features
+from torchloo.quick import leave_one_out
+from torchloo.representation import (
+    CentredFeatures,
+    Coefficients,
+    Features,
+    FeatureWeights,
+    KernelRows,
+    NewPoints,
+    Representation,
+)
 
 __all__ = [
-    "Coefficients",
-    "FeatureWeights",
     "Fit",
     "Form",
     "assemble",
     "centred",
-    "of_features",
-    "of_kernel",
+    "loo_features",
     "solve_dual",
     "solve_features",
     "solve_primal",
-    "weighed",
     "with_ones",
 ]
 
@@ -57,17 +62,6 @@ def assemble(
     fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
-
-
-class FeatureWeights(NamedTuple):
-    """f(z) = (z - centre) coef + offset for features z; the centre keeps digits far from the origin."""
-
-    coef: Tensor
-    """(..., d, c)."""
-    centre: Tensor
-    """(..., 1, d); zeros without a bias."""
-    offset: Tensor
-    """(..., c)."""
 
 
 class Form(Protocol):
@@ -90,16 +84,8 @@ class Form(Protocol):
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
 
-
-class Coefficients(NamedTuple):
-    """What a machine multiplies kernel rows or features with, in the dtype of the targets."""
-
-    columns: Tensor
-    """Coefficients of the columns of K_new in `Fit.from_kernel`, (..., m, c)."""
-    offset: Tensor
-    """(..., c), zeros for a machine without a bias."""
-    features: FeatureWeights | None = None
-    """Weights of the explicit features, where the machine has such."""
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the rows to predict (..., m), of sets that may overlap."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +101,13 @@ class Fit:
     """The factorised problem."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
-    expand: Callable[[Any], Coefficients]
-    """The coefficients of a form with this factorisation, for whichever targets."""
+    representation: Representation
+    """What the form means for the coefficients, and for new points."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
     """True where the targets came without an output axis."""
-    predictor: Callable[[Tensor], Tensor] | None = None
+    predictor: NewPoints | None = None
     """Outputs at new inputs, where a machine with a kernel was solved."""
 
     def __call__(self, X_new: Tensor) -> Tensor:
@@ -131,18 +117,74 @@ class Fit:
         regularisation, the kernel and its features. Batches are episodes, X (B, n, d) and X_new (B, q, d).
         Cost: a kernel matrix (q, n) and its product with the coefficients.
         """
+        return self._predicting()(X_new)
+
+    def predictive(self, X_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs at new inputs (..., q, d), and their variances (..., q), differentiable as `__call__` is.
+
+        Note [variance at a new point]; `LeastSquares.predictive` tells the units.
+        Cost n^2 q in the dual form, p^2 q in the primal one.
+        """
+        mean, rows = self(X_new), self._predicting().rows(X_new)
+        return mean, self.variance_at(rows, self._predicting().own(X_new)).to(mean.dtype)
+
+    def variance_at(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        """Variances (..., q) at kernel rows, with k(x,x) as `own` (..., q), or at features (..., q, m)."""
+        form, own = self._one("predictive"), None if own is None else self._aligned(own, 1)
+        with full_precision(rows):
+            found = self.representation.variance(form, self._aligned(rows, 2), own)
+        return self._placed(found, rows)
+
+    def weights_at(self, X_new: Tensor) -> Tensor:
+        """w (..., q, n) with outputs w @ targets at new inputs (..., q, d): what every row adds to them.
+
+        Note [weights at a new point]. At the training rows this is the smoother matrix, whose
+        diagonal is the leverage. Differentiable. Cost n^2 q in the dual form, n p q in the primal one.
+        """
+        form, rows = self._one("weights_at"), self._predicting().rows(X_new)
+        with full_precision(rows):
+            found = self.representation.weights(form, self._aligned(rows, 2))
+        return self._placed(found, rows).to(self.targets.dtype)
+
+    def _one(self, function: str) -> Dual | Primal:
+        """The form of one regularisation, whose inputs are as they were."""
+        if not isinstance(self.form, Dual | Primal):
+            raise TypeError(
+                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
+            )
+        self.problem.given.require_unchanged(self.problem.function)
+        return self.form
+
+    def _predicting(self) -> NewPoints:
         if self.predictor is None:
             raise TypeError(
                 f"{self.problem.function}: solved from matrices, a Fit knows no kernel to evaluate at new "
                 "inputs; use Fit.from_kernel(K_new) with their kernel rows, or solve of a machine"
             )
-        return self.predictor(X_new)
+        return self.predictor
+
+    def _aligned(self, values: Tensor, axes: int) -> Tensor:
+        """Values of new points with the batch dimensions of the form; if it has none, they become points."""
+        batch, own = self.targets.shape[:-2], values.shape[-axes:]
+        if not batch:
+            return values.reshape(-1, *own[1:])
+        try:
+            return values.expand(*batch, *own)
+        except RuntimeError:
+            raise ValueError(
+                f"{self.problem.function}: X_new must have the batch dimensions {tuple(batch)} of the "
+                f"machine, got {tuple(values.shape[:-axes])}"
+            ) from None
+
+    def _placed(self, found: Tensor, rows: Tensor) -> Tensor:
+        """Undo what `_aligned` did to rows (..., q, m), for what was found at each of them."""
+        return found if self.targets.ndim > 2 else found.reshape(*rows.shape[:-1], *found.shape[1:])
 
     @property
     def _coefficients(self) -> Coefficients:
         found = vars(self).get("_found")  # not a cached_property, which torch.compile does not follow
         if found is None:
-            found = vars(self)["_found"] = self.expand(self.form)
+            found = vars(self)["_found"] = self.representation.coefficients(self.form)
         return found
 
     @property
@@ -160,13 +202,20 @@ class Fit:
         """Weights of the explicit features, where the machine has such."""
         return self._coefficients.features
 
+    def predicting(self, predictor: NewPoints, flat: bool) -> "Fit":
+        """The same with the coefficients found, for new inputs and targets that may have come as a vector."""
+        twin = replace(self, predictor=predictor, flat=flat)
+        vars(twin)["_found"] = self._coefficients
+        return twin
+
     def checked(self) -> "Fit":
         """The same, solved from the inputs as they are now, once the guard has looked at the values."""
         self.problem.guard.check()
         _ = self._coefficients
         return self
 
-    def _shaped(self, values: Tensor) -> Tensor:
+    def shaped(self, values: Tensor) -> Tensor:
+        """Values (..., c), or (...) where the targets came without an output axis."""
         return values[..., 0] if self.flat else values
 
     @property
@@ -187,22 +236,22 @@ class Fit:
     @property
     def coef(self) -> Tensor:
         """Coefficients of the columns of K_new."""
-        return self._shaped(self.columns)
+        return self.shaped(self.columns)
 
     @property
     def bias(self) -> Tensor:
         """Offset; zeros for a machine without one."""
-        return self._shaped(self.offset)
+        return self.shaped(self.offset)
 
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
+        return self.shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
         """Training outputs Yhat."""
-        return self._shaped(self.targets) - self.residuals
+        return self.shaped(self.targets) - self.residuals
 
     @property
     def leverage(self) -> Tensor:
@@ -234,9 +283,11 @@ class Fit:
                 f"got shape {tuple(K_new.shape)}"
             )
         with full_precision(K_new):
-            return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
+            return self.shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
 
-    def held_out(self, clusters: object | None = None, flat: bool | None = None) -> HeldOut:
+    def held_out(
+        self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
+    ) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
 
         Note [held-out residual]. Differentiable. In the primal form, sets whose 1 - h is lost to
@@ -246,15 +297,25 @@ class Fit:
         Args:
             clusters: integer labels (n,) on the host; None leaves every row out alone.
             flat: whether to leave out the output axis; None: as the targets came.
+            sets: pairs (rows to predict, rows to leave out) instead of clusters; see `LeastSquares.lso`.
         """
-        Y, function = self.targets, self.problem.function
+        Y, weight, function, guard = self.targets, self.weight, self.problem.function, self.problem.guard
         self.problem.given.require_unchanged(function)
-        partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
-        guard = self.problem.guard
-        with full_precision(Y):
-            parts = self.form.held_out(partition, guard)
+        if sets is None:
+            partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
+            labels = partition.labels
+            with full_precision(Y):
+                parts = self.form.held_out(partition, guard)
+        elif clusters is not None:
+            raise TypeError(f"{function}: give clusters or sets, not both")
+        else:
+            left_out = LeaveOutSets(function, sets, Y.shape[-2], Y.device)
+            labels = left_out.labels
+            with full_precision(Y):
+                parts = self.form.left_out(left_out, guard)
+            Y, weight = Y.index_select(-2, left_out.rows), weight.index_select(-1, left_out.rows)
         guard.check()
-        return assemble(Y, self.weight, partition.labels, parts, self.flat if flat is None else flat)
+        return assemble(Y, weight, labels, parts, self.flat if flat is None else flat)
 
     def held_out_coef(self, rows: object) -> tuple[Tensor, Tensor]:
         """Coefficients and bias of the machine that was not given some rows.
@@ -274,27 +335,23 @@ class Fit:
         n g (s + c) numbers.
         """
         n, function = self.targets.shape[-2], "held_out_coef"
-        if not isinstance(self.form, Dual | Primal):
-            raise TypeError(
-                f"{function}: takes a machine of one regularisation, got several; solve it for each of them"
-            )
-        self.problem.given.require_unchanged(self.problem.function)
+        one = self._one(function)
         sets, several = row_sets(function, rows, n)
         sets, guard = sets.to(self.targets.device), self.problem.guard
-        Y = self.form.Y.unsqueeze(-3)  # (..., 1, n, c)
+        Y = one.Y.unsqueeze(-3)  # (..., 1, n, c)
         with full_precision(Y):
-            r = self.form.leave_out(sets, guard)  # (..., g, s, c)
+            r = one.leave_out(sets, guard)  # (..., g, s, c)
             place = sets.unsqueeze(-1).expand(r.shape)
             replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
             outputs = (len(sets), Y.shape[-1])
-            form = self.form.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
-            found = self.expand(form)
+            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            found = self.representation.coefficients(form)
         guard.check()
         coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)
         bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
         if not several:
             coef, bias = coef.squeeze(-3), bias.squeeze(-2)
-        return self._shaped(coef), self._shaped(bias)
+        return self.shaped(coef), self.shaped(bias)
 
 
 def solve_dual(
@@ -303,7 +360,7 @@ def solve_dual(
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
     form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, partial(of_kernel, Y.dtype))
+    return Fit(form, problem, KernelRows(Y.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -315,7 +372,7 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
     guard.symmetric(R=R)
     form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
-    return Fit(form, problem, partial(_of_penalised, Y.dtype))
+    return Fit(form, problem, Features(Y.dtype))
 
 
 def solve_features(
@@ -328,8 +385,30 @@ def solve_features(
     coefficients of the training rows, as for any other kernel; `features` those of the features.
     The guard is to be checked.
     """
-    n, d = Z.shape[-2:]
+    return _solve_features(check_features(guard, Z, Y, reg, weight), Z, bias)
+
+
+def loo_features(
+    guard: Guard,
+    Z: Tensor,
+    Y: Tensor,
+    reg: Tensor,
+    weight: Tensor | None,
+    bias: bool,
+    flat: bool,
+) -> HeldOut:
+    """Leave-one-out of the machine that `solve_features` solves; few rows by Note [quick form]."""
     problem = check_features(guard, Z, Y, reg, weight)
+    with full_precision(Z):
+        parts = leave_one_out(problem, Z, bias)
+    if parts is None:
+        return _solve_features(problem, Z, bias).held_out(None, flat)
+    return assemble(problem.Y, problem.weight, None, parts, flat)
+
+
+def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
+    n, d = Z.shape[-2:]
+    guard = problem.guard
     with full_precision(Z):
         zeta = problem.weight.double() if problem.weighted else None
         shifted, centre = centred(problem.expand(Z), zeta, bias)
@@ -345,36 +424,4 @@ def solve_features(
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
             form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
-    return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
-
-
-def of_kernel(dtype: torch.dtype, form: Any) -> Coefficients:
-    """The coefficients of a kernel machine."""
-    return Coefficients(form.dual.to(dtype), form.bias.to(dtype))
-
-
-def _of_penalised(dtype: torch.dtype, form: Primal) -> Coefficients:
-    """Those of ridge regression."""
-    coef = form.coef.to(dtype)
-    return Coefficients(coef, torch.zeros_like(coef[..., 0, :]))
-
-
-def of_features(shifted: Tensor, centre: Tensor, dtype: torch.dtype, form: Any) -> Coefficients:
-    """Those of the training rows and of their features (..., n, d), shifted by a centre (..., 1, d)."""
-    d = shifted.shape[-1]
-    with full_precision(shifted):
-        if isinstance(form, Primal):
-            coef, offset = form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
-        else:
-            coef, offset = shifted.mT @ form.dual, form.bias
-    return weighed(FeatureWeights(coef, centre, offset), dtype, form)
-
-
-def weighed(weights: FeatureWeights, dtype: torch.dtype, form: Form) -> Coefficients:
-    """Those of a form that weighs features."""
-    coef, centre, offset = weights
-    with full_precision(coef):
-        at_zero = offset - (centre @ coef)[..., 0, :]
-    return Coefficients(
-        form.dual.to(dtype), at_zero.to(dtype), FeatureWeights(*(t.to(dtype) for t in weights))
-    )
+    return Fit(form, problem, CentredFeatures(shifted, centre, problem.Y.dtype))

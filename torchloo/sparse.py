@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.basis import Selector
+from torchloo.dual import Dual
 from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
@@ -19,8 +19,10 @@ from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
+from torchloo.primal.whole import Primal
 from torchloo.problem import Regs
-from torchloo.smoothers import Coefficients, Fit
+from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.smoothers import Fit
 from torchloo.spectral import from_features
 from torchloo.streaming.stream import Stream
 
@@ -116,9 +118,14 @@ def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, T
     guard.finite(Kxz=Kxz)
     with full_precision(Kzz):
         L, kept = _factor(guard, Kzz)
-        mask = kept.double().unsqueeze(-2)
-        Z = torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
+        Z = _of_kernel_rows(L, kept, Kxz)
     return Z.to(Kxz.dtype), L, kept
+
+
+def _of_kernel_rows(L: Tensor, kept: Tensor, Kxz: Tensor) -> Tensor:
+    """Z = K_xz L^{-T}, (..., n, m), over the vectors kept (..., m), in float64."""
+    mask = kept.double().unsqueeze(-2)
+    return torch.linalg.solve_triangular(L, (Kxz.double() * mask).mT, upper=False).mT
 
 
 def _solve(
@@ -126,16 +133,48 @@ def _solve(
 ) -> Fit:
     Z, L, kept = _features(guard, Kzz, Kxz)
     fit = from_features(guard, Z, Y, reg, weight, bias=True)
-    return replace(fit, expand=partial(_of_basis, fit.expand, L, kept), kept=kept)
+    assert isinstance(fit.representation, CentredFeatures)
+    return replace(fit, representation=_Basis(fit.representation, L, kept), kept=kept)
 
 
-def _of_basis(expand: Callable[[Any], Coefficients], L: Tensor, kept: Tensor, form: Any) -> Coefficients:
-    """The coefficients of the basis, beta = L^{-T} p."""
-    _, offset, features = expand(form)
-    assert features is not None
-    with full_precision(L):
-        beta = torch.linalg.solve_triangular(L.mT, features.coef.double(), upper=True)
-    return Coefficients(beta.to(offset.dtype) * kept.unsqueeze(-1), offset)
+@dataclass(frozen=True)
+class _Basis:
+    """The features are those of Note [sparse features]: a representation of kernel rows."""
+
+    features: CentredFeatures
+    L: Tensor
+    kept: Tensor
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the basis, beta = L^{-T} p."""
+        _, offset, features = self.features.coefficients(form)
+        assert features is not None
+        with full_precision(self.L):
+            beta = torch.linalg.solve_triangular(self.L.mT, features.coef.double(), upper=True)
+        return Coefficients(beta.to(offset.dtype) * self.kept.unsqueeze(-1), offset)
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return self.features.weights(form, self._features(rows))
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return self.features.variance(form, self._features(rows), None)
+
+    def spread(self, form: Any) -> Tensor:
+        """S (..., p, m + 1) with the variance |S (k, 1)|^2 at kernel rows k."""
+        return _folded(self.features.spread(form), self.L, self.kept, self.features.centre)
+
+    def _features(self, rows: Tensor) -> Tensor:
+        """Of kernel rows (..., q, m), about the centre."""
+        return _of_kernel_rows(self.L, self.kept, rows) - self.features.centre
+
+
+def _folded(spread: Tensor, L: Tensor, kept: Tensor, centre: Tensor) -> Tensor:
+    """S' with S' (k, 1) = S (z - centre, 1), for z = L^{-1} k over the vectors kept and S (..., p, m + 1)."""
+    S, last = spread[..., :-1], spread[..., -1:]
+    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False) * kept.unsqueeze(-2)
+    return torch.cat([inner, last - S @ centre.mT], -1)
 
 
 def sparse_lssvm(
@@ -175,9 +214,10 @@ class SparseLSSVM(LeastSquares):
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
         reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
-        basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
-            of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
-            `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
+        basis: the basis vectors (..., m, d), or (..., m, *event) as the inputs are, trainable where they are
+            an nn.Parameter; or a selector of torchloo.basis, which chooses among the training rows at every
+            call of `fit`, `solve`, `loo`, `lco` or `path`; or the number m of training rows to take, the
+            first ones.
         classes: the class labels there are, where a call may lack some; see Note [class labels] in
             machine/kernel_machine.py.
 
@@ -233,6 +273,10 @@ class SparseLSSVM(LeastSquares):
         fit = self.solve(X, y, weight)
         assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
+        assert isinstance(fit.representation, _Basis)
+        one = isinstance(fit.form, Dual | Primal)
+        spread = fit.representation.spread(fit.form) if one else None
+        self._keep_uncertainty(fit.targets.dtype, None, None, spread)
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
@@ -246,6 +290,10 @@ class SparseLSSVM(LeastSquares):
         coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
         parts = (expansion.support, coef, bias.to(solved.dtype))
         self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
+        spread = solved.spread
+        if spread is not None:
+            spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
+        self._keep_uncertainty(solved.dtype, None, None, spread)
         self.kept = expansion.kept
 
     def _expansion(self, stream: Stream) -> Expansion:
@@ -289,6 +337,10 @@ class SparseLSSVM(LeastSquares):
             return evaluate(others, basis)
 
         return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept, inverse)
+
+    def _by_features(self, X: Tensor) -> bool:
+        """False: whatever the kernel, the features are those of the basis."""
+        return False
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import torchloo as tl
+from torchloo.commands.class_table import ClassTable
 from torchloo.commands.measures import Measure, Outer, guess, measures
 from torchloo.commands.problem import Answers, Plan, Problem
 from torchloo.commands.tables import Prepared
@@ -70,6 +71,8 @@ class Findings:
     """Leave-cluster-out, where there are clusters."""
     leverage: np.ndarray | None
     rows: list[Row]
+    by_class: ClassTable | None
+    """The inner answers class by class; None for regression."""
 
     @property
     def classes(self) -> int:
@@ -172,6 +175,9 @@ def examine(
     lco = None if problem.clusters is None else machine.lco(X, y, problem.clusters, weight)
     leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
     parameters, lengthscales = _parameters(machine)
+    ways = [None if way is None else _of_table(way, y) for way in (loo, lco)]
+    classes = len(prepared.schema.labels)
+    inner = ways[0] if ways[1] is None else ways[1]
     return Findings(
         plan=plan,
         prepared=prepared,
@@ -182,15 +188,18 @@ def examine(
         loo=problem.answers(loo),
         lco=None if lco is None else problem.answers(lco),
         leverage=None if leverage is None else problem.restored(leverage),
-        rows=_rows(measures(y, len(prepared.schema.labels)), y, loo, lco, outer),
+        rows=_rows(measures(y, classes), y, ways, outer),
+        by_class=ClassTable.of(inner) if classes and inner is not None else None,
     )
 
 
-def _rows(
-    of: list[Measure], y: Tensor, loo: HeldOut, lco: HeldOut | None, outer: list[Outer] | None
-) -> list[Row]:
-    """Every measure by every way; held-out targets are those of the table, not a machine's own codes."""
-    ways = [None if way is None else way._replace(targets=y, residuals=y - way.outputs) for way in (loo, lco)]
+def _of_table(held_out: Any, y: Tensor) -> HeldOut:
+    """Held-out rows with the targets of the table, not a machine's own codes."""
+    return held_out._replace(targets=y, residuals=y - held_out.outputs)
+
+
+def _rows(of: list[Measure], y: Tensor, ways: list[HeldOut | None], outer: list[Outer] | None) -> list[Row]:
+    """Every measure by every way, leave-one-out and leave-cluster-out."""
     rows = []
     for k, measure in enumerate(of):
         inner, clusters = (None if way is None else measure.value(way) for way in ways)

@@ -91,6 +91,7 @@ def measures(y: Tensor, classes: int) -> list[Measure]:
         return [
             Measure("misclassification rate (largest output)", _multiclass_error, percent=True),
             Measure("balanced misclassification rate", _balanced, percent=True),
+            Measure("cross-entropy (softmax of the outputs)", _cross_entropy, places=3),
         ]
     return [
         Measure("error rate", _error_rate, percent=True),
@@ -111,30 +112,17 @@ def _multiclass_error(held_out: HeldOut) -> Tensor:
     return tl.criteria.multiclass_error(held_out, weight=None)
 
 
-def _members(held_out: HeldOut) -> Tensor:
-    """Which class each row is of, 0 or 1 (n, c)."""
-    y = held_out.targets
-    positive = torch.stack([y < 0, y > 0], -1) if y.ndim == 1 else y > 0
-    return positive.to(y.dtype)
-
-
-def _wrong(held_out: HeldOut) -> Tensor:
-    """Rows (n,) of which another class was said, as 0 and 1."""
-    said, y = held_out.outputs, held_out.targets
-    wrong = (said >= 0) != (y > 0) if y.ndim == 1 else said.argmax(-1) != y.argmax(-1)
-    return wrong.to(y.dtype)
+def _cross_entropy(held_out: HeldOut) -> Tensor:
+    return tl.criteria.cross_entropy(held_out, weight=None)
 
 
 def _balanced(held_out: HeldOut) -> Tensor:
     """The mean of the error rates of the classes that are there."""
-    members = _members(held_out)
-    count = members.sum(0)  # (c,)
-    rate = _wrong(held_out) @ members / count.clamp(min=1)
-    return rate.sum() / (count > 0).sum()
+    return 1 - tl.criteria.class_accuracy(held_out, weight=None).nanmean(-1)
 
 
 def _auc(held_out: HeldOut) -> Tensor:
-    if not bool((_members(held_out).sum(0) > 0).all()):
+    if bool(held_out.targets.min() > 0) or bool(held_out.targets.max() < 0):
         return held_out.outputs.new_tensor(torch.nan)
     return tl.criteria.auc(held_out)
 

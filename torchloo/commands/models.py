@@ -2,7 +2,7 @@
 
 The file is plain data, which torch.load reads with weights_only=True:
 
-    {"format": "torchloo model", "version": 1, "torchloo": "0.1.0",
+    {"format": "torchloo model", "version": 2, "torchloo": "0.1.0",
      "machine": Spec as a dictionary, "schema": Schema as a dictionary, "state": a state_dict,
      "sha256": the checksum of all the others}
 
@@ -14,7 +14,7 @@ import hashlib
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,38 +22,15 @@ from typing import Any
 import torch
 
 import torchloo as tl
+from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.commands.schema import Schema, require_fields
 from torchloo.commands.shell import UserError, first_line
-from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine
 
-__all__ = ["KERNELS", "MACHINES", "TELL_CLASSES_APART", "Spec", "checksum", "load", "save"]
+__all__ = ["Spec", "checksum", "load", "save"]
 
-_FORMAT, _VERSION = "torchloo model", 1
+_FORMAT, _VERSION = "torchloo model", 2
 _FIELDS = ("format", "version", "torchloo", "machine", "schema", "state", "sha256")
-
-KERNELS: dict[str, Callable[[int], Kernel]] = {
-    "rbf": lambda d: tl.kernels.RBF(lengthscale=d**0.5),
-    "ard": lambda d: tl.kernels.RBF(lengthscale=torch.full((d,), d**0.5, dtype=torch.float64)),
-    "linear": lambda d: tl.kernels.Linear(),
-    "poly2": lambda d: tl.kernels.Polynomial(degree=2),
-    "poly3": lambda d: tl.kernels.Polynomial(degree=3),
-    "boolean": lambda d: tl.kernels.Boolean(rate=1.0 / d),
-    "matern": lambda d: tl.kernels.Matern(lengthscale=d**0.5),
-}
-"""Kernels for d inputs, by name."""
-
-MACHINES: dict[str, Callable[[Kernel, int], KernelMachine]] = {
-    "lssvm": lambda kernel, basis: tl.LSSVM(kernel),
-    "rls": lambda kernel, basis: tl.RLS(kernel),
-    "sparse": lambda kernel, basis: tl.SparseLSSVM(kernel, basis=basis),
-    "kfd": lambda kernel, basis: tl.KFD(kernel),
-    "svc": lambda kernel, basis: tl.SVC(kernel),
-}
-"""Machines of a kernel (and, for the sparse one, of a number of basis vectors), by name."""
-
-TELL_CLASSES_APART = ("kfd", "svc")
-"""Machines for labels only, which must see rows of every class."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +59,8 @@ class Spec:
 
     def build(self) -> KernelMachine:
         """A machine that has not been fitted."""
-        return MACHINES[self.machine](KERNELS[self.kernel](self.inputs), self.basis)
+        options = {"basis": self.basis} if self.machine == "sparse" else {}
+        return MACHINES[self.machine](KERNELS[self.kernel](self.inputs), **options)
 
 
 def save(path: Path, spec: Spec, schema: Schema, machine: KernelMachine) -> None:
@@ -93,7 +71,9 @@ def save(path: Path, spec: Spec, schema: Schema, machine: KernelMachine) -> None
         "torchloo": tl.__version__,
         "machine": asdict(spec),
         "schema": schema.as_dict(),
-        "state": {name: _on_host(value) for name, value in machine.state_dict().items()},
+        "state": {
+            name: _on_host(value) for name, value in machine.state_dict().items() if name not in machine.spare
+        },
     }
     content["sha256"] = checksum(content)
     buffer = io.BytesIO()  # torch's own writing to a path fails on a full disk without saying so

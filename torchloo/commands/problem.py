@@ -40,7 +40,7 @@ class Plan:
     @property
     def averaged(self) -> bool:
         """Whether the criterion is a mean over the classes, each against the rest."""
-        return self.several_classes and self.criterion_function.targets != "one-vs-rest"
+        return self.several_classes and self.criterion_function.targets in ("numbers", "signs")
 
     @property
     def score(self) -> Any:

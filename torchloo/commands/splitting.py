@@ -2,7 +2,7 @@
 
 import torch
 
-from torchloo.commands.models import TELL_CLASSES_APART
+from torchloo.catalogue import TELL_CLASSES_APART
 from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.shell import UserError
 from torchloo.commands.tables import Prepared

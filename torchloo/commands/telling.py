@@ -13,6 +13,8 @@ from torchloo.commands.tables import Prepared
 
 __all__ = ["described", "held_out", "summary"]
 
+_MOST_COLUMNS = 8  # classes whose confusions fit into a terminal
+
 
 def described(path: Path, prepared: Prepared) -> str:
     """What was read, and what there is to say of it."""
@@ -29,7 +31,7 @@ def described(path: Path, prepared: Prepared) -> str:
 def held_out(findings: Findings) -> Any:
     """The table held_out.csv: a row for each row of the data."""
     prepared, n = findings.prepared, len(findings.prepared.y)
-    columns: dict[str, np.ndarray] = {"row": np.arange(1, n + 1), "target": prepared.target}
+    columns: dict[str, np.ndarray] = {"row": prepared.rows, "target": prepared.target}
     columns |= _answers(findings, "loo", findings.loo)
     columns["leverage"] = np.full(n, np.nan) if findings.leverage is None else findings.leverage
     if prepared.clusters is not None and findings.lco is not None:
@@ -60,4 +62,25 @@ def summary(findings: Findings) -> str:
     head += ["leave-cluster-out"] * (first.lco is not None)
     head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]
     rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
-    return f"{chosen}\n\n{table(rows)}"
+    return "\n\n".join([chosen, table(rows), *_by_class(findings)])
+
+
+def _by_class(findings: Findings) -> list[str]:
+    """Of several classes a line each: rows, right answers held out, and what was said of them."""
+    of, labels = findings.by_class, findings.prepared.schema.labels
+    if of is None or len(labels) < 3:
+        return []
+    in_full = len(labels) <= _MOST_COLUMNS
+    head = ["class", "rows", f"right ({findings.way})"]
+    rows = [[*head, *([f"said {label}" for label in labels] if in_full else ["mistaken for"])]]
+    for k, label in enumerate(labels):
+        shown = [str(j or "·") for j in of.confusion[k]] if in_full else [of.mistaken_for(k, labels)]
+        rows.append([label, str(of.confusion[k].sum()), _share(of.right[k], of.error[k]), *shown])
+    last = ["all", str(of.confusion.sum()), _share(of.all_right, of.all_error)]
+    rows.append([*last, *([str(j) for j in of.confusion.sum(0)] if in_full else [""])])
+    return [table(rows)]
+
+
+def _share(share: float, error: float) -> str:
+    """A share and its standard error in percent."""
+    return f"{100 * share:.1f} %" if np.isnan(error) else f"{100 * share:.1f} ± {100 * error:.1f} %"

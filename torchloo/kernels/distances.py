@@ -29,6 +29,14 @@ def _extended(X: Tensor, Z: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     return left.mul_(factor), torch.cat([Z, torch.ones_like(z), z], -1)
 
 
+def _by_differences(X: Tensor, Z: Tensor) -> Tensor:
+    """|x_i - z_j|^2, (..., n, m), coordinate by coordinate, so that small distances are accurate."""
+    if torch.compiler.is_compiling():  # exporters know no cdist, and compilers fuse this
+        coordinates = range(X.shape[-1])
+        return sum((X[..., :, k, None] - Z[..., None, :, k]).square() for k in coordinates)  # type: ignore[return-value]
+    return torch.cdist(X, Z, compute_mode="donot_use_mm_for_euclid_dist").square_()
+
+
 class _SquaredDistance(Function):
     """factor |x_i - z_j|^2 for float64 points X (..., n, d) and Z (..., m, d), as (..., n, m) of a dtype.
 
@@ -50,15 +58,14 @@ class _SquaredDistance(Function):
         def tile_of(start: int, rows: int, columns: int) -> Tensor:
             some, others = left.narrow(-2, start, rows), right.narrow(-2, 0, columns)
             if direct:
-                mode = "donot_use_mm_for_euclid_dist"
-                return torch.cdist(some, others, compute_mode=mode).square_().mul_(factor)
+                return _by_differences(some, others).mul_(factor)
             tile = some @ others.mT
             tile = tile.clamp_(max=0) if factor < 0 else tile.clamp_(min=0)  # but by rounding
             if same:
                 _symmetrise(tile.narrow(-1, start, rows))
             return tile
 
-        if n <= step:
+        if torch.compiler.is_compiling() or n <= step:  # an exported graph serves any number of rows
             return tile_of(0, n, m).to(dtype)
         D = X.new_empty(shape, dtype=dtype)
         for start in range(0, n, step):

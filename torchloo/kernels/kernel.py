@@ -1,9 +1,11 @@
 """What every kernel is, and how kernels make new ones: scaled, added, multiplied."""
 
+import copy
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +37,20 @@ def log_of(function: str, name: str, values: Values) -> Tensor:
 
 
 def exp_of(name: str) -> property:
-    """A property that reads the value of which the parameter of this name is the logarithm."""
-    return property(lambda kernel: getattr(kernel, name).exp(), doc=f"exp({name}).")
+    """A property that reads the value of which the parameter of this name is the logarithm.
+
+    Or, in a kernel that is `frozen`, the value itself.
+    """
+    fixed = _fixed_name(name)
+    return property(
+        lambda kernel: kernel._buffers[fixed] if fixed in kernel._buffers else getattr(kernel, name).exp(),
+        doc=f"exp({name}).",
+    )
+
+
+def _fixed_name(name: str) -> str:
+    """The buffer of a frozen kernel that holds the value of a parameter log_<name>."""
+    return f"fixed_{name.removeprefix('log_')}"
 
 
 def _show(value: Any) -> str:
@@ -118,6 +132,39 @@ class Kernel(nn.Module):
         with full_precision(F):
             return self._evaluate(F, G)
 
+    def embed_support(self, Z: Tensor) -> list[Tensor]:
+        """What `against` needs of Z (..., m, d), computed once: the rows that every part evaluates."""
+        return [Z if self._has_own_forward else self._embed("Z", Z)]
+
+    def against(self, X: Tensor, support: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
+        """The kernel matrix (..., n, m) of X and what `embed_support` made of Z, evaluated in a dtype."""
+        if self._has_own_forward:
+            return self(X, next(support), dtype)
+        left, right = self._embed("X", X), next(support)
+        self._match(left, right)
+        with full_precision(X):
+            return self._evaluate_in(left, right, dtype)
+
+    @property
+    def _has_own_forward(self) -> bool:
+        """Whether a kernel of another's does more than `_evaluate` says."""
+        return type(self).forward is not Kernel.forward
+
+    def frozen(self) -> Self:
+        """A copy for inference: values instead of their logarithms, as buffers, and nothing to train."""
+        twin = copy.deepcopy(self).eval().requires_grad_(False)
+        for part in twin.modules():
+            if isinstance(part, Kernel):
+                part._fix_values()
+        return twin
+
+    def _fix_values(self) -> None:
+        for stored in (self._parameters, self._buffers):
+            for name in [name for name in stored if name.startswith("log_")]:
+                log = stored.pop(name)
+                assert log is not None
+                self.register_buffer(_fixed_name(name), log.detach().double().exp())
+
     @property
     def is_embedding_inside(self) -> bool:
         """Whether parts of the kernel embed inputs on their own, so that `embed` leaves them as they are."""
@@ -162,7 +209,7 @@ class Kernel(nn.Module):
 
     def extra_repr(self) -> str:
         """Current values."""
-        logs = (name.removeprefix("log_") for name in (*self._parameters, *self._buffers))
+        logs = (re.sub("^(log|fixed)_", "", name) for name in (*self._parameters, *self._buffers))
         event = ["event_dim"] if self.event_dim > 1 and not self.is_embedding_inside else []
         return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self._fixed, *logs, *event))
 
@@ -258,6 +305,15 @@ class Scaled(Kernel):
         K = self.kernel(X, Z, dtype)
         return self._lift("scale", K) * K
 
+    def embed_support(self, Z: Tensor) -> list[Tensor]:
+        """What the kernel needs of its features of Z."""
+        return self.kernel.embed_support(self._embed("Z", Z))
+
+    def against(self, X: Tensor, support: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
+        """scale times what the kernel gives."""
+        K = self.kernel.against(self._embed("X", X), support, dtype)
+        return self._lift("scale", K) * K
+
     def _diagonal(self, X: Tensor) -> Tensor:
         k = self.kernel.diagonal(X).unsqueeze(-1)
         return (self._lift("scale", k) * k)[..., 0]
@@ -294,6 +350,16 @@ class _Composite(Kernel):
 
     def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
         return functools.reduce(self._combine, (kernel(X, Z, dtype) for kernel in self.kernels))
+
+    def embed_support(self, Z: Tensor) -> list[Tensor]:
+        """What the kernels need, one after another."""
+        F = self._embed("Z", Z)
+        return [rows for kernel in self.kernels for rows in kernel.embed_support(F)]
+
+    def against(self, X: Tensor, support: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
+        """What the kernels give, combined."""
+        F = self._embed("X", X)
+        return functools.reduce(self._combine, (kernel.against(F, support, dtype) for kernel in self.kernels))
 
     def _diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))

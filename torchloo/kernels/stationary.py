@@ -20,12 +20,12 @@ class _Stationary(Kernel):
     log_lengthscale: Tensor
 
     def _diagonal(self, X: Tensor) -> Tensor:
-        batch = self._batch(lengthscale=self.log_lengthscale.shape[:-1], X=X.shape[:-2])
+        batch = self._batch(lengthscale=self.lengthscale.shape[:-1], X=X.shape[:-2])
         return torch.ones((*batch, X.shape[-2]), dtype=X.dtype, device=X.device)
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
-        scale, d = self.log_lengthscale.double().exp(), X.shape[-1]
+        scale, d = self.lengthscale.double(), X.shape[-1]
         shapes = {"lengthscale": scale.shape[:-1], "X": X.shape[:-2], "Z": (X if Z is None else Z).shape[:-2]}
         if scale.ndim > 0:
             expected = f"lengthscale must be a scalar or end in {d} to match X"
@@ -35,8 +35,7 @@ class _Stationary(Kernel):
         if csr.is_csr(X) or csr.is_csr(Z):
             return self._sparse_distance(X, Z, scale, factor, direct)
         # Centred in float64: far from the origin, a division in float32 would round distances away.
-        rows = X if X.shape[-2] or Z is None else Z
-        centre = rows.detach().mean(-2, keepdim=True, dtype=torch.float64)  # (..., 1, d)
+        centre = (X if Z is None else Z).detach().mean(-2, keepdim=True, dtype=torch.float64)  # (..., 1, d)
         left = expanded((X - centre) / scale, batch + X.shape[-2:])
         right = None if Z is None else expanded((Z - centre) / scale, batch + Z.shape[-2:])
         return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.classes import as_classes, coded, is_label, require_few, require_two, sorted_labels
+from torchloo.classes import (
+    as_classes,
+    coded,
+    is_label,
+    predicted_labels,
+    require_few,
+    require_two,
+    sorted_labels,
+)
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
+from torchloo.machine.frozen import FrozenMachine
 from torchloo.machine.predictor import Predictor
 
 __all__ = ["KernelMachine", "log_parameter"]
@@ -55,6 +64,8 @@ class KernelMachine(nn.Module):
 
     _function: str
     _fitted: tuple[str, ...] = ("support", "coef", "bias")
+    spare: tuple[str, ...] = ()
+    """Buffers of a fitted machine that its outputs do not need."""
 
     support: Tensor | None
     coef: Tensor | None
@@ -78,10 +89,13 @@ class KernelMachine(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs at new points, with the trailing shape of the targets of `fit`."""
+        return self._fitted_predictor()(X)
+
+    def _fitted_predictor(self) -> Predictor:
         if self.coef is None or self.bias is None or self.support is None:
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         parts = (self.support, self.coef, self.bias)
-        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)(X)
+        return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
 
     def predict_class(self, X: Tensor) -> Tensor:
         """Labels (..., n) of the predicted classes at new points: that of the largest output.
@@ -89,20 +103,15 @@ class KernelMachine(nn.Module):
         Of two classes the second where the output is not negative. Of a machine fitted to integer labels, or
         to the columns of the classes it was given.
         """
-        outputs = self(X).detach()
-        if self.classes is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: fitted to numbers, so it has no classes; fit it to integer labels, "
-                "or give it classes="
-            )
-        columns = outputs.unsqueeze(-1) if self._flat else outputs  # (..., n, c)
-        if columns.shape[-1] != (len(self.classes) if len(self.classes) > 2 else 1):
-            raise RuntimeError(
-                f"{type(self).__name__}: {len(self.classes)} classes need outputs of one column each, or one "
-                f"for two, but the machine was fitted to {columns.shape[-1]} columns"
-            )
-        column = columns.argmax(-1) if columns.shape[-1] > 1 else (columns[..., 0] >= 0).long()
-        return self.classes.to(X.device)[column]
+        return predicted_labels(type(self).__name__, self(X), self.classes, self._flat)
+
+    def frozen(self, block: int = 8192) -> FrozenMachine:
+        """A module for inference alone, of the machine as it is fitted now; see `FrozenMachine`.
+
+        Args:
+            block: evaluate at most so many rows at a time.
+        """
+        return FrozenMachine(self._fitted_predictor(), self.classes, block)
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
         """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
@@ -213,14 +222,19 @@ class KernelMachine(nn.Module):
         return twin
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the coefficients of a fitted machine, whatever this one holds."""
+        """Make room for the coefficients of a fitted machine, whatever this one holds, or for none."""
         device = next(self.parameters()).device
         if prefix + "classes" not in state_dict:  # fitted to numbers, or not at all
             if self.has_given_classes:
                 state_dict[prefix + "classes"] = self.classes
             else:
                 self.classes = None
-        for name in (*self._fitted, "classes"):
+        fitted = prefix + "coef" in state_dict
+        if fitted or prefix + "_extra_state" in state_dict:
+            # What is not loaded with them would belong to other coefficients; an unfitted machine has none.
+            for name in self.spare if fitted else (*self._fitted, *self.spare):
+                setattr(self, name, None)
+        for name in (*self._fitted, *self.spare, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,6 +1,5 @@
 """What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
-from dataclasses import replace
 from typing import Any, Self, overload
 
 import torch
@@ -8,19 +7,23 @@ from torch import Tensor
 
 from torchloo import csr
 from torchloo.classes import is_label, sorted_labels
+from torchloo.dual import Dual
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.kernels.pure import pure
 from torchloo.machine.kernel_machine import KernelMachine, log_parameter
-from torchloo.machine.predictor import Predictor, SolvedWith
+from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
+from torchloo.precision import full_precision
 from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory
 from torchloo.primal.collective import Alone, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
+from torchloo.primal.whole import Primal
 from torchloo.problem import Regs, check_rows
-from torchloo.smoothers import Fit
+from torchloo.representation import CentredFeatures
+from torchloo.smoothers import Fit, loo_features
 from torchloo.spectral import from_features, from_kernel_matrix
 from torchloo.streaming.stream import Stream
 
@@ -42,6 +45,14 @@ class LeastSquares(KernelMachine):
 
     has_bias: bool
     reg_per_output = False
+    spare = ("noise", "points", "spread")
+
+    noise: Tensor | None
+    """reg / weight of the rows of `fit`, (..., n), where a variance is found by solving for them again."""
+    points: Tensor | None
+    """Features of these rows about their centre, (..., n, p), where they are not the support."""
+    spread: Tensor | None
+    """S (..., p', m + 1) with the variance |S (r, 1)|^2 at features or kernel rows r, where these are few."""
 
     def __init__(
         self,
@@ -53,6 +64,9 @@ class LeastSquares(KernelMachine):
     ) -> None:
         super().__init__(kernel, classes)
         self.log_reg = log_parameter(type(self).__name__, reg=reg)
+        for name in self.spare:
+            self.register_buffer(name, None)
+        self._again = Remembered()
         if reg_per_output and not self.log_reg.ndim:
             raise ValueError(
                 f"{type(self).__name__}: reg must be a tensor (..., c), one number for each output, for "
@@ -93,7 +107,7 @@ class LeastSquares(KernelMachine):
         guard, Y, flat = self._checked(X, y)
         support = self._support_of(X, Y, weight)
         fit = self._solve(guard, X, Y, weight, reg, support)
-        return replace(fit, flat=flat, predictor=self._predictor(fit, support, flat)).checked()
+        return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
     def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
@@ -114,6 +128,36 @@ class LeastSquares(KernelMachine):
             raise TypeError(f"{self._function}: clusters must be integer labels, got None; use loo")
         return self._held_out(X, y, weight, clusters)
 
+    def lso(self, X: Tensor, y: Tensor, sets: Any, weight: Tensor | None = None) -> HeldOut:
+        """What the machine would have said of some rows, had it not seen others with them: leave-set-out.
+
+        For what no clusters describe: a buffer about each row of a time series or a map, such as
+        ``tl.splits.h_block(times, buffer)`` gives, or any other sets, which may overlap.
+
+        Args:
+            X: rows, (..., n, d), in memory.
+            y: targets.
+            sets: pairs (rows to predict, rows to leave out) of row numbers; the rows to predict must be
+                among those left out. They are host data and shared by a batch of problems.
+            weight: row weights.
+
+        Returns:
+            HeldOut with one entry for each row to predict, set after set: entry k is about row
+            ``torch.cat([predict for predict, _ in sets])[k]``. A row that several sets predict has several
+            entries, one that none predicts has none; sets that predict row 0, 1, ..., n - 1, as those of
+            `h_block` do, give one entry a row, in the order of the rows. All fields are (..., m) or
+            (..., m, c) for m entries; `clusters` has the number of the set of each, or is None where every
+            set predicts one row.
+
+        Differentiable. Cost that of `solve`, n^3 once in the dual form (n p^2 with p features), and for a set
+        of s rows s^3 + n s (s p min(s, p)); memory that of the problem. See Note [overlapping sets] in
+        leave_out_sets.py.
+        """
+        if isinstance(X, Stream):
+            raise TypeError(f"{self._function}: lso needs rows in memory, got a Stream; use lco")
+        guard, Y, flat = self._checked(X, y)
+        return self._solve(guard, X, Y, weight, self._penalty).held_out(flat=flat, sets=sets)
+
     def _held_out(
         self,
         X: Tensor | Stream,
@@ -126,11 +170,14 @@ class LeastSquares(KernelMachine):
         reg = self._penalty if regs is None else regs
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
-            return self.solve_rows(X, Alone(), reg).held_out(clusters)
+            return self.solve_rows(X, Alone(), reg, single=True).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
         rows = self._rows(guard, X, Y, weight, flat, clusters, reg)
         if rows is not None:
             return rows.held_out(clusters)
+        if clusters is None and isinstance(reg, Tensor) and self._by_features(X):
+            Z = self.kernel.feature_map(X)
+            return loo_features(guard, Z, Y, reg, weight, self.has_bias, flat)
         return self._solve(guard, X, Y, weight, reg).held_out(clusters, flat)
 
     def path(
@@ -157,8 +204,8 @@ class LeastSquares(KernelMachine):
     ) -> Fit | StreamFit:
         """The machine solved for every regularisation, whose axis R comes first in all that it gives.
 
-        Its `coef` (R, ..., n, c), `bias` and `held_out(clusters)` are computed when asked for, from one
-        decomposition, or by one factorisation each where they are few; see `from_kernel_matrix` and
+        Its `coef` (R, ..., n, c), its `bias` and what `held_out(clusters)` computes when asked come from one
+        decomposition, or from one factorisation each where they are few; see `from_kernel_matrix` and
         `from_features` in torchloo.spectral. The machine's own reg is not used.
 
         Args:
@@ -203,8 +250,7 @@ class LeastSquares(KernelMachine):
         several = isinstance(reg, Regs)
         if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
             return None
-        single = clusters is None and not several and Y.dtype == torch.float32
-        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single, reg)
+        return self._in_memory(guard, *found, Y, weight, flat, Alone(), reg)
 
     def _is_one(self, reg: Tensor | Regs) -> bool:
         """Whether there is no batch of regularisations; that of the machine matters on a path too."""
@@ -239,7 +285,7 @@ class LeastSquares(KernelMachine):
             return guard, *found, Y, flat
 
         guard, inputs, expansion, Y, flat = others.together(own)
-        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others, False, self._penalty)
+        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others, self._penalty)
 
     def _in_memory(
         self,
@@ -250,14 +296,13 @@ class LeastSquares(KernelMachine):
         weight: Tensor | None,
         flat: bool,
         others: Alone,
-        single: bool,
         reg: Tensor | Regs,
     ) -> StreamFit:
         problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
         memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat)
         graph = Graph(inputs, problem.Y, problem.weight)
         reg = reg if isinstance(reg, Regs) else problem.reg
-        return StreamFit(self, guard, memory, expansion, reg, others, graph, others.call, single)
+        return StreamFit(self, guard, memory, expansion, reg, others, graph, others.call, single=True)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
@@ -297,6 +342,80 @@ class LeastSquares(KernelMachine):
         fit = self.solve(X, y, weight)
         assert isinstance(fit.predictor, Predictor)
         self._store(fit.predictor)
+        self._store_uncertainty(fit)
+
+    def _store_uncertainty(self, fit: Fit) -> None:
+        """Keep what `predictive` needs beside the coefficients: few numbers, unless features are few."""
+        given, form = fit.representation, fit.form
+        noise = fit.problem.ridge if isinstance(form, Dual | Primal) else None  # one for all outputs
+        points = spread = None
+        if isinstance(given, CentredFeatures):
+            if isinstance(form, Primal):
+                noise, spread = None, given.spread(form)
+            elif isinstance(form, Dual):
+                points = given.shifted
+        self._keep_uncertainty(fit.targets.dtype, noise, points, spread)
+
+    def _keep_uncertainty(
+        self, dtype: torch.dtype, noise: Tensor | None, points: Tensor | None, spread: Tensor | None
+    ) -> None:
+        with torch.inference_mode(False):
+            for name, value in (("noise", noise), ("points", points), ("spread", spread)):
+                setattr(self, name, None if value is None else value.to(dtype, copy=True))
+
+    def predictive(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of the fitted machine at new points (..., q, d), and their variances (..., q).
+
+        The variance of a Gaussian process with the kernel of the machine, Note [variance at a new point], in
+        the units of `HeldOut.variance`, without noise: that of a row is reg / weight. In the units of the
+        targets it is s^2 times as much, s^2 the mean of r^2 / variance over a HeldOut; so a new row of
+        weight 1 has the variance s^2 (variance + reg). It is the same for all outputs. Rounding may leave
+        one that should be zero slightly negative.
+
+        Differentiable in X. Cost n^2 q, and n^3/3 once after `fit`, memory n^2; for explicit features p^2 q.
+        """
+        predictor = self._fitted_predictor()
+        rows, own = predictor.rows(X), predictor.own(X)
+        if self.spread is not None:
+            with full_precision(X):
+                S = self.spread
+                variance = (rows @ S[..., :-1].mT + S[..., -1:].mT).square().sum(-1)
+            return predictor(X), variance
+        if self.noise is None and self.reg_per_output:
+            raise RuntimeError(
+                f"{type(self).__name__}: a machine with one regularisation for each output has no predictive "
+                "variance that is the same for all of them; fit one machine for each output"
+            )
+        if self.noise is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: what was loaded has coefficients only, from before machines had a "
+                "variance; call fit(X, y) again"
+            )
+        fit = self._solved_again()
+        if fit.features is not None:  # the centre of what were features about a centre is zero to rounding
+            rows = rows - fit.features.centre
+        return predictor(X), fit.variance_at(rows, own).to(self.noise.dtype)
+
+    def _solved_again(self) -> Fit:
+        """The machine factorised from what `fit` stored, for whichever targets."""
+        support, noise, points = self.support, self.noise, self.points
+        assert support is not None
+        assert noise is not None
+        tensors = [noise, support if points is None else points, *self.kernel.parameters()]
+
+        @torch.no_grad()
+        def make() -> Fit:
+            guard, Y = Guard(self._function), torch.zeros_like(noise).unsqueeze(-1)
+            weight = self.reg.to(noise).unsqueeze(-1) / noise
+            if points is not None:
+                return from_features(guard, points, Y, self.reg, weight, self.has_bias).checked()
+            return self._smoother(guard, support, Y, weight).checked()
+
+        return self._again.get(tensors, make)
+
+    def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
+        """The machine solved for targets as they are, coded or not."""
+        return self._solve(guard, X, Y, weight, self.reg)
 
     def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
         """What predicts, of a solved machine; it knows when the support or the kernel has changed since."""
@@ -312,11 +431,15 @@ class LeastSquares(KernelMachine):
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
+        self._keep_uncertainty(solved.dtype, None, None, solved.spread)
 
-    def solve_rows(self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None) -> StreamFit:
+    def solve_rows(
+        self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None, single: bool = False
+    ) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have.
 
-        With its own regularisation, or others.
+        With its own regularisation, or others; `single` where only held-out rows are asked for, whose
+        products may be float32.
         """
         if self.has_given_classes:
             stream = stream.with_classes(self.classes)
@@ -325,7 +448,7 @@ class LeastSquares(KernelMachine):
             stream = stream.with_classes(shared_labels(self._function, others, own, stream.n or 0))
         expansion = others.together(lambda: self._expansion(stream))
         reg = self._penalty if reg is None else reg
-        return StreamFit(self, Guard(self._function), stream, expansion, reg, others)
+        return StreamFit(self, Guard(self._function), stream, expansion, reg, others, single=single)
 
     def require_only_stream(self, y: object, weight: object) -> None:
         """Raise where targets or weights are given beside a stream, which brings them."""

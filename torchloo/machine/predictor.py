@@ -1,8 +1,9 @@
 """What a solved machine says of new inputs."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.problem import Given
 
-__all__ = ["Predictor", "SolvedWith"]
+__all__ = ["Predictor", "Remembered", "SolvedWith"]
 
 
 class SolvedWith(NamedTuple):
@@ -41,6 +42,32 @@ class SolvedWith(NamedTuple):
             )
 
 
+def _same(now: Given | None, before: Given | None) -> bool:
+    """Whether a tensor is known to be what it was."""
+    if now is None or before is None or now.version is None:
+        return False
+    return now.matrix is before.matrix and now.version == before.version
+
+
+class Remembered:
+    """Something costly, kept while the tensors that it came from stay as they are; copies lack it."""
+
+    def __init__(self) -> None:
+        self._givens: tuple[Given, ...] = ()
+        self._made: Any = None
+
+    def get(self, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+        """What `make` gave for these tensors."""
+        now = tuple(map(Given.of, tensors))
+        pairs = itertools.zip_longest(now, self._givens)
+        if self._made is None or not all(_same(a, b) for a, b in pairs):
+            self._givens, self._made = now, make()
+        return self._made
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Remembered, ()
+
+
 @dataclass(frozen=True)
 class Predictor:
     """f(x) = sum_j coef_j k(x, z_j) + bias, or f(x) = (features of x - centre) coef + bias."""
@@ -63,6 +90,13 @@ class Predictor:
 
     def __call__(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs X (..., q, d)."""
+        rows = self.rows(X)
+        with full_precision(X):
+            outputs = rows @ self.coef + self.bias.unsqueeze(-2)
+        return (outputs[..., 0] if self.flat else outputs).to(full_dtype(X.dtype))
+
+    def rows(self, X: Tensor) -> Tensor:
+        """Features about their centre, or kernel rows: what the coefficients multiply, (..., q, m)."""
         require_inputs(self.function, X=X, support=self.support)
         csr.require_layout(self.function, "X", X)
         guard = Guard(self.function)
@@ -70,13 +104,20 @@ class Predictor:
         guard.check()
         if self.solved_with is not None:
             self.solved_with.require_unchanged(self.function, self.kernel)
-        design = self._design(X)
-        with full_precision(X):
-            outputs = design @ self.coef + self.bias.unsqueeze(-2)
-        return (outputs[..., 0] if self.flat else outputs).to(full_dtype(X.dtype))
+        return self._design(X)
+
+    def own(self, X: Tensor) -> Tensor | None:
+        """k(x, x), (..., q), for kernel rows."""
+        if self.linear:
+            return None
+        if isinstance(self.kernel, Precomputed):
+            raise TypeError(
+                f"{self.function}: a variance needs k(x, x), which the rows of Precomputed do not tell; use "
+                "the kernel itself"
+            )
+        return self.kernel.diagonal(X)
 
     def _design(self, X: Tensor) -> Tensor:
-        """Features about their centre, or kernel rows: what the coefficients multiply, (..., q, m)."""
         kernel, event = self.kernel, self.kernel.event_dim
         own = self.linear or isinstance(kernel, Precomputed)
         expected = self.coef.shape[-2:-1] if own else self.support.shape[-event:]

@@ -31,12 +31,13 @@ def _cluster(findings: Findings) -> str:
 
 def _answers(findings: Findings) -> str:
     """True classes against what was said."""
-    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    labels, of = findings.prepared.schema.labels, findings.by_class
+    assert of is not None
     if len(labels) > _MOST_COLUMNS:
         return _mistakes(findings)
-    said, rows, kinds = findings.said(findings.inner), [], {}
+    rows, kinds = [], {}
     for i, true in enumerate(labels):
-        counts = [int(((target == true) & (said == name)).sum()) for name in labels]
+        counts = of.confusion[i].tolist()
         rows.append([true, *(str(k or "·") for k in counts), f"{1 - counts[i] / sum(counts):.0%}"])
         kinds.update({(i, j + 1): "hit" if i == j else "miss" for j, k in enumerate(counts) if k})
     words = (
@@ -49,14 +50,10 @@ def _answers(findings: Findings) -> str:
 
 def _mistakes(findings: Findings) -> str:
     """For many classes: how often each is mistaken, and for which others."""
-    labels, target = findings.prepared.schema.labels, findings.prepared.target
-    said, rows = findings.said(findings.inner), []
-    for true in labels:
-        answers = said[target == true]
-        names, counts = np.unique(answers[answers != true], return_counts=True)
-        order = np.argsort(-counts, kind="stable")[:3]
-        taken = ", ".join(f"{names[k]} ({counts[k]})" for k in order) + ", ..." * (len(counts) > 3)
-        rows.append([true, f"{len(answers)}", f"{(answers != true).mean():.0%}", taken or "·"])
+    labels, of, rows = findings.prepared.schema.labels, findings.by_class, []
+    assert of is not None
+    for k, true in enumerate(labels):
+        rows.append([true, f"{of.confusion[k].sum()}", f"{1 - of.right[k]:.0%}", of.mistaken_for(k, labels)])
     words = (
         f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
         "Each line is a true class; at its end stand the classes that its rows were mistaken for."
@@ -88,7 +85,8 @@ def residuals(findings: Findings) -> str:
             "numbers. A row with a leverage near 1 mostly decides for itself what is said of it. If its "
             "residual is large too, it deserves a look."
         )
-        parts.append(figure(pictures.leverage(findings.leverage, findings.inner.size), caption))
+        svg = pictures.leverage(findings.leverage, findings.inner.size, findings.prepared.rows)
+        parts.append(figure(svg, caption))
     title = "Residuals" if findings.leverage is None else "Residuals and leverage"
     return section(title, *parts, _worst(findings))
 
@@ -128,7 +126,7 @@ def _worst(findings: Findings) -> str:
     rows = []
     for i in order:
         pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
-        cells = [str(i + 1), *pair, number(values[i])]
+        cells = [str(findings.prepared.rows[i]), *pair, number(values[i])]
         rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
     words = (
         "The rows that were predicted worst; row 1 is the first below the column names. "

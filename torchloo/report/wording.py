@@ -34,6 +34,11 @@ CRITERIA = {
         "balanced error rate",
         "the mean of the error rates of a class and of the others",
     ),
+    "balanced_multiclass_error": (
+        "balanced misclassification rate",
+        "the mean over the classes of the share of their rows for which another has the largest output",
+    ),
+    "cross_entropy": ("cross-entropy", "the mean of -log p, p the softmax of the outputs at the true class"),
     "error_rate": ("error rate", "the share of wrong answers"),
     "hinge": ("hinge loss", "the sum of how far answers fall short of the right side"),
     "kendall_tau": ("Kendall's tau", "how well the order of the rows is told"),

@@ -14,21 +14,12 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, values_visible
+from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
 from torchloo.primal import Primal, primal
 from torchloo.problem import Problem, Regs, check_dual, check_features
-from torchloo.smoothers import (
-    Coefficients,
-    FeatureWeights,
-    Fit,
-    centred,
-    of_features,
-    of_kernel,
-    solve_dual,
-    solve_features,
-    weighed,
-    with_ones,
-)
+from torchloo.representation import CentredFeatures, KernelRows
+from torchloo.smoothers import Fit, centred, solve_dual, solve_features, with_ones
 from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
@@ -85,8 +76,17 @@ class Path:
 
     def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., n, c), and which rows (..., n) were refitted."""
-        r, variance, refitted = self.parts(partition, guard)
+        r, variance, refitted = self.along_regs(partition, guard)
         return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
+        """Held-out residuals and variances (..., m, c) of rows to predict, and the refitted ones (..., m)."""
+        r, variance, refitted = self.each().parts(lambda form: form.left_out(sets, guard))
+        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
+    def each(self) -> "Each":
+        """All regularisations with a form of their own."""
+        raise NotImplementedError
 
     def coefficients(self) -> Tensor:
         """a (R, ..., n, c)."""
@@ -100,7 +100,7 @@ class Path:
         """Blocks of P, (R, ..., c', g, s, s) for each size."""
         raise NotImplementedError
 
-    def parts(self, partition: Partition, guard: Guard) -> Parts:
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out parts of all R."""
         raise NotImplementedError
 
@@ -148,9 +148,17 @@ class Each(Path):
         blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
         return [block.movedim(-1, -4) for block in blocks]
 
-    def parts(self, partition: Partition, guard: Guard) -> Parts:
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        return self.parts(lambda form: form.held_out(partition, guard))
+
+    def each(self) -> "Each":
+        return self
+
+    def parts(self, of_form: Callable[..., Parts]) -> Parts:
+        """Held-out parts of all R from those of each form."""
+
         def of(form: Dual | Primal) -> tuple[Tensor, ...]:
-            r, variance, refitted = form.held_out(partition, guard)
+            r, variance, refitted = of_form(form)
             return r, variance.expand_as(r), refitted.unsqueeze(-1)
 
         r, variance, refitted = self.along(of)
@@ -204,10 +212,13 @@ class Decomposed(Path):
     def blocks_of(self, partition: Partition) -> list[Tensor]:
         return self.others.blocks_of(partition)
 
-    def parts(self, partition: Partition, guard: Guard) -> Parts:
+    def each(self) -> Each:
+        return self.others
+
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         served, _ = self._split(self.regs)
-        parts = _in_chunks(self.form, served, self._step, partition, guard) if self.served else []
-        r, variance, refitted = self._joined(parts, lambda each: each.parts(partition, guard))
+        parts = _by_outputs(self.form, served, self._step, partition, guard) if self.served else []
+        r, variance, refitted = self._joined(parts, lambda each: each.along_regs(partition, guard))
         return r, variance, refitted
 
 
@@ -225,6 +236,21 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
     guard.require(form.least + regs.amin(-1) > 0, NOT_DEFINITE)
     order = sorted(range(len(regs)), key=lost.__getitem__)
     return Decomposed(problem, regs, each.axis, form, order, lost.count(False), each)
+
+
+def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
+    """`_in_chunks`, and of outputs with their own regularisations as few at a time as memory is for sets."""
+    c, several = regs.shape[-1], partition.groups[-1].shape[-1] > 1
+    few = max(1, max(form.B.numel(), _TOGETHER) // form.B.numel())
+    if c <= few or not several:
+        return _in_chunks(form, regs, step, partition, guard)
+    found = []
+    for j in range(0, c, few):
+        some = slice(j, j + few)
+        given = (form._replace(Y=form.Y[..., some]), regs[..., some], step.of_outputs(some))
+        found.append([torch.cat(part) for part in zip(*_in_chunks(*given, partition, guard), strict=True)])
+    r, variance, refitted = zip(*found, strict=True)
+    return [(torch.cat(r, -1), torch.cat(variance, -1), torch.stack(refitted).any(0))]
 
 
 def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
@@ -295,7 +321,7 @@ def from_kernel_matrix(
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
         form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
-    return Fit(form, problem, partial(of_kernel, Y.dtype))
+    return Fit(form, problem, KernelRows(Y.dtype))
 
 
 def from_features(
@@ -326,9 +352,9 @@ def from_features(
                 again = share @ shifted.detach()
                 shifted, centre = shifted - again, centre + again
             form = _path(problem, shifted @ shifted.mT, shifted, regs, reg.path, bias)
-            return Fit(form, problem, partial(of_features, shifted, centre, Y.dtype))
+            return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))
         each, Q = _rotated(problem, shifted, regs, reg.path, bias)
-    return Fit(each, problem, partial(_of_rotated, Q, centre, Y.dtype))
+    return Fit(each, problem, _Rotated(shifted, centre, Y.dtype, Q))
 
 
 def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: bool) -> tuple[Each, Tensor]:
@@ -351,10 +377,13 @@ def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: 
     return Each(problem, regs, axis, form_of), Q
 
 
-def _of_rotated(Q: Tensor, centre: Tensor, dtype: torch.dtype, form: Each) -> Coefficients:
-    """The coefficients of features (..., n, d) about their centre from those of the rotated ones."""
-    d = Q.shape[-1]
-    with full_precision(Q):
+@dataclass(frozen=True)
+class _Rotated(CentredFeatures):
+    """Features whose coefficients come from those of rotated ones."""
+
+    Q: Tensor
+
+    def _weighed(self, form: Each) -> tuple[Tensor, Tensor]:
+        d = self.Q.shape[-1]
         coef = form.weights  # (..., d + bias, c)
-        weights = FeatureWeights(Q @ coef[..., :d, :], centre, coef[..., d:, :].sum(-2))
-    return weighed(weights, dtype, form)
+        return self.Q @ coef[..., :d, :], coef[..., d:, :].sum(-2)

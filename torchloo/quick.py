@@ -1,0 +1,119 @@
+"""Leave-one-out of few rows with explicit features, where the number of operations takes the time.
+
+Note [quick form]
+The dual form (Note [dual form] in dual.py) with the first row as its pivot p, for features that are
+differences to that row: row and column p of K = Z Z^T vanish, so with a bias A is K, ridge_p more in all
+other rows and columns, and ridge on the diagonal. A is factorised in float64; all products, also P = T^T T
+and a = P Y, are of the dtype of Z, be it float32. This is accurate unless A is badly conditioned: K is known
+to |dK_ij| <= eps |z_i| |z_j| or so, which is |dS_ij| <= eps where S is A scaled to a unit diagonal. To first
+order an eigenvalue s_k of S changes relatively by eps / s_k, and all of them together by
+
+    eps trace(S^{-1}) = eps sum_i A_ii P_ii,
+
+a sum of variance inflation factors (1 - h_p for i = p). Where this is small, so are the relative errors of a
+and of P, however near h is to 1. Where it is not, be it that the first row is far from all others, dual.py
+chooses its pivot and takes products in float64.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from torchloo.autograd import apply
+from torchloo.factors import SINGLE
+from torchloo.guards import values_visible
+from torchloo.precision import full_precision
+from torchloo.problem import Problem
+
+__all__ = ["leave_one_out"]
+
+# The most rows: with more of them it is the products that take the time, which must not be done in vain.
+_FEW = 192
+
+
+def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """P (..., n, n), sum_i A_ii P_ii (...), and where the factorisation of A failed, (...).
+
+    By differentiable operations, from differences Z (..., n, d) to the first row if there is a bias.
+    """
+    A = (Z @ Z.mT).double()
+    E = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    if bias:
+        A[..., 1:, 1:].add_(ridge[..., :1, None])
+        E[:, 0].sub_(1)
+    A.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    L, info = torch.linalg.cholesky_ex(A)
+    T = torch.linalg.solve_triangular(L, E, upper=False).to(Z.dtype)
+    P = T.mT @ T
+    return P, (A.diagonal(dim1=-2, dim2=-1) * P.diagonal(dim1=-2, dim2=-1)).sum(-1), info
+
+
+def _differences(V: Tensor, bias: bool) -> Tensor:
+    """V (..., n, c), with a bias less its first row."""
+    return V - V[..., :1, :] if bias else V
+
+
+class _Rows(Function):
+    """(Z, ridge, Y) -> r_i = a_i / P_ii and v_i = 1 / P_ii, then what `_inverse` gives.
+
+    The backward is that of Note [dual backward] in dual.py, and K = Z Z^T has Zbar = 2 Kbar Z; only r and v
+    have one.
+    """
+
+    @staticmethod
+    def forward(Z: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, ...]:
+        P, inflation, info = _inverse(Z, ridge, bias)
+        v = P.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1)  # (..., n, 1)
+        return v * (P @ _differences(Y, bias)), v, P, inflation, info
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        Z, ridge, _, ctx.bias = inputs
+        r, v, *others = output
+        ctx.mark_non_differentiable(*others)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(Z, ridge, r, v, others[0])
+
+    @staticmethod
+    def backward(ctx: Any, rbar: Tensor | None, vbar: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        Z, ridge, r, v, P = ctx.saved_tensors
+        with full_precision(Z):
+            if torch.is_grad_enabled():
+                Z = _differences(Z, ctx.bias)  # no change but that they depend on the first row
+                P = _inverse(Z, ridge, ctx.bias)[0]
+            a = r / v
+            abar = torch.zeros_like(r) if rbar is None else v * rbar
+            negative = (abar * r).sum(-1, keepdim=True)  # -diag(D), (..., n, 1)
+            if vbar is not None:
+                negative = negative + v.square() * vbar
+            U = P @ abar
+            twice = P @ (2 * negative * P)  # twice Mbar
+            twice -= torch.cat([U, a], -1) @ torch.cat([a, U], -1).mT
+            Zbar = twice @ Z if ctx.needs_input_grad[0] else None
+            return Zbar, twice.diagonal(dim1=-2, dim2=-1) / 2, U, None
+
+
+def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Residuals (..., n, c), variances (..., n, 1) and refitted rows (..., n): none; Note [quick form].
+
+    Args:
+        problem: targets, weights and regularisation; what it demands of values is looked at.
+        Z: features (..., n, d).
+        bias: whether there is an unpenalised bias.
+
+    Returns:
+        None where there are many rows, or one, or few features, where values cannot be looked at, or where
+        they show that digits would be lost.
+    """
+    n, d = Z.shape[-2:]
+    if not 1 < n <= _FEW or n >= d or not values_visible(Z, problem.Y, problem.reg):
+        return None
+    # The first row may be held constant: with a bias, no output depends on a shift of the features.
+    differences = problem.expand(Z - Z[..., :1, :].detach() if bias else Z)
+    r, variance, _, inflation, info = apply(_Rows, differences, problem.ridge, problem.Y, bias)
+    most, failed = problem.guard.numbers(inflation.amax(), info.amax(), made_of=Z)
+    if failed or not most < SINGLE:
+        return None
+    return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)

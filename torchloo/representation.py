@@ -1,0 +1,187 @@
+"""How the coefficients of a machine, and its new points, relate to the factorised form that it was solved by.
+
+Note [variance at a new point]
+Read as a Gaussian process, whose bias has a flat prior, a machine has at a new point x the variance
+
+    k(x,x) - k^T M^{-1} k + (1 - 1^T M^{-1} k)^2 / (1^T M^{-1} 1)        (no last term without a bias),
+
+in the units of 1 / P_ii, where the noise of a row is reg / weight: for the machine without row i, the
+variance at x_i and the noise of row i add up to 1 / P_ii. In the differences to the pivot p of Note [dual
+form], with c_i = (k_i - k_p) - (K_ip - K_pp) + ridge_p and c_p = 0, it is
+k(x,x) - 2 k_p + K_pp + ridge_p - c^T P c. In the primal form it is reg z^T C^{-1} z.
+
+Note [weights at a new point]
+Outputs are linear in the targets, f(x) = w(x)^T Y, with w = P k without a bias, P c + e_p with one, and
+Omega Z C^{-1} z in the primal form. By Note [held-out residual] the machine without L has the targets
+Y - r, so it says f(x) - w_L(x)^T r_L of x: all machines without a set, at a new point, for one product.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchloo.dual import Dual
+from torchloo.precision import full_precision
+from torchloo.primal.whole import Primal, normal, with_ones
+
+__all__ = [
+    "CentredFeatures",
+    "Coefficients",
+    "FeatureWeights",
+    "Features",
+    "KernelRows",
+    "NewPoints",
+    "Representation",
+]
+
+
+class FeatureWeights(NamedTuple):
+    """f(z) = (z - centre) coef + offset for features z; the centre keeps digits far from the origin."""
+
+    coef: Tensor
+    """(..., d, c)."""
+    centre: Tensor
+    """(..., 1, d); zeros without a bias."""
+    offset: Tensor
+    """(..., c)."""
+
+
+class Coefficients(NamedTuple):
+    """What a machine multiplies kernel rows or features with, in the dtype of the targets."""
+
+    columns: Tensor
+    """Coefficients of the columns of K_new in `Fit.from_kernel`, (..., m, c)."""
+    offset: Tensor
+    """(..., c), zeros for a machine without a bias."""
+    features: FeatureWeights | None = None
+    """Weights of the explicit features, where the machine has such."""
+
+
+class Representation(Protocol):
+    """Between a machine and its form, whatever the targets.
+
+    `rows` (..., q, m) are what the coefficients of the machine multiply at new points: kernel rows, or
+    features about their centre.
+    """
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Those of the machine."""
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """w(x) of Note [weights at a new point], (..., q, n)."""
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """That of Note [variance at a new point], (..., q), with own = k(x,x), (..., q), for kernel rows."""
+
+
+class NewPoints(Protocol):
+    """What a solved machine knows of new inputs X (..., q, d)."""
+
+    def __call__(self, X: Tensor) -> Tensor:
+        """Outputs (..., q) or (..., q, c)."""
+
+    def rows(self, X: Tensor) -> Tensor:
+        """The rows of `Representation`, (..., q, m)."""
+
+    def own(self, X: Tensor) -> Tensor | None:
+        """k(x, x), (..., q), for kernel rows."""
+
+
+@dataclass(frozen=True)
+class KernelRows:
+    """A machine whose coefficients are those of its form, at kernel rows."""
+
+    dtype: torch.dtype
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the training rows."""
+        return Coefficients(form.dual.to(self.dtype), form.bias.to(self.dtype))
+
+    def weights(self, form: Dual, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return form.weights_at(rows)
+
+    def variance(self, form: Dual, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        assert own is not None
+        return form.variance_at(rows, own)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Ridge regression with any penalty: the rows are features as they are."""
+
+    dtype: torch.dtype
+
+    def coefficients(self, form: Primal) -> Coefficients:
+        """Of the features."""
+        coef = form.coef.to(self.dtype)
+        return Coefficients(coef, torch.zeros_like(coef[..., 0, :]))
+
+    def weights(self, form: Primal, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return form.weights_at(rows.double())
+
+    def variance(self, form: Primal, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return form.variance_at(rows.double())
+
+
+@dataclass(frozen=True)
+class CentredFeatures:
+    """A machine of the features `shifted` (..., n, d), about a centre (..., 1, d), by either form."""
+
+    shifted: Tensor
+    centre: Tensor
+    dtype: torch.dtype
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the training rows, and of the features."""
+        with full_precision(self.shifted):
+            coef, offset = self._weighed(form)
+            at_zero = offset - (self.centre @ coef)[..., 0, :]
+        weights = FeatureWeights(*(t.to(self.dtype) for t in (coef, self.centre, offset)))
+        return Coefficients(form.dual.to(self.dtype), at_zero.to(self.dtype), weights)
+
+    def _weighed(self, form: Any) -> tuple[Tensor, Tensor]:
+        """Coefficients (..., d, c) of the features about their centre, and the offset (..., c)."""
+        d = self.shifted.shape[-1]
+        if isinstance(form, Primal):
+            return form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
+        return self.shifted.mT @ form.dual, form.bias
+
+    def weights(self, form: Dual | Primal, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        z = rows.double()
+        if isinstance(form, Primal):
+            return form.weights_at(self._design(form, z))
+        return form.weights_at(z @ self.shifted.mT)
+
+    def variance(self, form: Dual | Primal, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        z = rows.double()
+        if isinstance(form, Primal):
+            return form.variance_at(self._design(form, z))
+        return form.variance_at(z @ self.shifted.mT, z.square().sum(-1))
+
+    def spread(self, form: Dual | Primal) -> Tensor:
+        """S (..., p, d + 1) with the variance |S (z, 1)|^2 at features z about the centre."""
+        with full_precision(self.shifted):
+            if isinstance(form, Primal):
+                L, scale = form.factor, form.reg.sqrt()[..., None, None]
+            else:
+                Z, R = with_ones(self.shifted, torch.ones_like(form.ridge[..., 0]), form.pivot is not None)
+                L, scale = (
+                    torch.linalg.cholesky(normal(Z, R, form.ridge.reciprocal())),
+                    form.ridge.new_ones(()),
+                )
+            unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+            S = scale * torch.linalg.solve_triangular(L, unit, upper=False)
+        return S if S.shape[-1] > self.shifted.shape[-1] else torch.nn.functional.pad(S, (0, 1))
+
+    def _design(self, form: Primal, z: Tensor) -> Tensor:
+        """Features with the column of ones that the form has for a bias."""
+        bias = form.Z.shape[-1] > z.shape[-1]
+        return torch.cat([z, torch.ones_like(z[..., :1])], -1) if bias else z
