@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from torchloo.autograd import apply
 from torchloo.blocks import NOT_DEFINITE, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, REFIT_BELOW, condition, lower_factor, trusted
@@ -164,7 +165,7 @@ class Primal(NamedTuple):
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.groups)
+        blocks = apply(_Blocks, self.Z, self.R, self.weight, self.factor, *partition.groups)
         return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
 
     def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,7 +303,7 @@ def primal(
     if factor is None:
         with torch.no_grad(), full_precision(Z):
             factor, least = _factor(Z, R, weight, guard)
-    p, a = _Coefficients.apply(Z, R, weight, Y, factor)
+    p, a = apply(_Coefficients, Z, R, weight, Y, factor)
     return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, least)
 
 
