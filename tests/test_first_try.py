@@ -56,6 +56,18 @@ def test_minibatch_training_and_checkpoint():
     assert torch.equal(restored.predict_class(X), expected)
 
 
+def test_probe_on_embeddings(tmp_path):
+    X, label = images(200)
+    embeddings = network()(X)  # (200, 8), with its graph
+    found = tl.probe(embeddings, label, progress=False)
+    assert found.accuracy > 0.9
+    assert 0 < found.standard_error < 0.03
+    assert f"{found.accuracy:.4f}" in str(found)
+    assert torch.equal(found.head.predict_class(embeddings), found.head(embeddings).argmax(-1))
+    found.plot(tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").is_file()
+
+
 @pytest.mark.parametrize("make", [tl.LSSVM, tl.SVC])
 def test_class_weights(make):
     X, label = images()
@@ -147,3 +159,13 @@ def test_episodes_with_a_query_loss_and_its_gradient():
         torch.autograd.grad(value, parameters), torch.autograd.grad(by_hand, parameters), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_prediction_intervals_of_a_chosen_machine():
+    X, y = tl.datasets.motorcycle()
+    kept = torch.arange(len(y)) % 4 != 0
+    machine = tl.select(tl.LSSVM(tl.kernels.RBF()), X[kept], y[kept], progress=False).machine
+    lower, upper = tl.intervals.jackknife_plus(machine, X[kept], y[kept], X[~kept])
+    assert lower.shape == y[~kept].shape
+    covered = (lower <= y[~kept]) & (y[~kept] <= upper)
+    assert covered.double().mean() > 0.75

@@ -31,7 +31,7 @@ MACHINES = {
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_nothing_grows_over_1000_training_steps(name):
-    """One (n, n) matrix of float32 kept in each step would be 1 MiB, one of float64 2 MiB."""
+    """One (n, n) matrix of float32 kept in each step would be 1 MiB; nothing kept is 0.02 at most."""
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(N, 4, generator=generator)
     y = torch.randn(N, generator=generator).sign()
@@ -48,4 +48,4 @@ def test_nothing_grows_over_1000_training_steps(name):
     train(100)
     before = resident_mib()
     train(1000)
-    assert resident_mib() - before < 1.0
+    assert resident_mib() - before < 0.5

@@ -1,6 +1,6 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
-from torchloo import basis, criteria, datasets, distributed, functional, kernels, splits
+from torchloo import basis, criteria, datasets, distributed, functional, intervals, kernels, splits
 from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
@@ -9,6 +9,7 @@ from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
+from torchloo.probing import Probe, probe
 from torchloo.rls import RLS
 from torchloo.sampling_error import standard_error
 from torchloo.selection import Selection, select
@@ -27,6 +28,7 @@ __all__ = [
     "SVC",
     "Fit",
     "HeldOut",
+    "Probe",
     "SVMFit",
     "SVMHeldOut",
     "Selection",
@@ -41,8 +43,10 @@ __all__ = [
     "distributed",
     "folds",
     "functional",
+    "intervals",
     "kernels",
     "one_vs_rest",
+    "probe",
     "select",
     "splits",
     "standard_error",

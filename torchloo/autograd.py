@@ -33,8 +33,8 @@ def _apply_in_forward_mode(function: type[Function], args: tuple[Any, ...]) -> A
         return function.apply(*args)
     except NotImplementedError as error:
         raise NotImplementedError(
-            "torchloo: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not supported; take "
-            "reverse mode, as in torch.func.jacrev(f) and torch.func.jacrev(torch.func.grad(f))"
+            "torchloo: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not supported by "
+            "kernel matrices; take reverse mode: torch.func.jacrev(f), or jacrev(torch.func.grad(f))"
         ) from error
 
 

@@ -110,17 +110,17 @@ def whole_number(function: str, name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def host_labels(function: str, clusters: object, rows: int) -> np.ndarray:
-    """Cluster labels as an int64 array (n,); they decide shapes, so they live on the host."""
+def host_labels(function: str, clusters: object, rows: int, name: str = "clusters") -> np.ndarray:
+    """Labels of rows as an int64 array (n,); they decide shapes, so they live on the host."""
     try:
         labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
     except ValueError:
-        raise TypeError(f"{function}: clusters must be integer labels (n,), got a ragged list") from None
+        raise TypeError(f"{function}: {name} must be integer labels (n,), got a ragged list") from None
     if labels.dtype.kind not in "iu":
-        raise TypeError(f"{function}: clusters must be integer labels, got {labels.dtype}")
+        raise TypeError(f"{function}: {name} must be integer labels, got {labels.dtype}")
     if labels.shape != (rows,):
         raise ValueError(
-            f"{function}: clusters must hold one label for each of the {rows} rows, got shape {labels.shape}"
+            f"{function}: {name} must hold one label for each of the {rows} rows, got shape {labels.shape}"
         )
     return labels.astype(np.int64)
 

@@ -214,7 +214,8 @@ class Fit:
         _ = self._coefficients
         return self
 
-    def _shaped(self, values: Tensor) -> Tensor:
+    def shaped(self, values: Tensor) -> Tensor:
+        """Values (..., c), or (...) where the targets came without an output axis."""
         return values[..., 0] if self.flat else values
 
     @property
@@ -235,22 +236,22 @@ class Fit:
     @property
     def coef(self) -> Tensor:
         """Coefficients of the columns of K_new."""
-        return self._shaped(self.columns)
+        return self.shaped(self.columns)
 
     @property
     def bias(self) -> Tensor:
         """Offset; zeros for a machine without one."""
-        return self._shaped(self.offset)
+        return self.shaped(self.offset)
 
     @property
     def residuals(self) -> Tensor:
         """Training residuals Y - Yhat."""
-        return self._shaped(self.form.noise.to(self.targets.dtype) * self.dual)
+        return self.shaped(self.form.noise.to(self.targets.dtype) * self.dual)
 
     @property
     def outputs(self) -> Tensor:
         """Training outputs Yhat."""
-        return self._shaped(self.targets) - self.residuals
+        return self.shaped(self.targets) - self.residuals
 
     @property
     def leverage(self) -> Tensor:
@@ -282,7 +283,7 @@ class Fit:
                 f"got shape {tuple(K_new.shape)}"
             )
         with full_precision(K_new):
-            return self._shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
+            return self.shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
 
     def held_out(
         self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
@@ -350,7 +351,7 @@ class Fit:
         bias = found.offset.unflatten(-1, outputs)  # (..., g, c)
         if not several:
             coef, bias = coef.squeeze(-3), bias.squeeze(-2)
-        return self._shaped(coef), self._shaped(bias)
+        return self.shaped(coef), self.shaped(bias)
 
 
 def solve_dual(
