@@ -1,6 +1,7 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
 from torchloo import basis, criteria, datasets, distributed, functional, intervals, kernels, splits
+from torchloo.calibration import Platt, Temperature, calibrate
 from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
@@ -27,15 +28,18 @@ __all__ = [
     "SVC",
     "Fit",
     "HeldOut",
+    "Platt",
     "SVMFit",
     "SVMHeldOut",
     "Selection",
     "SparseLSSVM",
     "Stream",
     "StreamFit",
+    "Temperature",
     "Validation",
     "balanced_weight",
     "basis",
+    "calibrate",
     "criteria",
     "datasets",
     "distributed",
