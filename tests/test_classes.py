@@ -271,7 +271,8 @@ STREAMED = {
 def sources(X, labels):
     """The same rows as tensors, as arrays, and as batches that come in order."""
     yield tl.Stream(X, labels, block=7, progress=False)
-    yield tl.Stream(X.numpy(), labels.numpy().astype("uint8"), block=5, progress=False)
+    array = labels.numpy() if labels.is_floating_point() else labels.numpy().astype("uint8")
+    yield tl.Stream(X.numpy(), array, block=5, progress=False)
     yield tl.Stream([(X[k : k + 6], labels[k : k + 6]) for k in range(0, len(X), 6)], progress=False)
 
 
@@ -298,6 +299,33 @@ def test_streams_of_labels_equal_rows_in_memory(name, count, given):
         machine.fit(stream())
         assert machine.classes.tolist() == expected.classes.tolist()
         assert torch.equal(machine.predict_class(X).long(), expected.predict_class(X))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_batches_that_were_spooled_keep_their_labels_for_other_orders_of_classes(count):
+    X, labels = problem(count)
+    clusters = torch.arange(len(X)) % 8
+    *_, stream = sources(X, labels)
+    for order in ({}, {"classes": [30, 20, 10][3 - count :]}, {"classes": [20, 10, 30, 40]}):
+        for _ in range(2):
+            machine = STREAMED["linear"](**order)
+            expected = machine.lco(X, labels, clusters)
+            received = machine.lco(stream, clusters=clusters)
+            assert torch.equal(received.targets, expected.targets)
+            assert_close(received.outputs, expected.outputs)
+
+
+def test_a_stream_of_numbers_has_no_classes_whatever_the_machine_was_given():
+    X, labels = problem(3)
+    machine = STREAMED["linear"](classes=[10, 20, 30])
+    for stream in sources(X, as_columns(labels, [10, 20, 30])):
+        machine.fit(stream)
+        assert stream.classes is None
+        assert machine.classes.tolist() == [10, 20, 30]
+        assert machine.predict_class(X).shape == (24,)
+    options = {"search": "grid", "grid": {"reg": [0.1, 1.0]}, "progress": False}
+    stream = tl.Stream(X, as_columns(labels, [10, 20, 30]), progress=False)
+    assert tl.select(machine, stream, **options).value > 1  # press, not a rate
 
 
 def test_streams_of_bad_labels_are_refused():
@@ -379,3 +407,34 @@ def test_threshold_counts_errors_by_default():
     X, labels = problem(2, n=30)
     held_out = MACHINES["lssvm"]().loo(X, labels)
     assert torch.equal(tl.threshold(held_out), tl.threshold(held_out, "error_rate"))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_other_ways_to_solve_take_labels():
+    X, labels = problem(3)
+    Y, machine = as_columns(labels, [10, 20, 30]), MACHINES["lssvm"]()
+    regs = torch.tensor([0.1, 1.0], dtype=DOUBLE)
+    assert torch.equal(machine.solve_path(X, labels, regs).coef, machine.solve_path(X, Y, regs).coef)
+    sets = tl.splits.h_block(torch.arange(24.0), buffer=2)
+    assert_same(machine.lso(X, labels, sets), machine.lso(X, Y, sets))
+    each = tl.LSSVM(tl.kernels.RBF(1.5), torch.tensor([0.1, 0.5, 2.0], dtype=DOUBLE), reg_per_output=True)
+    assert_same(each.loo(X, labels), each.loo(X, Y))
+    words = (X > 0).to(DOUBLE)
+    sparse = words.to_sparse_csr()
+    polynomial = tl.LSSVM(tl.kernels.Polynomial(2))
+    assert_close(polynomial.loo(sparse, labels).outputs, polynomial.loo(words, labels).outputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile
+def test_compiled_losses_need_given_classes():
+    X, labels = problem(3)
+    machine = tl.LSSVM(tl.kernels.RBF(1.5), classes=[10, 20, 30])
+
+    def loss(X, y):
+        return tl.criteria.cross_entropy(machine.loo(X, y))
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(X, labels), loss(X, labels))
+    without = tl.LSSVM(tl.kernels.RBF(1.5))
+    with pytest.raises(Exception, match="classes must be given"):
+        torch.compile(lambda y: without.loo(X, y).outputs, fullgraph=True, backend="aot_eager")(labels)

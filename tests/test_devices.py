@@ -65,6 +65,20 @@ def test_fake_cuda_meets_no_tensor_of_another_device(case):
             assert outputs.device.type == "cuda"
 
 
+def test_class_labels_on_fake_cuda_meet_no_tensor_of_another_device():
+    with fake_cuda():
+        X = torch.empty(2, N, 3, device="cuda", dtype=torch.float64)
+        labels = torch.zeros(2, N, device="cuda", dtype=torch.long)
+        reg = torch.ones((), device="cuda", dtype=torch.float64)
+        machine = tl.LSSVM(tl.kernels.RBF(reg), reg, classes=torch.arange(3))  # which stay on the host
+        held_out = machine.loo(X, labels)
+        assert held_out.outputs.device.type == "cuda"
+        for measure in ("multiclass_error", "cross_entropy", "class_accuracy", "confusion"):
+            assert getattr(tl.criteria, measure)(held_out).device.type == "cuda"
+        assert tl.balanced_weight(labels, classes=torch.arange(3)).device.type == "cuda"
+        assert machine.fit(X, labels).predict_class(X).device.type == "cuda"
+
+
 def test_fake_cuda_would_notice_a_stray_tensor():
     with fake_cuda(), pytest.raises(Exception, match="device"):
         torch.empty(3, device="cuda") + torch.empty(3)

@@ -123,6 +123,24 @@ def test_machines_take_inputs_of_any_shape(name, machine, batch):
         assert_close(ours.path(X, y, regs).outputs, theirs.path(embed(X), y, regs).outputs)
 
 
+@pytest.mark.parametrize("name", ["rbf", "linear", "sum", "features of a sum", "flattened sum"])
+@pytest.mark.parametrize("machine", ["rls", "lssvm", "kfd", "sparse"])
+def test_variances_weights_paths_and_sets_of_inputs_of_any_shape(name, machine):
+    image, rows, embed = pair(name)
+    X, y, X_new = images(N), labels(N), images(3, seed=2)
+    F, F_new = embed(X), embed(X_new)
+    ours, theirs = MACHINES[machine](image), MACHINES[machine](rows)
+    for received, expected in zip(
+        ours.fit(X, y).predictive(X_new), theirs.fit(F, y).predictive(F_new), strict=True
+    ):
+        assert_close(received, expected)
+    assert_close(ours.solve(X, y).weights_at(X_new), theirs.solve(F, y).weights_at(F_new))
+    regs = torch.tensor([0.1, 1.0], dtype=torch.float64)
+    assert_close(ours.solve_path(X, y, regs).coef, theirs.solve_path(F, y, regs).coef)
+    sets = [([0], [0, 1, 2]), ([5, 6], [4, 5, 6])]
+    assert_close(ours.lso(X, y, sets).outputs, theirs.lso(F, y, sets).outputs, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["rbf", "linear", "sum", "features of a sum"])
 @pytest.mark.parametrize("machine", ["lssvm", "kfd", "svc", "sparse"])
 def test_the_loss_trains_the_network(name, machine):
@@ -270,3 +288,33 @@ def test_shapes_that_do_not_go_together_are_refused():
 
 def test_the_number_of_axes_is_shown():
     assert repr(kernels.RBF(event_dim=3)) == "RBF(lengthscale=1, event_dim=3)"
+
+
+@pytest.mark.parametrize("machine", ["lssvm", "sparse", "svc"])
+def test_select_and_validate_take_inputs_of_any_shape(machine):
+    X, y = images(30), labels(30)
+    ours, theirs = (MACHINES[machine](kernel) for kernel in (kernels.RBF(2.0, event_dim=3), kernels.RBF(2.0)))
+    options = {"criterion": tl.criteria.squared_hinge, "max_evaluations": 8, "progress": False}
+    chosen = [tl.select(ours, X, y, **options), tl.select(theirs, X.flatten(1), y, **options)]
+    assert chosen[0].value == pytest.approx(chosen[1].value)
+    assert_close(chosen[0].machine(X), chosen[1].machine(X.flatten(1)))
+    folds = tl.splits.k_fold(30, 3, generator=torch.Generator().manual_seed(0))
+    estimates = [tl.validate(m, x, y, folds, **options) for m, x in ((ours, X), (theirs, X.flatten(1)))]
+    assert_close(*(torch.as_tensor(estimate.scores) for estimate in estimates))
+    with pytest.raises(ValueError, match=r"select: X must be \(n, \*event\), 3 axes an input, with at least"):
+        tl.select(ours, X.flatten(1), y, **options)
+
+
+def test_select_trains_a_convolutional_network():
+    X, y = images(30), labels(30)
+    machine = tl.LSSVM(kernels.RBF(2.0, features=network(), event_dim=3), 0.3)
+    before = tl.criteria.mse(machine.loo(X, y)).item()
+    chosen = tl.select(machine, X, y, criterion=tl.criteria.mse, max_evaluations=10, progress=False)
+    assert chosen.value < before
+    stream = tl.Stream(X, y, progress=False)
+    linear = tl.LSSVM(kernels.Linear(features=network(), event_dim=3), 0.3)
+    found = [
+        tl.select(linear, *data, criterion=tl.criteria.mse, max_evaluations=6, progress=False).value
+        for data in ((stream,), (X, y))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)

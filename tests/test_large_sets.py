@@ -113,7 +113,7 @@ def test_sets_whose_leverage_is_one_are_refitted_and_marked(label, monkeypatch):
     Z, Y, R, weight = lone_feature(label)
     expected = reference.ridge(Z, Y, R, weight, CLUSTERS)
     for chunk in (1 << 23, 1):
-        monkeypatch.setattr("torchloo.primal.sums._CHUNK", chunk)
+        monkeypatch.setattr("torchloo.primal.refit._CHUNK", chunk)
         result = F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
         assert result.refitted.nonzero()[:, 0].tolist() == CLUSTERS.eq(label).nonzero()[:, 0].tolist()
         assert relative(result.outputs, expected) <= 1e-8
@@ -122,7 +122,7 @@ def test_sets_whose_leverage_is_one_are_refitted_and_marked(label, monkeypatch):
 @pytest.mark.parametrize("chunk", [1 << 23, 2 * (9 + 2 * ROWS), 1])
 def test_lost_sets_of_several_sizes_are_refitted_in_chunks(chunk, monkeypatch):
     """Without the bound on 1 - h nothing would be lost; with a bound of 1 everything is."""
-    monkeypatch.setattr("torchloo.primal.sums._CHUNK", chunk)
+    monkeypatch.setattr("torchloo.primal.refit._CHUNK", chunk)
     Z, Y, R, weight = problem(2)
     plain = F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
     monkeypatch.setattr("torchloo.factors.REFIT_BELOW", 1.0)

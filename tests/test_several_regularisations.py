@@ -8,6 +8,7 @@ from cases import CASES, IDS, problem, relative
 from torch.testing import assert_close
 
 import torchloo as tl
+from torchloo import spectral
 
 every_smoother = pytest.mark.parametrize("case", CASES, ids=IDS)
 RAGGED = [7, 7, -2, 30, 30, 30, 4, 4, 4, 4, 4, 9]
@@ -59,6 +60,33 @@ def test_reg_per_output_equals_one_machine_for_each_output(case, clusters, c, we
         assert_close(fit.annihilator()[j], solved.annihilator(), rtol=1e-7, atol=1e-8)
         assert_close(fit(X)[:, j], solved.outputs, rtol=1e-8, atol=1e-8)
         assert_close(machine(X)[:, j], solved.outputs, rtol=1e-8, atol=1e-8)
+
+
+def test_own_regularisations_are_taken_a_few_at_a_time_where_there_are_sets(monkeypatch):
+    X, Y, weight = problem(40, c=9)
+    machine = tl.LSSVM(tl.kernels.RBF(), regs_of(9), reg_per_output=True)
+    labels = torch.arange(40) // 3
+
+    def gradients():
+        result = machine.lco(X, Y, labels, weight)
+        slopes = torch.autograd.grad(
+            result.outputs.square().sum() + result.variance.sum(), machine.parameters()
+        )
+        return *result, *slopes
+
+    together = gradients()
+    sizes = []
+    original = spectral.form.Spectral.held_out
+
+    def watched(self, regs, *given):
+        sizes.append(regs.shape[-1])
+        return original(self, regs, *given)
+
+    monkeypatch.setattr(spectral.path, "_TOGETHER", 2 * 40 * 40)
+    monkeypatch.setattr(spectral.form.Spectral, "held_out", watched)
+    for received, expected in zip(gradients(), together, strict=True):
+        assert_close(received, expected)
+    assert set(sizes) == {1, 2}
 
 
 @every_smoother

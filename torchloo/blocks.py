@@ -118,8 +118,13 @@ class _Sets:
         self.r = self.r + self.W @ (self.W.mT @ root.gradient(rows, self.r))
 
     def solve_doubtful(self, root: Root, rows: Tensor, guard: Guard) -> None:
-        """By QR those of the sets (g, s) for which a step of refinement is not enough."""
-        index = (~self.safe).nonzero(as_tuple=True)
+        """By QR those of the sets (g, s) for which one step is not enough; n^2 numbers at once."""
+        doubtful = (~self.safe).nonzero(as_tuple=True)
+        width = max(1, root.T.shape[-1] // rows.shape[1])
+        for index in zip(*(axis.split(width) for axis in doubtful), strict=True):
+            self._solve_by_qr(root, rows, index, guard)
+
+    def _solve_by_qr(self, root: Root, rows: Tensor, index: tuple[Tensor, ...], guard: Guard) -> None:
         *batch, which = index
         place = (*(i.unsqueeze(-1) for i in batch), rows[which])
         columns = root.T.mT[place]  # (k, s, n)

@@ -86,7 +86,8 @@ def as_classes(function: str, classes: Any) -> Tensor:
     given = _as_tensor(classes).detach().clone()
     if not is_label(given):
         raise TypeError(f"{function}: classes must be integers or bools, got {given.dtype}")
-    if given.ndim != 1 or len(given) < 2 or len(given.unique()) < len(given):
+    repeated = given.ndim == 1 and values_visible(given) and len(given.unique()) < len(given)
+    if given.ndim != 1 or len(given) < 2 or repeated:
         raise ValueError(f"{function}: classes must be two or more different labels, got {classes!r}")
     return given
 

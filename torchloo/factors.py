@@ -6,7 +6,18 @@ from torch import Tensor
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.guards import Guard
 
-__all__ = ["ILL_CONDITIONED", "REFIT_BELOW", "SINGLE", "condition", "lower_factor", "triangle", "trusted"]
+__all__ = [
+    "ILL_CONDITIONED",
+    "REFIT_BELOW",
+    "SINGLE",
+    "condition",
+    "lower_factor",
+    "root_of",
+    "triangle",
+    "trusted",
+    "whitened",
+    "with_derivatives",
+]
 
 # Products of float32 rows are float32 themselves up to this condition: eps times it is 1e-4.
 SINGLE = 1e-4 / torch.finfo(torch.float32).eps
@@ -69,3 +80,31 @@ def triangle(rows: Tensor) -> Tensor:
     """
     order = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).argsort(-2, descending=True)
     return torch.linalg.qr(rows.take_along_dim(order, -2), mode="r").R
+
+
+def root_of(R: Tensor, guard: Guard) -> Tensor:
+    """B (..., p, p) with B^T B = R, a penalty."""
+    w, Q = torch.linalg.eigh(R)
+    least = -w.shape[-1] * torch.finfo(w.dtype).eps * w.abs().amax(-1, keepdim=True)
+    guard.require(w >= least, "R must be positive semi-definite")
+    return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
+
+
+def whitened(L: Tensor, V: Tensor) -> Tensor:
+    """L^{-1} V (..., p, m) for a lower triangular L; a diagonal one comes as a vector (..., p)."""
+    if L.ndim < V.ndim:
+        return V / L.unsqueeze(-1)
+    return torch.linalg.solve_triangular(L, V, upper=False)
+
+
+def with_derivatives(L: Tensor, C: Tensor) -> Tensor:
+    """L (..., p, p), or (..., p) if diagonal, with the derivatives of the Cholesky factor of C.
+
+    L is the better value of that factor; the value of C itself is not used.
+    """
+    if not C.requires_grad:
+        return L
+    change = whitened(L, whitened(L, C).mT)
+    unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
+    step = torch.linalg.cholesky(unit + (change - change.detach()))
+    return L.unsqueeze(-1) * step if L.ndim < C.ndim else L @ step

@@ -93,10 +93,10 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
 class KFD(LeastSquares):
     """The kernel Fisher discriminant as a module; see `kfd`.
 
-    Labels y are -1 and +1, (..., n), or (..., n, c) for several classes: column k is +1 in the rows of
-    class k, one class against the rest, and the class with the largest output is the predicted one. The
-    machine codes its own targets column by column, which its HeldOut carries; all columns share one
-    decomposition.
+    Labels y are integers, (..., n), see Note [class labels] in machine/kernel_machine.py; or -1 and +1,
+    (..., n), or (..., n, c) for several classes: column k is +1 in the rows of class k, one class against the
+    rest, and the class with the largest output is the predicted one. The machine codes its own targets column
+    by column, which its HeldOut carries; all columns share one decomposition.
 
     Args:
         kernel: a kernel of torchloo.kernels.

@@ -26,8 +26,7 @@ __all__ = ["LeaveOutSets", "Parts", "leave_out_by_annihilator"]
 Parts = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (..., m, c), variances (..., m, 1), and which rows (..., m) were refitted."""
 
-# Rows of sets are gathered from a matrix until they have so many times its numbers; of a small one, so many.
-_COPIES = 4
+# So many numbers at least are computed at once, however small a problem.
 _TOGETHER = 1 << 22
 
 
@@ -70,13 +69,14 @@ class LeaveOutSets:
         self._place = np.sort(place)  # (m,), where the rows to predict are among all rows of all groups
         self._back = torch.from_numpy(place.argsort(kind="stable").argsort()).to(device)
 
-    def leave_out(self, matrix: Tensor, one: Callable[..., Parts], *given: Tensor) -> Parts:
+    def leave_out(self, matrix: Tensor, width: int, one: Callable[..., Parts], *given: Tensor) -> Parts:
         """The rows to predict, from what a function says of sets (g, s) of one size, a few at a time.
 
         Args:
-            matrix: (..., n, k), which limits how many of its rows are taken at once.
+            matrix: (..., n, k); sets that are taken at once have no more numbers than it, or few.
+            width: how many numbers a row of a set has, unless there are more rows in the set.
             one: one(rows, *given) -> held-out residuals (..., g, s, c), variances (..., g, s, 1) and which
-                sets (..., g) were refitted. With a graph and several calls, called again in the backward.
+                sets (..., g) were refitted. With a graph and many numbers, called again in the backward.
             given: tensors of the graph.
         """
 
@@ -86,22 +86,23 @@ class LeaveOutSets:
             r, variance, marks = (t.flatten(-3, -2).index_select(-2, wanted) for t in (r, variance, marks))
             return r, variance, marks
 
-        chunks = list(self._chunks(matrix))
+        n, k = matrix.shape[-2:]
+        limit = max(n * k, _TOGETHER // max(1, matrix.numel() // (n * k)))
+        sizes = [len(rows) * rows.shape[1] * max(width, rows.shape[1]) for rows in self.groups]
+        chunks = self._chunks(limit, width)
         call: Callable[..., Parts] = predicted
-        if len(chunks) > 1 and torch.is_grad_enabled() and values_visible(matrix):
+        if sum(sizes) > limit and torch.is_grad_enabled() and values_visible(matrix):
             call = partial(checkpoint, predicted, use_reentrant=False, preserve_rng_state=False)
         parts = zip(*(call(*chunk, *given) for chunk in chunks), strict=True)
         r, variance, marks = (torch.cat(part, -2).index_select(-2, self._back) for part in parts)
         return r, variance, marks[..., 0]
 
-    def _chunks(self, matrix: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sets (g, s), and where the rows to predict are among their g s rows."""
-        n, k = matrix.shape[-2:]
-        limit = max(_COPIES * n * k, _TOGETHER // max(1, matrix.numel() // (n * k)))
+    def _chunks(self, limit: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sets (g, s) of so many numbers, and where the rows to predict are among their g s rows."""
         start = 0
         for group in self.groups:
             size = group.shape[1]
-            for rows in group.split(max(1, limit // (size * max(k, size)))):
+            for rows in group.split(max(1, limit // (size * max(width, size)))):
                 first, last = self._place.searchsorted([start, start + rows.numel()])
                 wanted = torch.from_numpy(self._place[first:last] - start)
                 yield rows, wanted.to(rows.device)
@@ -169,7 +170,7 @@ def leave_out_by_annihilator(
 ) -> Parts:
     """Held-out rows from P = T^T T (..., n, n), a = P Y (..., n, c) and (T, T Y); Note [overlapping sets].
 
-    Differentiable in P and a, to every order. Cost s^3 + n s for a set of s rows; memory 4 n^2 numbers.
+    Differentiable in P and a, to every order. Cost s^3 + n s for a set of s rows; memory 10 n^2 numbers.
     """
 
     def one(rows: Tensor, P: Tensor, a: Tensor) -> Parts:
@@ -177,4 +178,4 @@ def leave_out_by_annihilator(
         (r,), (variance,) = solve_blocks([a[..., rows, :]], [blocks], guard, Root(root, (rows,)))
         return r, variance, torch.zeros_like(variance[..., 0, 0], dtype=torch.bool)
 
-    return sets.leave_out(P, one, P, a)
+    return sets.leave_out(P, 1, one, P, a)

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from torchloo.dual import Dual
 from torchloo.precision import full_precision
-from torchloo.primal.sums import normal
-from torchloo.primal.whole import Primal, with_ones
+from torchloo.primal.whole import Primal, normal, with_ones
 
 __all__ = [
     "CentredFeatures",

@@ -133,7 +133,7 @@ def select(
     else:
         given: Any = y
         targets, labelled = machine.coded("select", X, given), is_label(given)
-        check_rows("select", X, targets)
+        check_rows("select", space.machine.kernel, X, targets)
         warn_of_scales(space, X)
         own = weight_of("select", "weight", weight, given, targets)
         of_criterion = weight_of("select", "criterion_weight", criterion_weight, given, targets)

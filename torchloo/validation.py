@@ -140,7 +140,7 @@ def validate(
     """
     plan = Plan("validate", search=search, generator=generator, progress=progress, **_known(options))
     targets: Any = machine.coded("validate", X, y)  # of all rows: a split may lack a class
-    check_rows("validate", X, targets)
+    check_rows("validate", machine.kernel, X, targets)
     if criterion is None:
         criterion = usual_criterion(search, is_label(y), columns=targets.ndim > 1)
     space, score = Space("validate", machine), Score("validate", "criterion", criterion)

@@ -101,6 +101,53 @@ def ragged_clusters(table: Table, repeats: int) -> None:
         table.row(f"n = {n}, m = 60: LCO{what}, 139 clusters / LOO{what}", seconds, ratio, limit)
 
 
+def own_regularisations(table: Table, n: int, c: int, repeats: int) -> None:
+    """One regularisation for each output: one decomposition against a batch of c factorisations."""
+    K, Y = kernel_matrix(n), targets(n, c)
+    regs = torch.logspace(-1, 1, c, dtype=torch.float64)
+    machine = tl.LSSVM(tl.kernels.Precomputed(), regs, reg_per_output=True)
+
+    def batch(inputs: torch.Tensor) -> tl.HeldOut:
+        return tl.functional.lssvm(inputs.expand(c, n, n), Y.mT.unsqueeze(-1), regs).held_out()
+
+    def gradient(call) -> None:
+        inputs = K.clone().requires_grad_()
+        call(inputs).residuals.square().sum().backward()
+
+    times = best_times(
+        {
+            "own": lambda: machine.loo(K, Y),
+            "batch": lambda: batch(K),
+            "own and gradient": lambda: gradient(lambda inputs: machine.loo(inputs, Y)),
+            "batch and gradient": lambda: gradient(batch),
+        },
+        repeats,
+    )
+    for what, limit in (("", 2.0), (" and gradient", 1.2)):
+        seconds, ratio = times["own" + what], times["batch" + what] / times["own" + what]
+        table.row(
+            f"n = {n}, c = {c}: batch / reg_per_output, LOO{what}", seconds, ratio, limit, at_least=True
+        )
+
+
+def buffers(table: Table, n: int, buffer: int, repeats: int) -> None:
+    """h-block: every row left out with those about it, against as many trainings as there are rows."""
+    K, Y = kernel_matrix(n), targets(n, 1)
+    sets, machine = tl.splits.h_block(torch.arange(n), buffer), tl.LSSVM(tl.kernels.Precomputed())
+
+    def gradient() -> None:
+        machine.lso(K.clone().requires_grad_(), Y, sets).residuals.square().sum().backward()
+
+    def forward() -> None:
+        with torch.no_grad():
+            machine.lso(K, Y, sets)
+
+    times = best_times({"train": lambda: train(K, Y), "": forward, " and gradient": gradient}, repeats)
+    for what, limit in (("", 20.0), (" and gradient", 40.0)):
+        ratio = times[what] / times["train"]
+        table.row(f"n = {n}: h-block of {2 * buffer + 1} rows{what} / training", times[what], ratio, limit)
+
+
 def memory(n: int) -> None:
     """Print the peak memory of LOO forward, and of forward and backward, in n^2 numbers."""
     K, Y = kernel_matrix(n), targets(n, 1)
@@ -134,6 +181,8 @@ def main() -> None:
     against_eigh(table, 2000, arguments.repeats)
     batch_against_loop(table, 4096, arguments.repeats)
     ragged_clusters(table, arguments.repeats)
+    own_regularisations(table, 1000, 20, arguments.repeats)
+    buffers(table, 2000, 20, arguments.repeats)
     measured_memory(table, 2000 if arguments.quick else 4000)
     sys.exit(1 if table.failed else 0)
 

@@ -12,6 +12,7 @@ from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.primal.collective import require_same
 from torchloo.primal.solved import StreamFit
+from torchloo.problem import Regs
 from torchloo.streaming.stream import Stream
 
 __all__ = ["fit", "gather", "lco", "loo", "path", "solve", "sum_gradients"]
@@ -73,7 +74,8 @@ def path(
         return _stream(machine, X, y, weight), regs
 
     stream, given = processes.together(own)
-    return machine.solve_rows(stream, processes).path(given, clusters)
+    regs_of_path = Regs(given, path=True)
+    return machine.solve_rows(stream, processes, regs_of_path, single=True).held_out(clusters)
 
 
 def loo(
@@ -133,7 +135,7 @@ def _held_out(
     processes.together(lambda: _require_clusters(function, clusters))
     if isinstance(X, Stream):
         stream = processes.together(lambda: _stream(machine, X, y, weight))
-        return machine.solve_rows(stream, processes).held_out(clusters)
+        return machine.solve_rows(stream, processes, single=True).held_out(clusters)
     return machine.solve_shard(X, y, weight, processes).held_out(clusters)
 
 

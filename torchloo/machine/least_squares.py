@@ -170,7 +170,7 @@ class LeastSquares(KernelMachine):
         reg = self._penalty if regs is None else regs
         if isinstance(X, Stream):
             self.require_only_stream(y, weight)
-            return self.solve_rows(X, Alone(), reg).held_out(clusters)
+            return self.solve_rows(X, Alone(), reg, single=True).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
         rows = self._rows(guard, X, Y, weight, flat, clusters, reg)
         if rows is not None:
@@ -250,8 +250,7 @@ class LeastSquares(KernelMachine):
         several = isinstance(reg, Regs)
         if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
             return None
-        single = clusters is None and not several and Y.dtype == torch.float32
-        return self._in_memory(guard, *found, Y, weight, flat, Alone(), single, reg)
+        return self._in_memory(guard, *found, Y, weight, flat, Alone(), reg)
 
     def _is_one(self, reg: Tensor | Regs) -> bool:
         """Whether there is no batch of regularisations; that of the machine matters on a path too."""
@@ -286,7 +285,7 @@ class LeastSquares(KernelMachine):
             return guard, *found, Y, flat
 
         guard, inputs, expansion, Y, flat = others.together(own)
-        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others, False, self._penalty)
+        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others, self._penalty)
 
     def _in_memory(
         self,
@@ -297,14 +296,13 @@ class LeastSquares(KernelMachine):
         weight: Tensor | None,
         flat: bool,
         others: Alone,
-        single: bool,
         reg: Tensor | Regs,
     ) -> StreamFit:
         problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
         memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat)
         graph = Graph(inputs, problem.Y, problem.weight)
         reg = reg if isinstance(reg, Regs) else problem.reg
-        return StreamFit(self, guard, memory, expansion, reg, others, graph, others.call, single)
+        return StreamFit(self, guard, memory, expansion, reg, others, graph, others.call, single=True)
 
     def _explicit(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
@@ -435,10 +433,13 @@ class LeastSquares(KernelMachine):
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
         self._keep_uncertainty(solved.dtype, None, None, solved.spread)
 
-    def solve_rows(self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None) -> StreamFit:
+    def solve_rows(
+        self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None, single: bool = False
+    ) -> StreamFit:
         """The machine solved from its own rows, and those that the other processes have.
 
-        With its own regularisation, or others.
+        With its own regularisation, or others; `single` where only held-out rows are asked for, whose
+        products may be float32.
         """
         if self.has_given_classes:
             stream = stream.with_classes(self.classes)
@@ -447,7 +448,7 @@ class LeastSquares(KernelMachine):
             stream = stream.with_classes(shared_labels(self._function, others, own, stream.n or 0))
         expansion = others.together(lambda: self._expansion(stream))
         reg = self._penalty if reg is None else reg
-        return StreamFit(self, Guard(self._function), stream, expansion, reg, others)
+        return StreamFit(self, Guard(self._function), stream, expansion, reg, others, single=single)
 
     def require_only_stream(self, y: object, weight: object) -> None:
         """Raise where targets or weights are given beside a stream, which brings them."""

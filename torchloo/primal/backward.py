@@ -1,8 +1,12 @@
 """Held-out rows of the primal form as one differentiable function, whose backward goes over blocks too.
 
 Note [blockwise backward]
-Note [primal backward], in the coordinates of Note [rotated features]: rows u, extended by a 1 for the bias,
-with f extended by 1/w, and coefficients q by the offset. C^{-1} x is f u there. A cotangent rbar of the
+By the envelope theorem applied to Y^T P Y (Note [primal form]), with N = Omega Z C^{-1},
+
+    dP = (I - N Z^T) dOmega (I - Z N^T) - P dZ N^T - N dZ^T P + N dR N^T.
+
+In the coordinates of Note [rotated features], rows u are extended by a 1 for the bias, f by 1/w and
+coefficients q by the offset; C^{-1} x is f u there. A cotangent rbar of the
 held-out residuals and vbar of the variances reg diag(P_LL^{-1}) become, for a set L with a_L = P_LL r_L,
 
     abar = P_LL^{-1} rbar,    D = -(abar r^T + r abar^T) / 2 - P_LL^{-1} diag(reg vbar) P_LL^{-1}.
@@ -338,7 +342,7 @@ class _Backward:
         """Sets (g, s) of no more rows than features."""
         rows = sets.flatten()
         part = self.solved.stream.take(self.solved.function, rows)
-        U, zeta = self._rotated(part.X), part.weight.double()
+        U, zeta = self._rotated(part.X).double(), part.weight.double()
         r, rbar, inverse, g = self.cotangents(rows)
         flags = self._flags(rows)
         root = zeta.sqrt().reshape(*sets.shape, 1)
@@ -374,7 +378,7 @@ class _Backward:
     def _large(self, rows: Tensor, gather: bool) -> _Visit:
         """One set (s,) of more rows than features, by the other side of its block."""
         part = self.solved.stream.take(self.solved.function, rows)
-        U, zeta = self._rotated(part.X), part.weight.double()
+        U, zeta = self._rotated(part.X).double(), part.weight.double()
         r, rbar, inverse, g = self.cotangents(rows)
         flags = self._flags(rows)
         gram = (U * zeta) @ U.mT
@@ -437,10 +441,12 @@ class _Backward:
 
     def send(self, sent: "_Sent") -> None:
         """The second pass."""
-        kind = self.machines.expansion.kind
-        v, q, total = (t.to(kind) for t in (self.v.flatten(0, 1), self.q.flatten(0, 1), self.total))
+        v = None
         for visit in self.visits("gradient", gather=False):
             U, zeta, a = visit.U, visit.zeta, visit.a
+            if v is None:  # the products have the dtype of the features
+                kind = U.dtype
+                v, q, total = (t.to(kind) for t in (self.v.flatten(0, 1), self.q.flatten(0, 1), self.total))
             s = visit.abar + (v @ U).unflatten(0, self.v.shape[:2])  # (R, c, b)
             weighted = zeta * s
             UQ = torch.mm(total, U, out=room_like(U, len(U)))

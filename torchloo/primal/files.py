@@ -19,6 +19,7 @@ _NUMPY = {
     torch.float16: np.float16,
     torch.bfloat16: np.int16,  # its bits, as NumPy has no such numbers
     torch.bool: np.bool_,
+    torch.int64: np.int64,
 }
 
 # What posix_fallocate says where the file system, or the C library for it, cannot reserve room.

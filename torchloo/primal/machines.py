@@ -30,7 +30,7 @@ from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
 
-__all__ = ["SINGLE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
+__all__ = ["Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 
 _FOLD = 1e-11
 
@@ -181,7 +181,7 @@ class Machines:
         out = room_like(columns, p + ones)
         out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
-            self._times(self.folded, columns, out[:p]).sub_(self.rotation @ self.mean)
+            self._times(self.folded.to(columns.dtype), columns, out[:p]).sub_(self.rotation @ self.mean)
         else:
             features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
             self._times(self.rotation.to(features.dtype), features, out[:p])
@@ -249,8 +249,9 @@ def _machines(
         rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
         leverage = (rows * f.amax((0, 1)).sqrt()).max()
         outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
-        rounding = torch.finfo(rows.dtype).eps * torch.maximum(leverage, outputs) * moments.longest
-        fine = rounding <= _FOLD
+        eps = torch.finfo(expansion.kind).eps
+        rounding = eps * torch.maximum(leverage, outputs) * moments.longest
+        fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
     offset = moments.mean_y.expand(len(regs), -1)
     given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, moments.spread)
     machines = Machines(*given, least=regs, refined=False, folded=folded)
@@ -289,10 +290,10 @@ def one_machine(
     limit = SINGLE if narrow else ILL_CONDITIONED
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
+    if narrow and not (well_conditioned and machines.fold):
+        raise ImpreciseError
     least = torch.full_like(reg, 1 / SINGLE) if narrow else trusted(estimate)
     if not well_conditioned:
-        if narrow:
-            raise ImpreciseError
         L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
         machines, fine = with_factor(L)
         machines.refined, machines.fold = False, guard.asks(fine)
@@ -320,10 +321,13 @@ def path_machines(
         raise
     estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
     machines, fine = with_eigen(w, Q)
-    machines.least = trusted(estimate)
-    limit = _ILL_CONDITIONED_PATH * moments.count**0.5
+    narrow = expansion.kind != torch.float64
+    machines.least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
+    limit = SINGLE if narrow else _ILL_CONDITIONED_PATH * moments.count**0.5
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
+    if narrow and not (well_conditioned and machines.fold):
+        raise ImpreciseError
     if not well_conditioned:
         _, values, Qt = torch.linalg.svd(triangle())
         machines, fine = with_eigen(values.square(), Qt.mT)

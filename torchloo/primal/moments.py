@@ -114,16 +114,16 @@ class LowerInverse:
 
     def __call__(self, V: Tensor) -> Tensor:
         """L^{-1} V for V (p, b)."""
-        out = torch.empty_like(V)
+        out, L = torch.empty_like(V), self.L.to(V.dtype)
         for (start, stop), inverse in zip(_panels(len(V)), self._inverses, strict=True):
             rest = V[start:stop]
             if start:
-                rest = torch.addmm(rest, self.L[start:stop, :start], out[:start], alpha=-1)
+                rest = torch.addmm(rest, L[start:stop, :start], out[:start], alpha=-1)
             if inverse is None:
-                panel = self.L[start:stop, start:stop]
+                panel = L[start:stop, start:stop]
                 out[start:stop] = torch.linalg.solve_triangular(panel, rest, upper=False)
             else:
-                torch.mm(inverse, rest, out=out[start:stop])
+                torch.mm(inverse.to(V.dtype), rest, out=out[start:stop])
         return out
 
 
@@ -193,6 +193,7 @@ class Moments:
         if self.centre:
             self.about(mean_z / weight, mean_y / weight)
         self.weight, self.S, self.T, self.squares = others.sums(self.weight, self.S, self.T, self.squares)
+        self.longest = torch.stack([found.to(weight) for found in others.gather(self.longest.cpu())]).max()
 
     @property
     def spread(self) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import triangle
+from torchloo.factors import root_of, triangle, with_derivatives
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.collective import Alone
@@ -26,7 +26,10 @@ from torchloo.primal.sink import Sink
 if TYPE_CHECKING:
     from torchloo.primal.solved import StreamFit
 
-__all__ = ["Lost", "Refitted", "refit"]
+__all__ = ["Lost", "Refitted", "refit", "refit_at_once"]
+
+# So many rows in sets that are refitted together: each set is refitted with those of the others.
+_CHUNK = 1 << 8
 
 Lost = dict[tuple[int, int], list[tuple[Tensor, bool]]]
 """Sets of rows, and whether they have no more rows than features, by regularisation and output."""
@@ -65,6 +68,62 @@ class _Set(NamedTuple):
         return self.zeta.sqrt().unsqueeze(-1) * torch.cat([self.D.mT, self.Y], -1)
 
 
+def _solved(rows: Tensor, p: int, guard: Guard) -> tuple[Tensor, Tensor]:
+    """F (p, p) and the coefficients (p, c) of Note [refits by triangles], from rows (m, p + c)."""
+    F = triangle(rows)
+    F, d = F[:p, :p], F[:p, p:]
+    limit = p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
+    guard.require(F.diagonal().abs() > limit, NOT_DEFINITE)
+    return F, torch.linalg.solve_triangular(F, d, upper=True)
+
+
+def refit_at_once(
+    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, sets: list[Tensor], guard: Guard
+) -> tuple[Tensor, Tensor]:
+    """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of the rows of disjoint sets, one after another.
+
+    Differentiable to every order: a step of refinement, by the factor with its derivatives, goes to the
+    solution from anywhere. Cost n p^2 for each chunk of sets, n p and p^3 for each set.
+
+    Args:
+        Z: features (n, p), R: penalty (p, p), weight: (n,), Y: targets (n, c), of a single problem.
+        sets: rows (s,) of each.
+        guard: demands on the values.
+    """
+    p, zeta = Z.shape[-1], weight.unsqueeze(-1)
+    with torch.no_grad():
+        weighted = zeta.sqrt() * torch.cat([Z, Y], -1)
+        root = root_of(R, guard)
+        penalty = torch.cat([root, root.new_zeros(p, Y.shape[-1])], -1)
+    C = R + Z.mT @ (zeta * Z)  # of which only derivatives are used
+    residuals, inverses = [], []
+    for some in _together(sets, _CHUNK):
+        with torch.no_grad():
+            outside = triangle(torch.cat([weighted.index_fill(0, torch.cat(some), 0.0), penalty]))
+        for k, rows in enumerate(some):
+            kept = [weighted[other] for j, other in enumerate(some) if j != k]
+            with torch.no_grad():
+                F, first = _solved(torch.cat([outside, *kept]), p, guard)
+            Z_L, Y_L, zeta_L = Z[rows], Y[rows], zeta[rows]
+            L = with_derivatives(F.mT, C - Z_L.mT @ (zeta_L * Z_L))
+            gradient = Z.mT @ (zeta.index_fill(0, rows, 0.0) * (Y - Z @ first)) - R @ first
+            half = torch.linalg.solve_triangular(L, Z_L.mT, upper=False)  # (p, s)
+            step = torch.linalg.solve_triangular(L, gradient, upper=False)
+            residuals.append(Y_L - Z_L @ first - half.mT @ step)
+            inverses.append(1 / zeta_L + half.square().sum(0).unsqueeze(-1))
+    return torch.cat(residuals), torch.cat(inverses)
+
+
+def _together(sets: list[Tensor], limit: int) -> list[list[Tensor]]:
+    """The sets in lists, each of at most so many rows, or of one set."""
+    together: list[list[Tensor]] = []
+    for rows in sets:
+        if not together or sum(map(len, together[-1])) + len(rows) > limit:
+            together.append([])
+        together[-1].append(rows)
+    return together
+
+
 def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> list[Refitted]:
     """Write the rows of lost sets: a pass for as many small sets as a block has rows, or for one large."""
     others, shared = solved.others, machines.regs.shape[1] == 1
@@ -85,11 +144,7 @@ def _rounds(
     sets: list[tuple[Tensor, bool]], limit: int, others: Alone
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """Small sets, together of at most so many rows; then, process after process, one large set at a time."""
-    together: list[list[Tensor]] = []
-    for rows in (rows for rows, small in sets if small):
-        if not together or sum(map(len, together[-1])) + len(rows) > limit:
-            together.append([])
-        together[-1].append(rows)
+    together = _together([rows for rows, small in sets if small], limit)
     for k in range(max(others.gather(len(together)))):
         yield (together[k] if k < len(together) else []), False
     large = [rows for rows, small in sets if not small]
@@ -157,12 +212,7 @@ class _Round:
         everything = [s.weighted for s in sets]
         for k, rows in enumerate(self.rows, first):
             kept = [s for other, s in enumerate(everything) if other != k]
-            F = triangle(torch.cat([self.outside, *kept]))
-            F, d = F[: self.p, : self.p], F[: self.p, self.p :]
-            pivots = F.diagonal().abs()
-            limit = self.p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
-            self.guard.require(pivots > limit, NOT_DEFINITE)
-            coef = torch.linalg.solve_triangular(F, d, upper=True)
+            F, coef = _solved(torch.cat([self.outside, *kept]), self.p, self.guard)
             own = self._set_of(self.solved.stream.take(self.solved.function, rows)) if self.large else sets[k]
             half = torch.linalg.solve_triangular(F.mT, own.D, upper=False)
             variance = self.reg * (half.square().sum(0) + 1 / own.zeta)

@@ -1,12 +1,7 @@
 """Clusters of a stream, left out together.
 
-Note [sets of a stream]
-With u as in Note [rotated features], extended by a 1 whose f is 1/w for the bias, a set L has
-P_LL = Omega^{1/2} M Omega^{1/2} with M = I - Omega^{1/2} U_L^T diag(f) U_L Omega^{1/2}, of its own size; so
-its held-out residuals are Omega^{-1/2} M^{-1} Omega^{1/2} e_L. A set with more rows than features takes
-the other side, of the size of the features: with B = diag(f)^{1/2} U_L and N = I - B Omega B^T, they are
-e_L + B^T N^{-1} B Omega e_L, in two visits to its rows. Sets whose 1 - h, the smallest pivot of M or N, is
-lost to rounding are refitted.
+Their rows are gathered wherever they stand, many small sets at a time; a set with more rows than features
+is visited twice, first for its sums. See Note [leaving sets out].
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +11,8 @@ from torch import Tensor
 
 from torchloo.clusters import Partition
 from torchloo.primal.block import Block
-from torchloo.primal.machines import Machines
+from torchloo.primal.leaving_out import factor_of_rest, leave_out_small, rows_of_large
+from torchloo.primal.machines import ImpreciseError, Machines
 from torchloo.primal.moments import add_symmetric
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.seen import checksum
@@ -34,6 +30,8 @@ def leave_out_sets(
     """Write the held-out rows of all clusters."""
     visit = _Visit(solved, solved.refined(machines), sink)
     solved.others.together(lambda: _visits(visit, partition))
+    if solved.expansion.kind != torch.float64 and any(solved.others.gather(bool(visit.lost))):
+        raise ImpreciseError
     return refit(solved, machines, sink, visit.lost)
 
 
@@ -56,7 +54,7 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
 
 
 class _Visit:
-    """Visits to the rows of sets; see Note [sets of a stream]."""
+    """Visits to the rows of sets, and what they find."""
 
     def __init__(self, solved: "StreamFit", machines: Machines, sink: Sink) -> None:
         self.solved, self.machines, self.sink = solved, machines, sink
@@ -73,23 +71,16 @@ class _Visit:
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (p', b), residuals (R, c, b) and weights (b,)."""
         part = self.solved.stream.take(self.solved.function, rows)
-        U = self.machines.rotated(part.X, fold=False)
+        U = self.machines.rotated(part.X, fold=False).double()
         e = self.machines.residuals(U, part)
         if self.solved.moments.centre:
             U = torch.cat([U, torch.ones_like(U[:1])])
         return part, U, e, part.weight.double()
 
-    def _factor(self, matrix: Tensor, r: int, j: int, sets: Tensor, small: bool) -> Tensor:
-        """Cholesky factors of M or N (g, k, k); sets (g, s) that are lost are noted, and get the identity."""
-        L, info = torch.linalg.cholesky_ex(matrix)
-        pivot = L.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-        lost = (info != 0) | ~(pivot > self.machines.least[r, j])
+    def _note(self, lost: Tensor, r: int, j: int, sets: Tensor, small: bool) -> None:
+        """Take note of the sets (g, s) that are lost, (g,)."""
         if bool(lost.any()):
-            rows = [sets[k] for k in lost.nonzero()[:, 0].tolist()]
-            self.lost.setdefault((r, j), []).extend((rows_of, small) for rows_of in rows)
-            unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
-            L = torch.where(lost[:, None, None], unit, L)
-        return L
+            self.lost.setdefault((r, j), []).extend((sets[k], small) for k in lost.nonzero()[:, 0].tolist())
 
     def _write(self, part: Block, residuals: Tensor, variance: Tensor, rows: Tensor) -> None:
         """Held-out residuals (R, c, b) and variances (R, c', b) of rows (b,), each of them once."""
@@ -101,17 +92,16 @@ class _Visit:
         """Sets (g, s) of no more rows than features."""
         g, s = sets.shape
         part, U, e, zeta = self._read(sets.flatten())
-        root = zeta.sqrt()
-        V = (U * root).mT.reshape(g, s, -1)
-        unit = torch.eye(s, dtype=V.dtype, device=V.device)
+        scale = zeta.sqrt().reshape(g, s, 1)
+        V = U.mT.reshape(g, s, -1) * scale
         residuals, variance = torch.empty_like(e), torch.empty_like(e[:, : self.machines.regs.shape[1]])
         for r, j, outputs in self.each:
-            L = self._factor(unit - (V * self.f[r, j]) @ V.mT, r, j, sets, small=True)
-            right = (root * e[r, outputs]).unflatten(-1, (g, s)).permute(1, 2, 0)  # (g, s, c)
-            solved = torch.cholesky_solve(right, L).permute(2, 0, 1).flatten(1)
-            residuals[r, outputs] = solved / root
-            inverse = torch.cholesky_inverse(L).diagonal(dim1=-2, dim2=-1).flatten()
-            variance[r, j] = self.machines.regs[r, j] * inverse / zeta
+            e_L = e[r, outputs].unflatten(-1, (g, s)).permute(1, 2, 0)  # (g, s, c)
+            given = (V * self.f[r, j].sqrt(), scale, e_L, self.machines.least[r, j])
+            r_L, inverse, lost = leave_out_small(*given)
+            self._note(lost, r, j, sets, small=True)
+            residuals[r, outputs] = r_L.permute(2, 0, 1).flatten(1)
+            variance[r, j] = self.machines.regs[r, j] * inverse.flatten()
         self._write(part, residuals, variance, sets.flatten())
 
     def large(self, rows: Tensor) -> None:
@@ -124,17 +114,20 @@ class _Visit:
             t += (zeta * e) @ U.mT
         A = A.tril() + A.tril(-1).mT
         unit = torch.eye(p, dtype=A.dtype, device=A.device)
-        factors, solutions = [], []
-        for r, j, outputs in self.each:
-            root = self.f[r, j].sqrt()  # (p',)
-            N = unit - root.unsqueeze(-1) * A * root
-            L = self._factor(N.unsqueeze(0), r, j, rows.unsqueeze(0), small=False)[0]
-            factors.append(torch.linalg.solve_triangular(L, torch.diag(root), upper=False))
-            solutions.append(torch.cholesky_solve((root * t[r, outputs]).mT, L).mT * root)
+        factors, roots = [], self.f.sqrt()  # (R, c', p')
+        for r, j, _ in self.each:
+            root = roots[r, j]
+            rest = unit - root.unsqueeze(-1) * A * root
+            L, lost = factor_of_rest(rest, self.machines.least[r, j])
+            self._note(lost.reshape(1), r, j, rows.unsqueeze(0), small=False)
+            factors.append(L)
         for some in rows.split(self.size):
             part, U, e, zeta = self._read(some)
             variance = torch.empty_like(e[:, : self.machines.regs.shape[1]])
-            for (r, j, outputs), factor, solution in zip(self.each, factors, solutions, strict=True):
-                e[r, outputs] += solution @ U
-                variance[r, j] = self.machines.regs[r, j] * (1 / zeta + (factor @ U).square().sum(0))
+            scale = zeta.sqrt().unsqueeze(-1)
+            for (r, j, outputs), L in zip(self.each, factors, strict=True):
+                B = U.mT * scale * roots[r, j]
+                given = (B, scale, e[r, outputs].mT, L, (roots[r, j] * t[r, outputs]).mT)
+                r_L, inverse = rows_of_large(*given)
+                e[r, outputs], variance[r, j] = r_L.mT, self.machines.regs[r, j] * inverse[:, 0]
             self._write(part, e, variance, some)

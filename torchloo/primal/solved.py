@@ -5,7 +5,7 @@ The first pass gathers the normal equations (Note [moments]). The second gives e
 and leverage h, and so its held-out residual e / (1 - h); see Note [primal form]. It also gathers what a
 step of iterative refinement needs: if that step could move a held-out output by more than `_SETTLED` of
 the spread of the targets, one more pass applies it, so the squared condition number of normal equations
-does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [leaving out by sums]) in two more.
+does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [refits by triangles]) in two more.
 """
 
 import copy
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition
-from torchloo.factors import triangle
+from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
@@ -90,10 +90,12 @@ class StreamFit:
         self.graph, self._call = graph or Graph(), call
         self.wants_graph, self.kept, self._guard = False, None, guard
         self._owner, self._solved_with = machine, _settings(machine)
+        expansion.kind = torch.float32 if single else torch.float64
+        values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
         with torch.no_grad():
+            self._least_reg = values.double().min() if values.numel() else None
             if others.count > 1:
                 self._agree(machine.has_bias)
-            expansion.kind = torch.float32 if single and expansion.factor is None else torch.float64
             self._sum_up(machine.has_bias)
         self._regularise(reg)
 
@@ -143,7 +145,7 @@ class StreamFit:
         """The first pass of Note [passes]: n m^2 multiplications, half as many again for sparse features."""
         moments = None
         for part in self.stream.blocks(self.function, self.expansion.size, "normal equations"):
-            columns = self.expansion.columns(part.X)
+            columns, first = self._columns(part), moments is None
             if moments is None:
                 if columns.ndim != 2:
                     raise ValueError(
@@ -158,15 +160,34 @@ class StreamFit:
             if not self.stream.lasting:
                 moments.seen.note(part)
             moments.add(self.expansion.features(columns), part.Y.double(), part.weight.double())
+            if first and self._is_imprecise(moments):
+                self.expansion.kind = torch.float64
+                return self._gather(bias)
         assert moments is not None
         return moments
+
+    def _columns(self, part: Block) -> Tensor:
+        """Columns (p, b) of the first block or others; rows that are not float32 have float64 products."""
+        if part.Y.dtype != torch.float32:
+            self.expansion.kind = torch.float64
+        return self.expansion.columns(part.X)
+
+    def _is_imprecise(self, moments: Moments) -> bool:
+        """Whether the first of several blocks shows that float32 products will not do for all of them."""
+        n, least = self.stream.n or moments.count, self._least_reg
+        several = self.stream.n is None or n > moments.count
+        if self.expansion.kind == torch.float64 or not several or self.others.count > 1 or least is None:
+            return False
+        C = moments.S * (n / moments.count)
+        C.diagonal().add_(least.to(C))
+        return not bool(condition(torch.linalg.cholesky_ex(C).L) < SINGLE)
 
     def _agree(self, bias: bool) -> None:
         """See that all processes have rows of one kind, and give their features one origin."""
 
         def first() -> tuple[Tensor, Block]:
             part = next(self.stream.blocks(self.function, self.expansion.size, "first rows"))
-            return self.expansion.columns(part.X).mean(1, keepdim=True), part
+            return self._columns(part).double().mean(1, keepdim=True), part
 
         mean, part = self.others.together(first)
         kind = (len(mean), part.Y.shape[1], str(part.Y.dtype), bias)
@@ -534,5 +555,6 @@ class _Gradient:
 
     def add(self, u: Tensor, weighted: Tensor) -> None:
         """Add rows with rotated features (p, b) and weighted residuals (R, c, b)."""
-        self.by_feature += (weighted.flatten(0, 1) @ u.mT).unflatten(0, weighted.shape[:2])
+        products = weighted.flatten(0, 1).to(u.dtype) @ u.mT
+        self.by_feature += products.unflatten(0, weighted.shape[:2])
         self.total += weighted.sum(-1)

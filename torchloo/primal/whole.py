@@ -10,134 +10,34 @@ This P plays the part of the dual one (Note [dual form]; it is reg times it wher
 Note [held-out residual] holds as it stands. Here P_ii = zeta_i (1 - h_i) does cancel as h -> 1:
 everything is computed in float64, and rows whose 1 - h is too small for that are refitted.
 
-Note [primal backward]
-By the envelope theorem applied to Y^T P Y, with E = I - Z C^{-1} Z^T Omega and N = Omega Z C^{-1},
-
-    dP = E^T dOmega E - P dZ N^T - N dZ^T P + N dR N^T.
-
-A cotangent D (block-diagonal, symmetric) of the blocks of P, with G = D N and Q = N^T G, gives
-
-    Zbar = -2 Omega (G - Z Q),  Rbar = Q,  zetabar = diag(D) - rowsum(Z * (2 G - Z Q)).
-
-Cotangents pbar of p and abar of a, with v = C^{-1} (pbar - Z^T Omega abar) and s = abar + Z v, give
-
-    Zbar = a v^T - Omega s p^T,  Rbar = -(v p^T + p v^T) / 2,  zetabar = rowsum(s * e),  Ybar = Omega s.
+All rows stand together here, and a batch of problems is a leading axis. Every operation is one that torch
+differentiates, to every order and under its transforms; backward.py has the gradient of order one by blocks.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
 
-from torchloo.blocks import NOT_DEFINITE, solve_blocks
+from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
-from torchloo.factors import ILL_CONDITIONED, REFIT_BELOW, condition, lower_factor, trusted
-from torchloo.guards import Guard, values_visible
-from torchloo.leave_out_sets import LeaveOutSets
-from torchloo.precision import full_precision
-from torchloo.primal.overlapping import leave_out_by_features
-from torchloo.primal.sums import (
-    is_lost,
-    leave_out_large,
-    leave_out_lost,
-    normal,
+from torchloo.factors import (
+    ILL_CONDITIONED,
+    REFIT_BELOW,
+    condition,
+    lower_factor,
     root_of,
+    trusted,
     whitened,
     with_derivatives,
 )
+from torchloo.guards import Guard, values_visible
+from torchloo.leave_out_sets import LeaveOutSets, Parts
+from torchloo.precision import full_precision
+from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
+from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Primal", "centred", "primal", "with_ones"]
-
-_Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""Held-out residuals (..., g, s, c), variances (..., g, s, 1) and lost sets (..., g) for each size."""
-
-
-def _solve(L: Tensor, V: Tensor) -> Tensor:
-    """C^{-1} V from the factor L of C = L L^T; a diagonal factor comes as a vector (..., p)."""
-    if L.ndim < V.ndim:
-        return V / L.square().unsqueeze(-1)
-    return torch.cholesky_solve(V, L)
-
-
-def _graph_factor(Z: Tensor, R: Tensor, weight: Tensor, L: Tensor) -> Tensor:
-    """The factor that was saved, or one on differentiable operations where a graph is wanted."""
-    return torch.linalg.cholesky(normal(Z, R, weight)) if torch.is_grad_enabled() else L
-
-
-class _Coefficients(Function):
-    """(Z, R, weight, Y) -> p, a; see Note [primal backward]."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
-        with full_precision(Z):
-            zeta = weight.unsqueeze(-1)
-            p = _solve(L, Z.mT @ (zeta * Y))
-            # One step of refinement takes the squared condition of C out of p, for two thin products.
-            p = p + _solve(L, Z.mT @ (zeta * (Y - Z @ p)) - R @ p)
-            return p, zeta * (Y - Z @ p)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        Z, R, weight, _, L = inputs
-        ctx.save_for_backward(Z, R, weight, L, *output)
-
-    @staticmethod
-    def backward(ctx: Any, pbar: Tensor, abar: Tensor) -> tuple[Tensor | None, ...]:
-        Z, R, weight, L, p, a = ctx.saved_tensors
-        zeta = weight.unsqueeze(-1)
-        with full_precision(Z):
-            L = _graph_factor(Z, R, weight, L)
-            v = _solve(L, pbar - Z.mT @ (zeta * abar))  # (..., p, c)
-            s = abar + Z @ v  # (..., n, c)
-            Ybar = zeta * s
-            outer = v @ p.mT
-            Zbar = a @ v.mT - Ybar @ p.mT
-            return Zbar, -(outer + outer.mT) / 2, (s * a / zeta).sum(-1), Ybar, None
-
-
-class _Blocks(Function):
-    """(Z, R, weight) -> diagonal blocks of P; see Note [primal backward]."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(Z: Tensor, R: Tensor, weight: Tensor, L: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
-        with full_precision(Z):
-            root = whitened(L, Z.mT).mT  # (..., n, p)
-            blocks = []
-            for rows in index:
-                zeta = weight[..., rows]  # (..., g, s)
-                if rows.shape[-1] == 1:
-                    h = zeta * root.square().sum(-1)[..., rows]
-                    block = (zeta * (1 - h)).unsqueeze(-1)
-                else:
-                    T = zeta.unsqueeze(-1) * root[..., rows, :]  # (..., g, s, p)
-                    block = torch.diag_embed(zeta) - T @ T.mT
-                blocks.append(block)
-            return tuple(blocks)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *D: Tensor) -> tuple[Tensor | None, ...]:
-        Z, R, weight, L, *index = ctx.saved_tensors
-        partition = Partition(tuple(index))
-        zeta = weight.unsqueeze(-1)
-        symmetric = [(block + block.mT) / 2 for block in D]
-        diagonals = [block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) for block in D]
-        with full_precision(Z):
-            L = _graph_factor(Z, R, weight, L)
-            N = zeta * _solve(L, Z.mT).mT  # (..., n, p)
-            G = partition.block_diagonal_times(symmetric, N)
-            Q = N.mT @ G
-            ZQ = Z @ Q
-            zetabar = partition.scatter(diagonals, Z.shape[-2])[..., 0] - (Z * (2 * G - ZQ)).sum(-1)
-            return -2 * zeta * (G - ZQ), Q, zetabar, *[None] * (1 + len(index))
+__all__ = ["Primal", "centred", "normal", "primal", "with_ones"]
 
 
 class Primal(NamedTuple):
@@ -158,23 +58,61 @@ class Primal(NamedTuple):
     """Sets whose 1 - h is below this are refitted, (...)."""
 
     @property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Whitened rows (..., n, p), roots of weights (..., n, 1) and residuals; Note [leaving sets out]."""
+        scale = self.weight.sqrt().unsqueeze(-1)
+        return scale * whitened(self.factor, self.Z.mT).mT, scale, self.dual * self.noise
+
+    @property
     def noise(self) -> Tensor:
         """reg / weight, (..., n, 1)."""
         return self.reg[..., None, None] / self.weight.unsqueeze(-1)
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        blocks = _Blocks.apply(self.Z, self.R, self.weight, self.factor, *partition.groups)
-        return self.dual, [block / self.reg[..., None, None, None] for block in blocks]
+        B, scale, _ = self._rows
+        blocks = []
+        for B_L, scale_L in zip(partition.gather(B), partition.gather(scale), strict=True):
+            block = scale_L * block_of_rest(B_L) * scale_L.mT
+            blocks.append(block / self.reg[..., None, None, None])
+        return self.dual, blocks
 
-    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """Held-out residuals (..., m, c), variances (..., m, 1) of rows to predict, and the refitted ones."""
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
+        """Held-out residuals (..., m, c), variances (..., m, 1) of rows to predict, and the refitted ones.
+
+        Of sets that may overlap. Cost n p^2, and s p min(s, p) for each set; memory 4 n p numbers.
+        """
         reg = self.reg[..., None, None]
-        given = (self.Z, self.R, self.weight, self.Y)
-        r, variance, refitted = leave_out_by_features(
-            sets, given, self.dual * reg, self.factor, self.least, guard
-        )
-        return r, variance * reg, refitted
+
+        def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
+            B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
+            r, inverse, lost = self._left_out(B_L, scale_L, e_L, total)
+            if values_visible(lost) and bool(lost.any()):
+                index = lost.nonzero(as_tuple=True)
+                found = []
+                for *problem, number in zip(*(axis.tolist() for axis in index), strict=True):
+                    Z, R, weight, Y = (t[tuple(problem)] for t in (self.Z, self.R, self.weight, self.Y))
+                    found.append(refit_at_once(Z, R, weight, Y, [rows[number]], guard))
+                r, inverse = (
+                    t.index_put(index, torch.stack(part))
+                    for t, part in zip((r, inverse), zip(*found, strict=True), strict=True)
+                )
+            return r, inverse, lost
+
+        B, scale, e = self._rows
+        r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
+        return r, inverse * reg, refitted
+
+    def _total(self, B: Tensor) -> Tensor:
+        """F^{-1} C F^{-T} as it is found; see `leave_out_large`."""
+        return whitened(self.factor, whitened(self.factor, self.R).mT) + B.mT @ B
+
+    def _left_out(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
+        """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
+        least = self.least.unsqueeze(-1)
+        if total is None or B.shape[-2] <= B.shape[-1]:
+            return leave_out_small(B, scale, e, least)
+        return leave_out_large(B, scale, e, least, total)
 
     def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
@@ -187,67 +125,35 @@ class Primal(NamedTuple):
 
     def weights_at(self, z: Tensor) -> Tensor:
         """w (..., q, n) of Note [weights at a new point], for features z (..., q, p)."""
-        L = self._graph_factor()
-        spread = torch.linalg.solve_triangular(L.mT, whitened(L, z.mT), upper=True)  # (..., p, q)
-        return (self.weight.unsqueeze(-1) * (self.Z @ spread)).mT
+        return (self.weight.unsqueeze(-1) * (self.Z @ _solve(self.factor, z.mT))).mT
 
     def variance_at(self, z: Tensor) -> Tensor:
         """Note [variance at a new point], (..., q), for features z (..., q, p)."""
-        return self.reg.unsqueeze(-1) * whitened(self._graph_factor(), z.mT).square().sum(-2)
-
-    def _graph_factor(self) -> Tensor:
-        """The factor, with its derivatives where a graph is wanted."""
-        inputs = (self.Z, self.R, self.weight)
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
-            return self.factor
-        return with_derivatives(self.factor, normal(*inputs))
+        return self.reg.unsqueeze(-1) * whitened(self.factor, z.mT).square().sum(-2)
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
 
-        Sets of up to p rows by their blocks, larger ones by Note [large sets]; where their 1 - h is
-        lost to rounding, by Note [leaving out by sums].
+        By Note [leaving sets out]; where 1 - h is lost to rounding, by Note [refits by triangles].
         """
-        small, large = partition.split(self.Z.shape[-1])
-        residuals, variances, lost = self._by_blocks(small, guard) if small.groups else ([], [], [])
-        if large.groups:
-            for parts, more in zip((residuals, variances, lost), self._by_sums(large), strict=True):
-                parts += more
-        n = self.Z.shape[-2]
+        n, p = self.Z.shape[-2:]
+        B, scale, e = self._rows
+        total = self._total(B) if partition.groups[-1].shape[-1] > p else None
+        found = [
+            self._left_out(B_L, scale_L, e_L, total)
+            for B_L, scale_L, e_L in zip(*map(partition.gather, (B, scale, e)), strict=True)
+        ]
+        residuals, inverses, lost = map(list, zip(*found, strict=True))
         marks = [
             flag[..., None, None].expand(*flag.shape, rows.shape[-1], 1)
             for flag, rows in zip(lost, partition.groups, strict=True)
         ]
         refitted = partition.scatter(marks, n)[..., 0]
-        r, variance = partition.scatter(residuals, n), partition.scatter(variances, n)
+        r = partition.scatter(residuals, n)
+        variance = partition.scatter(inverses, n) * self.reg[..., None, None]
         if values_visible(self.Y) and bool(refitted.any()):
             r, variance = self._refitted(partition, lost, r, variance, guard)
         return r, variance, refitted
-
-    def _by_blocks(self, partition: Partition, guard: Guard) -> _Parts:
-        a, blocks = self.blocks(partition)
-        lost = self._cancelled(blocks, partition)
-        # A harmless block in place of a lost one: its quotient is thrown away, and so is its gradient.
-        safe = [
-            torch.where(flag[..., None, None], torch.diag_embed(torch.ones_like(block[..., 0])), block)
-            for flag, block in zip(lost, blocks, strict=True)
-        ]
-        return *solve_blocks(partition.gather(a), safe, guard), lost
-
-    def _by_sums(self, large: Partition) -> _Parts:
-        reg = self.reg[..., None, None]
-        residuals, variances, lost = leave_out_large(
-            self.Z, self.R, self.weight, self.dual * reg, self.factor, self.least, large
-        )
-        return residuals, [variance * reg.unsqueeze(-1) for variance in variances], lost
-
-    def _cancelled(self, blocks: list[Tensor], partition: Partition) -> list[Tensor]:
-        """Which sets (..., g) of each size have lost their 1 - h."""
-        flags = []
-        for rows, block in zip(partition.groups, blocks, strict=True):
-            root = (self.reg[..., None, None] / self.weight[..., rows]).detach().sqrt().unsqueeze(-1)
-            flags.append(is_lost(root * block.detach() * root.mT, self.least))  # (..., g, s, s), I - H_LL
-        return flags
 
     def _refitted(
         self, partition: Partition, lost: list[Tensor], r: Tensor, variance: Tensor, guard: Guard
@@ -257,24 +163,38 @@ class Primal(NamedTuple):
         residuals, variances = (t.reshape(-1, *t.shape[-2:]) for t in (r, variance))
         flags, reg = [flag.reshape(-1, flag.shape[-1]) for flag in lost], self.reg.flatten()
         for problem in torch.stack([flag.any(-1) for flag in flags]).any(0).nonzero()[:, 0].tolist():
-            sets = [rows[flag[problem]] for rows, flag in zip(partition.groups, flags, strict=True)]
+            sets = [
+                rows_L
+                for rows, flag in zip(partition.groups, flags, strict=True)
+                for rows_L in rows[flag[problem]]
+            ]
             Z, R, weight, Y = (t[problem] for t in flat)
-            rows, r_L, variance_L = leave_out_lost(Z, R, weight, Y, sets, guard)
+            r_L, inverse = refit_at_once(Z, R, weight, Y, sets, guard)
+            rows = torch.cat(sets)
             index = (torch.full_like(rows, problem), rows)
             residuals = residuals.index_put(index, r_L)
-            variances = variances.index_put(index, reg[problem] * variance_L)
+            variances = variances.index_put(index, reg[problem] * inverse)
         return residuals.reshape(r.shape), variances.reshape(variance.shape)
 
 
-def _factor(Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
+def normal(Z: Tensor, R: Tensor, weight: Tensor) -> Tensor:
+    """C = R + Z^T Omega Z, (..., p, p)."""
+    return R + Z.mT @ (weight.unsqueeze(-1) * Z)
+
+
+def _factor(C: Tensor, Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
     """The Cholesky factor of C, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
-    L, info = torch.linalg.cholesky_ex(normal(Z, R, weight))
-    estimate = condition(L)
-    if values_visible(L) and not guard.asks(estimate < ILL_CONDITIONED):
-        L = lower_factor(torch.cat([weight.sqrt().unsqueeze(-1) * Z, root_of(R, guard)], -2), guard)
-        return L, trusted(condition(L).sqrt())
-    guard.require(info == 0, NOT_DEFINITE)
-    return L, trusted(estimate)
+    L, info = torch.linalg.cholesky_ex(C)
+    with torch.no_grad():
+        estimate = condition(L)
+        if values_visible(L) and not guard.asks(estimate < ILL_CONDITIONED):
+            rows = torch.cat([weight.sqrt().unsqueeze(-1) * Z, root_of(R, guard)], -2)
+            better = lower_factor(rows, guard)
+            least = trusted(condition(better).sqrt())
+        else:
+            guard.require(info == 0, NOT_DEFINITE)
+            return L, trusted(estimate)
+    return with_derivatives(better, C), least
 
 
 def primal(
@@ -295,15 +215,31 @@ def primal(
         factor: the Cholesky factor of C where it is known, (..., p, p), or (..., p) if diagonal.
 
     Differentiable in all of them but the factor, to every order. Cost n p^2, or n p with a diagonal
-    factor; memory 2 n p + p^2 numbers, 5 n p with the backward.
+    factor and without a graph; memory 2 n p + p^2 numbers, twice that and more with a graph.
     """
     Z, R, weight, Y, reg = (t.double() for t in (Z, R, weight, Y, reg))
-    least = torch.full_like(reg, REFIT_BELOW)
-    if factor is None:
-        with torch.no_grad(), full_precision(Z):
-            factor, least = _factor(Z, R, weight, guard)
-    p, a = _Coefficients.apply(Z, R, weight, Y, factor)
+    least, zeta = torch.full_like(reg, REFIT_BELOW), weight.unsqueeze(-1)
+    with full_precision(Z):
+        if factor is None or not factor.requires_grad:
+            C = normal(Z, R, weight)
+            if factor is None:
+                factor, least = _factor(C, Z, R, weight, guard)
+            else:
+                factor = with_derivatives(factor, C)
+        # A step of refinement takes the squared condition of C out of p, for two thin products; as it goes
+        # to the solution from anywhere, the first one needs no graph.
+        with torch.no_grad():
+            first = _solve(factor, Z.mT @ (zeta * Y))
+        p = first + _solve(factor, Z.mT @ (zeta * (Y - Z @ first)) - R @ first)
+        a = zeta * (Y - Z @ p)
     return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, least)
+
+
+def _solve(L: Tensor, V: Tensor) -> Tensor:
+    """C^{-1} V from the factor L of C = L L^T; a diagonal factor comes as a vector (..., p)."""
+    if L.ndim < V.ndim:
+        return V / L.square().unsqueeze(-1)
+    return torch.cholesky_solve(V, L)
 
 
 def centred(Z: Tensor, weight: Tensor | None, bias: bool) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ class Objective:
 
     def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
         """Values (B, R) for regularisations (R,), or (R, c), instead of each candidate's own, by `path`."""
-        width, outputs = self._width(), self.problems.X.shape[-2] * self.problems.y[0, 0].numel()
+        width, outputs = self._width(), self.problems.X.shape[1] * self.problems.y[0, 0].numel()
         parts = regs.split(max(1, _PATH // (min(width, len(theta)) * outputs)))
         return torch.cat([self._along_reg(theta, problem, part, width) for part in parts], 1)
 
@@ -144,7 +144,7 @@ class Objective:
     def _width(self) -> int:
         if not self.space.batched:
             return 1
-        n = self.problems.X.shape[-2]
+        n = self.problems.X.shape[1]
         return max(1, ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"]) // n**2)
 
     def _chunk(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,8 @@ def _batch_shape(
     before, network, _ = path.partition(".features.")
     if network:  # one with a state, such as running means, cannot be run for many weights at once
         state = machine.get_submodule(before + ".features").buffers()
-        return tuple(parameter.shape) if next(state, None) is None else None
+        rows = machine.get_submodule(before).event_dim == 1  # nor one that gets all inputs as one batch
+        return tuple(parameter.shape) if rows and next(state, None) is None else None
     if owner is machine:
         return tuple(parameter.shape)
     scalar = _BATCHED.get((type(owner), leaf))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchloo.classes import is_label
 from torchloo.guards import Guard, require_floating
+from torchloo.kernels import Kernel
 from torchloo.search.alike import Clusters
 from torchloo.search.score import Score
 from torchloo.streaming.stream import Stream
@@ -70,13 +71,14 @@ class Problems(NamedTuple):
     """What is left out together, of the same sizes in all problems; None: every row alone."""
 
 
-def check_rows(function: str, X: Tensor, y: Tensor) -> None:
-    """Demand inputs (n, d) and targets (n,) or (n, c), all finite."""
+def check_rows(function: str, kernel: Kernel, X: Tensor, y: Tensor) -> None:
+    """Demand inputs (n, d), or as the kernel takes them, and targets (n,) or (n, c), all finite."""
     require_floating(function, X=X, y=y)
     if X.layout != torch.strided:
         raise TypeError(f"{function}: X must be dense, got layout {X.layout}; use X.to_dense()")
-    if X.ndim != 2 or 0 in X.shape or len(X) < 3:
-        raise ValueError(f"{function}: X must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
+    if X.ndim != 1 + kernel.event_dim or 0 in X.shape or len(X) < 3:
+        expected = kernel.input_shape.replace("..., ", "")
+        raise ValueError(f"{function}: X must be {expected} with at least 3 rows, got shape {tuple(X.shape)}")
     if y.ndim not in (1, 2) or len(y) != len(X) or 0 in y.shape:
         raise ValueError(
             f"{function}: y must be (n,) or (n, c) with the {len(X)} rows of X, got shape {tuple(y.shape)}"

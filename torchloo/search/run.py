@@ -94,7 +94,7 @@ def run(
     if plan.search == "gradient" and not only_reg(space, score):
         score.require_differentiable()
     first, box = _first_starts(plan, space, problems)
-    prior = HyperPrior(plan.prior, space, problems.X.shape[-2])
+    prior = HyperPrior(plan.prior, space, problems.X.shape[1])
     with tqdm(desc=plan.search, unit="loo", disable=not plan.progress, leave=False) as bar:
         objective = Objective(space, problems, score, prior, bar)
         try:

@@ -87,7 +87,7 @@ def warn_of_scales(space: Space, X: Tensor) -> None:
         ard = isinstance(kernel, RBF | Matern) and kernel.log_lengthscale.numel() > 1
         if ard or isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
             return
-    deviation = X.double().std(-2)  # (d,)
+    deviation = X.double().flatten(1).std(0)  # (d,)
     deviation = deviation[deviation > 0]
     if len(deviation) and deviation.max() > _WILD * deviation.min():
         span = f"from {deviation.min().item():.3g} to {deviation.max().item():.3g}"
@@ -107,7 +107,7 @@ def _spread_rows(n: int, device: torch.device) -> Tensor:
 
 def _embedded(kernel: Kernel, X: Tensor) -> Iterator[tuple[Kernel, Tensor]]:
     """Every kernel of a composition and the inputs that reach it."""
-    Z = X if kernel.features is None else kernel.features(X)
+    Z = kernel.embed(X)
     yield kernel, Z
     parts = [kernel.kernel] if isinstance(kernel, Scaled) else []
     for part in kernel.kernels if isinstance(kernel, Sum | Product) else parts:

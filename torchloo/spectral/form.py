@@ -193,6 +193,11 @@ class Step(NamedTuple):
     along: Tensor
     """P_{:L}^T a by the inner product of the Note, over that of a with itself, (R, ..., n, c)."""
 
+    def of_outputs(self, some: slice) -> "Step":
+        """Those of some outputs."""
+        a, transformed, solved, along = self
+        return Step(a[..., some], transformed[..., some, :], solved[..., some], along[..., some])
+
 
 class Spectral(NamedTuple):
     """A decomposed dual problem: held-out parts for as many regularisations as are asked for."""

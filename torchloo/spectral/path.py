@@ -217,7 +217,7 @@ class Decomposed(Path):
 
     def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         served, _ = self._split(self.regs)
-        parts = _in_chunks(self.form, served, self._step, partition, guard) if self.served else []
+        parts = _by_outputs(self.form, served, self._step, partition, guard) if self.served else []
         r, variance, refitted = self._joined(parts, lambda each: each.along_regs(partition, guard))
         return r, variance, refitted
 
@@ -236,6 +236,21 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
     guard.require(form.least + regs.amin(-1) > 0, NOT_DEFINITE)
     order = sorted(range(len(regs)), key=lost.__getitem__)
     return Decomposed(problem, regs, each.axis, form, order, lost.count(False), each)
+
+
+def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
+    """`_in_chunks`, and of outputs with their own regularisations as few at a time as memory is for sets."""
+    c, several = regs.shape[-1], partition.groups[-1].shape[-1] > 1
+    few = max(1, max(form.B.numel(), _TOGETHER) // form.B.numel())
+    if c <= few or not several:
+        return _in_chunks(form, regs, step, partition, guard)
+    found = []
+    for j in range(0, c, few):
+        some = slice(j, j + few)
+        given = (form._replace(Y=form.Y[..., some]), regs[..., some], step.of_outputs(some))
+        found.append([torch.cat(part) for part in zip(*_in_chunks(*given, partition, guard), strict=True)])
+    r, variance, refitted = zip(*found, strict=True)
+    return [(torch.cat(r, -1), torch.cat(variance, -1), torch.stack(refitted).any(0))]
 
 
 def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:

@@ -71,8 +71,7 @@ class Stream:
     @property
     def flat(self) -> bool:
         """Whether outputs have no output axis; of batches, known after the first block."""
-        classes = self.classes if self._source.labelled else None
-        return self._source.flat if classes is None else len(classes) == 2
+        return self._source.flat if self.classes is None else len(self.classes) == 2
 
     @property
     def classes(self) -> Tensor | None:
@@ -80,7 +79,9 @@ class Stream:
 
         The sorted labels of all rows, or those of `with_classes`. Of batches, known after the first block.
         """
-        if self._classes is None and self._source.labelled:
+        if not self._source.labelled:
+            return None
+        if self._classes is None:
             found = self.labels("Stream")
             assert found is not None
             assert self.n is not None
@@ -157,10 +158,10 @@ class Stream:
         """
         if isinstance(self._source, Arrays):
             return
-        flat, device, arrays = self.flat, self.device, list[np.ndarray]()
+        device, arrays = self.device, list[np.ndarray]()
         for part in parts:
             device = device or part.X.device  # files are on the host, rows stay where they were
-            values = [part.X, part.Y[:, 0] if flat else part.Y, part.weight]
+            values = [part.X, self._as_given(part.Y), part.weight]
             if not arrays:
                 assert self.n is not None
                 fields = [Field("", (self.n, *v.shape[1:]), v.dtype) for v in values]
@@ -171,6 +172,13 @@ class Stream:
         bits = X.dtype == np.int16
         rows = torch.from_numpy(X).view(torch.bfloat16) if bits else X
         self._source, self.device = Arrays(rows, y, weight), device
+
+    def _as_given(self, Y: Tensor) -> Tensor:
+        """Targets (b, c) as they came: (b,) or (b, c), or labels, which another order of classes may code."""
+        if self.classes is None:
+            return Y[:, 0] if self.flat else Y
+        column = Y.argmax(1) if Y.shape[1] > 1 else (Y[:, 0] > 0).long()
+        return self.classes.long().to(Y.device)[column]
 
     def _checked(self, function: str, raw: Raw, place: int | Tensor) -> Block:
         """A block of rows with a first number, or with a number for each."""

@@ -40,11 +40,13 @@ def _said_by_svc() -> Iterator[None]:
 class SVC(KernelMachine):
     """Support vector classifier with an exact, certified leave-one-out; see `svm` and `svm_loo`.
 
-    Labels y are -1 and +1, (..., n), or (..., n, c) for several classes: column k is +1 in the rows of
-    class k, one class against the rest, and the class with the largest output is the predicted one. There
-    is one machine for each column, all over one kernel matrix and solved as one batch, which takes the
-    time and the memory of as many problems. A weight multiplies C row by row, which is how classes get a
-    C of their own: weight=torch.where(y > 0, 3.0, 1.0).to(X) makes errors on +1 three times as dear.
+    Labels y are integers, (..., n), see Note [class labels] in machine/kernel_machine.py; or -1 and +1,
+    (..., n), or (..., n, c) for several classes: column k is +1 in the rows of class k, one class against the
+    rest, and the class with the largest output is the predicted one. There is one machine for each column,
+    all over one kernel matrix and solved as one batch, which takes the time and the memory of as many
+    problems. A weight multiplies C row by row, which is how classes get a C of their own:
+    weight=torch.where(y > 0, 3.0, 1.0).to(X) makes errors on +1 three times as costly, and
+    weight=tl.balanced_weight(y) those of all classes together equally costly.
     Decision values of leave-one-out are differentiable in X, C, weight and the parameters of the kernel;
     the coefficients themselves are not.
 
