@@ -56,6 +56,18 @@ def test_minibatch_training_and_checkpoint():
     assert torch.equal(restored.predict_class(X), expected)
 
 
+def test_probe_on_embeddings(tmp_path):
+    X, label = images(200)
+    embeddings = network()(X)  # (200, 8), with its graph
+    found = tl.probe(embeddings, label, progress=False)
+    assert found.accuracy > 0.9
+    assert 0 < found.standard_error < 0.03
+    assert f"{found.accuracy:.4f}" in str(found)
+    assert torch.equal(found.head.predict_class(embeddings), found.head(embeddings).argmax(-1))
+    found.plot(tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").is_file()
+
+
 @pytest.mark.parametrize("make", [tl.LSSVM, tl.SVC])
 def test_class_weights(make):
     X, label = images()
@@ -167,3 +179,11 @@ def test_calibrated_probabilities_of_three_classes():
     probability = tl.calibrate(machine.loo(X, labels))(machine(X))
     assert torch.allclose(probability.sum(1), torch.ones(90))
     assert (probability.argmax(1) == machine.predict_class(X)).all()
+
+
+def test_wrong_labels_are_found():
+    X, y = tl.datasets.twonorm(150, generator=torch.Generator().manual_seed(0))
+    y[[3, 70]] *= -1
+    diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(5.0)), X, y)
+    assert {3, 70} <= set(diagnosis.suspects(0.5).tolist())
+    assert (diagnosis.change("press")[[3, 70]] < 0).all()

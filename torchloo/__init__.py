@@ -6,10 +6,12 @@ from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.decision import threshold
+from torchloo.diagnosis import Diagnosis, diagnose
 from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
+from torchloo.probing import Probe, probe
 from torchloo.rls import RLS
 from torchloo.sampling_error import standard_error
 from torchloo.selection import Selection, select
@@ -26,9 +28,11 @@ __all__ = [
     "LSSVM",
     "RLS",
     "SVC",
+    "Diagnosis",
     "Fit",
     "HeldOut",
     "Platt",
+    "Probe",
     "SVMFit",
     "SVMHeldOut",
     "Selection",
@@ -42,12 +46,14 @@ __all__ = [
     "calibrate",
     "criteria",
     "datasets",
+    "diagnose",
     "distributed",
     "folds",
     "functional",
     "intervals",
     "kernels",
     "one_vs_rest",
+    "probe",
     "select",
     "splits",
     "standard_error",
