@@ -183,7 +183,8 @@ def test_calibrated_probabilities_of_three_classes():
 
 def test_wrong_labels_are_found():
     X, y = tl.datasets.twonorm(150, generator=torch.Generator().manual_seed(0))
-    y[[3, 70]] *= -1
+    wrong = torch.arange(0, 150, 15)
+    y[wrong] *= -1
     diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(5.0)), X, y)
-    assert {3, 70} <= set(diagnosis.suspects(0.5).tolist())
-    assert (diagnosis.change("press")[[3, 70]] < 0).all()
+    assert torch.isin(wrong, diagnosis.suspects(0.5)).sum() >= 8
+    assert (diagnosis.change("press")[diagnosis.suspects()] < 0).all()
