@@ -197,8 +197,8 @@ def test_every_changed_value_is_refused(root, capsys, kind):
         (("sha256",), "0" * 64, "its checksum does not match"),
         (
             ("version",),
-            2,
-            f"by torchloo {NOW}, its format has the version 2; torchloo {NOW} reads version 1",
+            1,
+            f"by torchloo {NOW}, its format has the version 1; torchloo {NOW} reads version 2",
         ),
         (("version",), "new\nline", "has the version unknown"),
     ],

@@ -20,7 +20,7 @@ from torchloo.commands import findings as findings_module
 from torchloo.commands.models import load
 from torchloo.commands.reading import read_table
 from torchloo.commands.shell import comma_separated
-from torchloo.report import page
+from torchloo.report import page, pictures
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
@@ -568,7 +568,7 @@ def test_predict_refuses_what_does_not_fit(folder, models, capsys, model, data, 
     table()[["x", "shop"]].assign(y=1).to_csv("wrong.csv", index=False)
     torch.save({"weights": torch.ones(2)}, "other.pt")
     content = torch.load("good.pt", weights_only=True)
-    torch.save({**content, "version": 2, "torchloo": "9.9.9"}, "later.pt")
+    torch.save({**content, "version": 3, "torchloo": "9.9.9"}, "later.pt")
     torch.save({**content, "state": {}}, "broken.pt")
     assert run("predict", model, data, "--out", "p.csv") == 2
     printed, err = capsys.readouterr()
@@ -677,3 +677,24 @@ def test_a_table_too_large_for_a_dense_machine_takes_the_sparse_one_and_says_why
     assert isinstance(load(Path("out/model.pt"), "cpu")[1], tl.SparseLSSVM)
     assert run(*given[:6], "--machine", "lssvm", "--out", "other", *QUICK) == 2
     assert "48 rows need about 48 GB with --machine lssvm" in capsys.readouterr().err
+
+
+def test_a_messy_table_goes_through_without_a_report(folder, capsys, monkeypatch):
+    messy = table().assign(day=pd.date_range("2024-01-01", periods=N).astype(str))
+    messy.loc[[2, 9], "x"] = np.nan
+    messy.loc[4, "shop"] = None
+    messy.to_csv("messy.csv", index=False)
+    monkeypatch.setattr(pictures, "require", lambda: pytest.fail("no picture is asked for"))
+    words = ("--target", "price", "--drop", "good", "--drop", "grade", "--outer", "0", "--out", "out")
+    assert run("select", "messy.csv", *words, "--no-report") == 2
+    assert "missing values: 2 in column 'x', the first in row 3" in capsys.readouterr().err
+    assert run("select", "messy.csv", *words, "--missing", "mean", "--no-report") == 0
+    out = capsys.readouterr().out
+    assert "missing values filled in by the mean (text: the most frequent value) of 'x', 'shop'" in out
+    assert "dates, taken as days since 1970: 'day'" in out
+    assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt"]
+    messy.assign(more="?").drop(columns=["good", "grade"]).to_csv("new.csv", index=False)
+    assert run("predict", "out/model.pt", "new.csv") == 2
+    assert "unexpected 'more' (or --ignore-extra)" in capsys.readouterr().err
+    assert run("predict", "out/model.pt", "new.csv", "--ignore-extra") == 0
+    assert pd.read_csv("predictions.csv")["prediction"].notna().all()

@@ -56,6 +56,18 @@ def test_minibatch_training_and_checkpoint():
     assert torch.equal(restored.predict_class(X), expected)
 
 
+def test_probe_on_embeddings(tmp_path):
+    X, label = images(200)
+    embeddings = network()(X)  # (200, 8), with its graph
+    found = tl.probe(embeddings, label, progress=False)
+    assert found.accuracy > 0.9
+    assert 0 < found.standard_error < 0.03
+    assert f"{found.accuracy:.4f}" in str(found)
+    assert torch.equal(found.head.predict_class(embeddings), found.head(embeddings).argmax(-1))
+    found.plot(tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").is_file()
+
+
 @pytest.mark.parametrize("make", [tl.LSSVM, tl.SVC])
 def test_class_weights(make):
     X, label = images()

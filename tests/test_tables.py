@@ -117,7 +117,7 @@ def test_a_schema_survives_plain_data_and_codes_a_new_table_alike():
     ("change", "message"),
     [
         (lambda t: t.drop(columns=["x", "colour"]), "missing 'x', 'colour'"),
-        (lambda t: t.assign(size=1), "unexpected 'size'"),
+        (lambda t: t.assign(size=1), r"unexpected 'size' \(or --ignore-extra\)"),
         (lambda t: t.rename(columns={"x": "X"}), "missing 'x'; unexpected 'X'"),
         (lambda t: t.assign(x=["a"] * N), "column 'x' must hold numbers, got 'a' in row 1"),
         (lambda t: t.assign(colour=["red"] * 11 + ["pink"]), "'colour' has the value 'pink' in row 12"),
@@ -157,7 +157,7 @@ def test_a_table_that_does_not_match_is_refused_by_name(change, message):
         (frame(w=["a"] * N), Roles("y", weights="w"), "'w' must hold numbers, got 'a' in row 1"),
         (frame(w=[0.0] * N), Roles("y", weights="w"), "'w' must be positive, got 0 in row 1"),
         (pd.DataFrame({"y": np.arange(12.5), "one": 1}), Roles("y"), "no column is left to predict from"),
-        (frame(when=pd.to_datetime(["2020-01-01", "2021-01-01"] * 6)), Roles("y"), "'when' holds datetime"),
+        (frame(span=pd.to_timedelta([1, 2] * 6, unit="D")), Roles("y"), "'span' holds timedelta"),
     ],
 )
 def test_a_table_that_cannot_be_learnt_from_is_refused(table, roles, message):
@@ -418,3 +418,76 @@ def test_columns_of_an_archive_have_names_of_their_own(tmp_path):
     np.savez(path, y=np.zeros(3), X=np.ones((3, 2)), feature_names=np.array(["a", "y"]))
     with pytest.raises(TableError, match="several columns named 'y'"):
         read_table(path)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        ["2020-01-01", "2020-03-01"] * 6,
+        ["2020-01-01T00:00:00Z", "2020-03-01T02:00+02:00"] * 6,
+        pd.to_datetime(["2020-01-01", "2020-03-01"] * 6),
+        pd.to_datetime(["2020-01-01", "2020-03-01"] * 6).tz_localize("UTC"),
+    ],
+    ids=["text", "moments", "dates", "dates of a zone"],
+)
+def test_dates_are_days(when):
+    prepared = prepare(frame(when=when), Roles("y"))
+    assert prepared.schema.columns[-1].dates
+    assert "dates, taken as days since 1970: 'when'" in prepared.notes
+    raw = prepared.X[:, -1] * prepared.schema.scale[-1] + prepared.schema.centre[-1]
+    np.testing.assert_allclose(raw[:2], [18262, 18322])
+    schema = Schema.from_dict(json.loads(json.dumps(prepared.schema.as_dict())))
+    np.testing.assert_allclose(schema.design(frame(when=when)), prepared.X)
+
+
+@pytest.mark.parametrize("when", [["2020-13-01"] * 6 + ["2020-01-01"] * 6, ["1.2.2020", "2.2.2020"] * 6])
+def test_what_is_no_date_of_that_form_stays_text(when):
+    assert prepare(frame(when=when), Roles("y")).schema.columns[-1].levels is not None
+
+
+def test_a_new_table_must_have_dates_where_the_model_had():
+    schema = prepare(frame(when=["2020-01-01", "2020-03-01"] * 6), Roles("y")).schema
+    with pytest.raises(TableError, match="'when' must hold dates such as 2020-01-31, got 'soon' in row 2"):
+        schema.design(frame(when=["2020-01-01", "soon"] * 6))
+
+
+def with_holes() -> "pd.DataFrame":
+    long = pd.concat([frame()] * 2, ignore_index=True)
+    long.loc[[3, 5], "x"] = np.nan
+    long.loc[[5, 6], "colour"] = None
+    long.loc[20, "y"] = np.nan
+    return long
+
+
+def test_rows_with_missing_values_are_dropped_where_that_is_asked_for():
+    prepared = prepare(with_holes(), Roles("y"), missing="drop")
+    assert prepared.rows.tolist() == [row for row in range(1, 25) if row not in (4, 6, 7, 21)]
+    assert len(prepared.X) == len(prepared.y) == 20
+    assert "4 of 24 rows are left out for their missing values" in prepared.notes
+    expected = prepare(with_holes().drop(index=[3, 5, 6, 20]).reset_index(drop=True), Roles("y"))
+    np.testing.assert_array_equal(prepared.X, expected.X)
+    with pytest.raises(TableError, match="missing values"):  # what was dropped has taught nothing
+        prepared.schema.design(with_holes())
+
+
+def test_missing_inputs_are_means_in_the_model_too():
+    holes = with_holes()
+    prepared = prepare(holes, Roles("y"), missing="mean")
+    assert prepared.rows.tolist() == [row for row in range(1, 25) if row != 21]  # which has no target
+    kept = holes.drop(index=20)
+    expected = kept.assign(x=kept["x"].fillna(kept["x"].mean()), colour=kept["colour"].fillna("red"))
+    np.testing.assert_allclose(prepared.X, prepare(expected.reset_index(drop=True), Roles("y")).X)
+    schema = Schema.from_dict(json.loads(json.dumps(prepared.schema.as_dict())))
+    np.testing.assert_allclose(schema.design(kept), prepared.X)
+
+
+def test_too_few_complete_rows_are_refused():
+    holes = frame(x=[1.0, 2.0, 3.0] + [np.nan] * 9)
+    with pytest.raises(TableError, match="3 rows have no missing values; at least 10 are needed"):
+        prepare(holes, Roles("y"), missing="drop")
+
+
+def test_unexpected_columns_may_be_ignored():
+    prepared = prepare(frame(), Roles("y"))
+    wider = frame(size=1, note=["?"] * N)
+    np.testing.assert_array_equal(prepared.schema.design(wider, ignore_extra=True), prepared.X)

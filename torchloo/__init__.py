@@ -9,6 +9,7 @@ from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
 from torchloo.primal.solved import StreamFit
+from torchloo.probing import Probe, probe
 from torchloo.rls import RLS
 from torchloo.sampling_error import standard_error
 from torchloo.selection import Selection, select
@@ -27,6 +28,7 @@ __all__ = [
     "SVC",
     "Fit",
     "HeldOut",
+    "Probe",
     "SVMFit",
     "SVMHeldOut",
     "Selection",
@@ -44,6 +46,7 @@ __all__ = [
     "intervals",
     "kernels",
     "one_vs_rest",
+    "probe",
     "select",
     "splits",
     "standard_error",

@@ -25,6 +25,7 @@ from torchloo.search.run import Plan
 from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, require_whole_clusters, resolve
+from torchloo.text_table import rendered
 
 __all__ = ["Validation", "summed_up", "validate"]
 
@@ -59,20 +60,7 @@ class Validation(NamedTuple):
             lines.append(f"without the threshold {plain:.4g}")
         inner = sum(row["criterion"] for row in self.table) / max(1, len(self.table))
         lines.append(f"selected by {self.criterion}, {inner:.4g} on average")
-        return "\n".join([*lines, "", *_rendered(self.table)])
-
-
-def _rendered(table: list[dict[str, Any]], most: int = 12) -> list[str]:
-    """The rows of a table as aligned text, the middle of a long one left out."""
-    names = [name for name, value in table[0].items() if not isinstance(value, list)] if table else []
-    cells = [names, *([_cell(row[name]) for name in names] for row in table)]
-    widths = [max(len(row[j]) for row in cells) for j in range(len(names))]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-    return lines if len(lines) <= most + 1 else [*lines[: most - 1], "...", *lines[-1:]]
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return "\n".join([*lines, "", *rendered(self.table)])
 
 
 def validate(

@@ -2,7 +2,7 @@
 
 The file is plain data, which torch.load reads with weights_only=True:
 
-    {"format": "torchloo model", "version": 1, "torchloo": "0.1.0",
+    {"format": "torchloo model", "version": 2, "torchloo": "0.1.0",
      "machine": Spec as a dictionary, "schema": Schema as a dictionary, "state": a state_dict,
      "sha256": the checksum of all the others}
 
@@ -29,7 +29,7 @@ from torchloo.machine import KernelMachine
 
 __all__ = ["Spec", "checksum", "load", "save"]
 
-_FORMAT, _VERSION = "torchloo model", 1
+_FORMAT, _VERSION = "torchloo model", 2
 _FIELDS = ("format", "version", "torchloo", "machine", "schema", "state", "sha256")
 
 

@@ -43,6 +43,9 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="the predictions (default: %(default)s)",
     )
+    parser.add_argument(
+        "--ignore-extra", action="store_true", help="take no notice of columns that the model does not know"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     pd = pandas()
     schema, machine = load(args.model, args.device)
     frame, notes = read_table(args.data, schema.text, schema.decimals)
-    X = torch.tensor(schema.design(frame), device=args.device)
+    X = torch.tensor(schema.design(frame, args.ignore_extra), device=args.device)
     try:
         with torch.no_grad():
             outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()

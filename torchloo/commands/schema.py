@@ -4,8 +4,8 @@ A `Schema` codes any table that has its columns, and refuses one without them; a
 is saved beside a machine.
 """
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +24,15 @@ __all__ = [
     "REGRESSION",
     "Column",
     "Schema",
+    "days",
+    "filled",
+    "is_date",
     "is_number",
     "numbers",
     "require_complete",
     "require_fields",
     "texts",
+    "with_dates",
 ]
 
 CLASSIFICATION, REGRESSION = "classification", "regression"
@@ -36,10 +40,13 @@ CLASSIFICATION, REGRESSION = "classification", "regression"
 
 @dataclass(frozen=True)
 class Column:
-    """An input column: numbers as they are, or text as one 0/1 input for each level (two levels: one)."""
+    """An input column: numbers, dates in days, or text as one 0/1 input for each level (two levels: one)."""
 
     name: str
     levels: tuple[str, ...] | None = None
+    dates: bool = False
+    fill: float | str | None = None
+    """What stands for a missing value; None where there must be none."""
 
     @property
     def inputs(self) -> list[str]:
@@ -50,6 +57,8 @@ class Column:
 
     def encode(self, series: "pd.Series") -> np.ndarray:
         """(n, number of inputs), float64."""
+        if self.dates:
+            return days(series)[:, None]
         if self.levels is None:
             return numbers(series)[:, None]
         text = texts(series)
@@ -95,9 +104,14 @@ class Schema:
         """Names of the inputs, one for each column of the design matrix."""
         return [name for column in self.columns for name in column.inputs]
 
-    def design(self, frame: "pd.DataFrame") -> np.ndarray:
-        """The standardised inputs (n, d) of a table that has the columns of the schema."""
-        self._require_columns(frame)
+    def design(self, frame: "pd.DataFrame", ignore_extra: bool = False) -> np.ndarray:
+        """The standardised inputs (n, d) of a table that has the columns of the schema, and no others.
+
+        Unless these are to be ignored. Missing values are filled in where the schema has learnt how.
+        """
+        self._require_columns(frame, ignore_extra)
+        frame = with_dates(frame, [column.name for column in self.columns if column.dates])
+        frame = filled(frame, self.columns)
         require_complete(frame, [column.name for column in self.columns])
         raw = np.hstack([column.encode(frame[column.name]) for column in self.columns])
         return (raw - np.array(self.centre)) / np.array(self.scale)
@@ -159,13 +173,14 @@ class Schema:
         if min(self.scale) <= 0:
             raise ValueError("schema: scale must be positive")
 
-    def _require_columns(self, frame: "pd.DataFrame") -> None:
+    def _require_columns(self, frame: "pd.DataFrame", ignore_extra: bool) -> None:
         wanted = [column.name for column in self.columns]
         missing = [name for name in wanted if name not in frame.columns]
         allowed = {*wanted, *self.ignored, self.target}
         unexpected = [name for name in frame.columns if name not in allowed]
         parts = [f"missing {listed(missing, 20)}"] if missing else []
-        parts += [f"unexpected {listed(unexpected, 20)}"] if unexpected else []
+        if unexpected and not ignore_extra:
+            parts.append(f"unexpected {listed(unexpected, 20)}" + " (or --ignore-extra)" * (not missing))
         if parts:
             raise TableError(f"the columns do not match those of the model: {'; '.join(parts)}")
 
@@ -192,13 +207,23 @@ def _column(plain: object) -> Column:
     name, levels = values["name"], values["levels"]
     if not isinstance(name, str):
         raise ValueError(f"schema: the name of a column must be text, got {type(name).__name__}")
-    if levels is None:
-        return Column(name)
-    column = Column(name, _sequence(f"levels of {name!r}", levels, str))
-    _require_distinct(f"levels of {name!r}", levels)
-    if len(levels) < 2:
-        raise ValueError(f"schema: levels of {name!r} must be two at least, got {len(levels)}")
+    if type(values["dates"]) is not bool or (values["dates"] and levels is not None):
+        raise ValueError(f"schema: dates of {name!r} must be True or False, and have no levels")
+    column = Column(name, dates=values["dates"], fill=values["fill"])
+    if levels is not None:
+        column = replace(column, levels=_sequence(f"levels of {name!r}", levels, str))
+        _require_distinct(f"levels of {name!r}", levels)
+        if len(levels) < 2:
+            raise ValueError(f"schema: levels of {name!r} must be two at least, got {len(levels)}")
+    _require_fill(column)
     return column
+
+
+def _require_fill(column: Column) -> None:
+    fill = column.fill
+    known = isinstance(fill, float) and np.isfinite(fill) if column.levels is None else fill in column.levels
+    if fill is not None and not known:
+        raise ValueError(f"schema: fill of {column.name!r} must be a value that the column may have")
 
 
 def _require_distinct(name: str, values: Collection[str]) -> None:
@@ -215,12 +240,58 @@ def require_complete(frame: "pd.DataFrame", names: list[str]) -> None:
         others = f" (and in {len(bad) - 1} more columns)" if len(bad) > 1 else ""
         raise TableError(
             f"missing values: {int(flags.sum())} in column {name!r}, the first in row "
-            f"{int(flags.argmax()) + 1}{others}; fill them in or remove them first"
+            f"{int(flags.argmax()) + 1}{others}; fill them in, or select with --missing drop or mean"
         )
     for name in names:
         if frame[name].dtype.kind == "f" and not np.isfinite(values := frame[name].to_numpy()).all():
             row = int((~np.isfinite(values)).argmax()) + 1
             raise TableError(f"column {name!r} is infinite in row {row}")
+
+
+def filled(frame: "pd.DataFrame", columns: Sequence[Column]) -> "pd.DataFrame":
+    """The table with missing values of these columns filled in, where they say by what."""
+    values = {column.name: column.fill for column in columns if column.fill is not None}
+    holes = {name: value for name, value in values.items() if frame[name].isna().any()}
+    return frame.assign(**{name: frame[name].fillna(value) for name, value in holes.items()})
+
+
+_ISO_DATE = r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?"
+
+
+def is_date(series: "pd.Series") -> bool:
+    """Whether a column holds dates: of such a type, or text of the form 2020-01-31 or 2020-01-31 12:00."""
+    if series.dtype.kind == "M" or isinstance(series.dtype, pandas().DatetimeTZDtype):
+        return True
+    known = series.dropna()
+    if not len(known) or is_number(series) or not all(isinstance(value, str) for value in known):
+        return False
+    return bool(known.str.fullmatch(_ISO_DATE).all()) and not _moments(known).isna().any()
+
+
+def _moments(series: "pd.Series") -> "pd.Series":
+    """Moments in time, universal; none for text that is no date."""
+    return pandas().to_datetime(series, format="ISO8601", utc=True, errors="coerce")
+
+
+def with_dates(frame: "pd.DataFrame", names: list[str]) -> "pd.DataFrame":
+    """The table with these columns of dates as days since 1970; what is missing stays so."""
+    return frame.assign(**{name: days(frame[name]) for name in names})
+
+
+def days(series: "pd.Series") -> np.ndarray:
+    """Dates (n,) as days since the beginning of 1970, NaN where missing; numbers are taken for days."""
+    if is_number(series):
+        return numbers(series) if not series.isna().any() else series.to_numpy(dtype=float, na_value=np.nan)
+    moments = _moments(series)
+    wrong = (moments.isna() & series.notna()).to_numpy()
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise TableError(
+            f"column {series.name!r} must hold dates such as 2020-01-31, got {str(series.iloc[row])!r} in "
+            f"row {row + 1}"
+        )
+    since = moments - pandas().Timestamp(0, tz="UTC")
+    return (since / pandas().Timedelta(days=1)).to_numpy(dtype=float)
 
 
 def is_number(series: "pd.Series") -> bool:

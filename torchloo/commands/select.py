@@ -92,6 +92,13 @@ def add(commands: Any) -> None:
         "--drop", metavar="COLUMN", action="append", default=[], help="leave a column out; may be repeated"
     )
     parser.add_argument(
+        "--missing",
+        choices=("error", "drop", "mean"),
+        default="error",
+        help="of missing values: refuse them, leave their rows out, or take the mean of the column (of text, "
+        "the most frequent value), in predict too (default: %(default)s)",
+    )
+    parser.add_argument(
         "--task", choices=(CLASSIFICATION, REGRESSION), help="(default: told from the target)"
     )
     parser.add_argument(
@@ -109,31 +116,39 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", type=folder, metavar="DIR", help="the folder to write (default: data-torchloo)"
     )
+    parser.add_argument(
+        "--no-report",
+        dest="report",
+        action="store_false",
+        help="write no report.html, for which matplotlib is needed",
+    )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, select, estimate, and write everything at once."""
-    pictures.require()
+    if args.report:
+        pictures.require()
     require_device(args.device)
     out = _folder(args)
     frame, read = read_table(args.data)
     roles = Roles(args.target, args.clusters, args.weights, tuple(args.drop), args.task)
-    prepared = prepare(frame, roles, standardise=args.kernel != "boolean")
+    prepared = prepare(frame, roles, args.kernel != "boolean", args.missing)
     args.machine, why = _machine(args, len(prepared.y))
     prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
     plan = _plan(args, prepared)
     print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
         findings = _find(prepared, plan, check)
-    source = report.Source(args.data.name, _command(args))
-    page = report.page(findings, source)
+    page = report.page(findings, report.Source(args.data.name, _command(args))) if args.report else None
     with new_folder(out) as part:
         save(part / "model.pt", plan.spec, prepared.schema, findings.choice.machine)
         (part / "held_out.csv").write_bytes(comma_separated(held_out(findings)).encode())
-        (part / "report.html").write_text(page, encoding="utf-8")
-    print(f"\n{summary(findings)}\n\nreport: {out / 'report.html'}")
+        if page is not None:
+            (part / "report.html").write_text(page, encoding="utf-8")
+    written = f"written: {out}" if page is None else f"report: {out / 'report.html'}"
+    print(f"\n{summary(findings)}\n\n{written}")
     return 0
 
 
@@ -305,6 +320,7 @@ def _command(args: argparse.Namespace) -> str:
         "prior",
         "clusters",
         "weights",
+        "missing",
         "task",
         "outer",
         "basis",

@@ -1,6 +1,12 @@
-"""From a table to a design matrix: which columns are inputs, what is predicted, what cannot be used."""
+"""From a table to a design matrix: which columns are inputs, what is predicted, what cannot be used.
 
-from dataclasses import dataclass
+Note [missing values]
+"error" refuses them; "drop" leaves out rows that have any in a column in use; "mean" puts the mean of the
+column (of text, the most frequent value) in their place, also for `predict`, and leaves out rows without a
+target, cluster or weight. The means are those of all rows: they are not found anew where rows are held out.
+"""
+
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,10 +17,12 @@ from torchloo.commands.schema import (
     REGRESSION,
     Column,
     Schema,
+    is_date,
     is_number,
     numbers,
     require_complete,
     texts,
+    with_dates,
 )
 from torchloo.commands.shell import listed
 
@@ -54,22 +62,34 @@ class Prepared(NamedTuple):
     weight: np.ndarray | None
     notes: tuple[str, ...]
     """What the user should know: columns left out, how the task was told."""
+    rows: np.ndarray
+    """Number of each row in the table, from 1, (n,)."""
 
 
-def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Prepared:
+def prepare(
+    frame: "pd.DataFrame", roles: Roles, standardise: bool = True, missing: str = "error"
+) -> Prepared:
     """Check a training table, find out what its columns are, and code it.
 
-    With standardise=False the inputs must be 0 and 1 only, and stay so.
+    With standardise=False the inputs must be 0 and 1 only, and stay so. Note [missing values] says what
+    becomes of these.
     """
     _require_roles(frame, roles)
     if len(frame) < FEWEST_ROWS:
         raise TableError(f"the table has {len(frame)} rows; at least {FEWEST_ROWS} are needed")
     special = [name for name in (roles.target, roles.clusters, roles.weights) if name is not None]
     inputs = [name for name in frame.columns if name not in special and name not in roles.drop]
+    dates = [name for name in inputs if is_date(frame[name])]
+    frame = with_dates(frame, dates)
+    frame, rows, dropped = _with_rows(frame, special, inputs, missing)
+    frame, fills, filled_in = _with_fills(frame, inputs, missing)
     require_complete(frame, special + inputs)
     labels, notes = _classes(frame[roles.target], roles)
     columns, raw, left = _inputs(frame, inputs)
-    notes += left
+    columns = tuple(replace(c, dates=c.name in dates, fill=fills.get(c.name)) for c in columns)
+    notes += [*dropped, *filled_in, *left]
+    if dates:
+        notes.append(f"dates, taken as days since 1970: {listed(dates, 20)}")
     centre, scale = (
         (raw.mean(0), raw.std(0, ddof=1)) if standardise else (np.zeros(raw.shape[1]), np.ones(raw.shape[1]))
     )
@@ -92,7 +112,39 @@ def prepare(frame: "pd.DataFrame", roles: Roles, standardise: bool = True) -> Pr
     if clusters is None:
         notes += _copies(frame[[column.name for column in columns] + [roles.target]])
     y = schema.codes(frame[roles.target])
-    return Prepared(schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes))
+    return Prepared(schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes), rows)
+
+
+def _with_rows(
+    frame: "pd.DataFrame", special: list[str], inputs: list[str], missing: str
+) -> tuple["pd.DataFrame", np.ndarray, list[str]]:
+    """The rows to learn from, their numbers in the table, and how many others there are."""
+    needed = {"error": [], "drop": special + inputs, "mean": special}[missing]
+    complete = frame[needed].notna().all(axis=1).to_numpy()
+    rows = np.flatnonzero(complete) + 1
+    if len(rows) < FEWEST_ROWS:
+        raise TableError(f"{len(rows)} rows have no missing values; at least {FEWEST_ROWS} are needed")
+    lost = len(frame) - len(rows)
+    notes = [f"{lost} of {len(frame)} rows are left out for their missing values"] if lost else []
+    return frame[complete].reset_index(drop=True) if lost else frame, rows, notes
+
+
+def _with_fills(
+    frame: "pd.DataFrame", inputs: list[str], missing: str
+) -> tuple["pd.DataFrame", dict[str, float | str], list[str]]:
+    """The table with its missing inputs filled in, by what for each column, and a note of it."""
+    if missing != "mean":
+        return frame, {}, []
+    fills: dict[str, float | str] = {}
+    for name in inputs:
+        known = frame[name].dropna()
+        if len(known):
+            fills[name] = float(numbers(known).mean()) if is_number(known) else str(known.mode().iloc[0])
+    holes = [name for name in fills if frame[name].isna().any()]
+    if not holes:
+        return frame, fills, []
+    note = f"missing values filled in by the mean (text: the most frequent value) of {listed(holes, 20)}"
+    return frame.assign(**{name: frame[name].fillna(fills[name]) for name in holes}), fills, [note]
 
 
 def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
@@ -177,7 +229,7 @@ def _counts(values: np.ndarray) -> bool:
 
 def _text_column(series: "pd.Series") -> Column | None:
     """One-hot levels; None where nearly every row has its own, as names have."""
-    if series.dtype.kind in "Mmc":
+    if series.dtype.kind in "mc":
         raise TableError(f"column {series.name!r} holds {series.dtype}; turn it into numbers, or use --drop")
     _require_one_kind(series)
     levels = np.unique(texts(series))

@@ -31,7 +31,7 @@ def described(path: Path, prepared: Prepared) -> str:
 def held_out(findings: Findings) -> Any:
     """The table held_out.csv: a row for each row of the data."""
     prepared, n = findings.prepared, len(findings.prepared.y)
-    columns: dict[str, np.ndarray] = {"row": np.arange(1, n + 1), "target": prepared.target}
+    columns: dict[str, np.ndarray] = {"row": prepared.rows, "target": prepared.target}
     columns |= _answers(findings, "loo", findings.loo)
     columns["leverage"] = np.full(n, np.nan) if findings.leverage is None else findings.leverage
     if prepared.clusters is not None and findings.lco is not None:

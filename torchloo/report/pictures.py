@@ -227,7 +227,7 @@ def residuals(output: np.ndarray, residual: np.ndarray) -> str:
     return canvas.svg
 
 
-def leverage(values: np.ndarray, residual: np.ndarray) -> str:
+def leverage(values: np.ndarray, residual: np.ndarray, numbers: np.ndarray) -> str:
     """Size of the held-out residual against the leverage, the farthest rows by their numbers."""
     size = np.abs(residual)
     with _Canvas(6.4, 3.6) as canvas:
@@ -235,7 +235,7 @@ def leverage(values: np.ndarray, residual: np.ndarray) -> str:
         _points(axes, values, size)
         for row in _farthest(values, size):
             axes.annotate(
-                str(row + 1),
+                str(numbers[row]),
                 (values[row], size[row]),
                 (4, 3),
                 textcoords="offset points",

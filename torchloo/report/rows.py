@@ -85,7 +85,8 @@ def residuals(findings: Findings) -> str:
             "numbers. A row with a leverage near 1 mostly decides for itself what is said of it. If its "
             "residual is large too, it deserves a look."
         )
-        parts.append(figure(pictures.leverage(findings.leverage, findings.inner.size), caption))
+        svg = pictures.leverage(findings.leverage, findings.inner.size, findings.prepared.rows)
+        parts.append(figure(svg, caption))
     title = "Residuals" if findings.leverage is None else "Residuals and leverage"
     return section(title, *parts, _worst(findings))
 
@@ -125,7 +126,7 @@ def _worst(findings: Findings) -> str:
     rows = []
     for i in order:
         pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
-        cells = [str(i + 1), *pair, number(values[i])]
+        cells = [str(findings.prepared.rows[i]), *pair, number(values[i])]
         rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
     words = (
         "The rows that were predicted worst; row 1 is the first below the column names. "

@@ -1,0 +1,408 @@
+"""probe: how well a linear head does on given features, by its held-out outputs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchloo import criteria
+from torchloo.classes import is_label, require_two
+from torchloo.guards import full_dtype
+from torchloo.held_out import HeldOut
+from torchloo.kernels import Linear
+from torchloo.lssvm import LSSVM
+from torchloo.primal.block import Block
+from torchloo.probe_picture import probe_figure
+from torchloo.sampling_error import standard_error
+from torchloo.streaming.stream import Stream
+from torchloo.text_table import rendered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Probe", "ProbeScores", "probe"]
+
+_REGS = 30
+
+# Held-out outputs, of all regularisations together, that are in memory at once: 128 MB in float64.
+_TOGETHER = 1 << 24
+
+# Rows that tell the scale of the features.
+_SAMPLE = 2000
+
+
+class ProbeScores(NamedTuple):
+    """Held-out scores at one regularisation, every row counting once."""
+
+    accuracy: float
+    """Share of the rows whose class is predicted; NaN in regression."""
+    r2: float
+    """1 - mean squared residual / variance of the targets, averaged over outputs; NaN for classes."""
+    standard_error: float
+    """Of accuracy or r2, over rows, or over groups where these are left out together."""
+    class_accuracy: Tensor | None
+    """Accuracy of the rows of each class, (k,); None in regression."""
+    log_loss: float
+    """Mean -log p of the own class, p = softmax(scale * outputs) with the best scale; NaN in regression."""
+    rmse: float
+    """Root mean squared residual, averaged over outputs before the root."""
+
+
+@dataclass(frozen=True, repr=False)
+class Probe:
+    """What `probe` found; str() is a table, `plot` a picture."""
+
+    head: LSSVM
+    """The linear machine at the chosen regularisation, fitted to all rows: head(X), head.predict_class(X)."""
+    reg: float
+    """The regularisation with the least criterion."""
+    regs: Tensor
+    """All regularisations that were tried, ascending, (R,)."""
+    criterion: Tensor
+    """Mean squared held-out residual at each of them, (R,), rows counting with their weights."""
+    curve: Tensor
+    """Accuracy, or r2, at each of them, (R,)."""
+    curve_error: Tensor
+    """Standard errors of these, (R,)."""
+    held_out: HeldOut
+    """Held-out rows at the chosen regularisation: of leave-group-out where groups were given."""
+    loo: ProbeScores
+    """Scores of leave-one-out."""
+    grouped: ProbeScores | None
+    """Scores of leave-group-out, where groups were given."""
+    columns: int
+    """Number of features."""
+
+    @property
+    def scores(self) -> ProbeScores:
+        """Those of `held_out`: of leave-group-out where groups were given, else of leave-one-out."""
+        return self.grouped or self.loo
+
+    @property
+    def accuracy(self) -> float:
+        """Held-out accuracy, see `ProbeScores`."""
+        return self.scores.accuracy
+
+    @property
+    def r2(self) -> float:
+        """Held-out r2, see `ProbeScores`."""
+        return self.scores.r2
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of accuracy or r2."""
+        return self.scores.standard_error
+
+    @property
+    def class_accuracy(self) -> Tensor | None:
+        """Held-out accuracy of each class, (k,), in the order of head.classes."""
+        return self.scores.class_accuracy
+
+    @property
+    def log_loss(self) -> float:
+        """Held-out log loss, see `ProbeScores`."""
+        return self.scores.log_loss
+
+    @property
+    def rmse(self) -> float:
+        """Held-out root mean squared error."""
+        return self.scores.rmse
+
+    @property
+    def measure(self) -> str:
+        """What the scores are: "accuracy" of classes, "r2" of numbers."""
+        return "r2" if self.head.classes is None else "accuracy"
+
+    def __str__(self) -> str:
+        classes = "" if self.head.classes is None else f", {len(self.head.classes)} classes"
+        lines = [f"linear probe: {self.held_out.weight.shape[-1]} rows, {self.columns} features{classes}"]
+        lines += [f"reg {self.reg:.4g}, chosen by {self._criterion_name}", ""]
+        kinds = {"leave-one-out": self.loo, "leave-group-out": self.grouped}
+        lines += rendered([self._summary(name, s) for name, s in kinds.items() if s is not None])
+        if self.class_accuracy is not None:
+            lines += ["", *rendered(self._by_class(), 22)]
+        lines += ["", *rendered(self._by_reg(), len(self.regs))]
+        if self.reg in (self.regs[0].item(), self.regs[-1].item()):
+            lines.append("the best reg is the end of those tried: give regs= that go farther")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    @property
+    def _criterion_name(self) -> str:
+        left_out = "leave-one-out" if self.grouped is None else "leave-group-out"
+        return f"the mean squared {left_out} residual"
+
+    def _summary(self, name: str, scores: ProbeScores) -> dict[str, Any]:
+        score = {
+            self.measure: _share(getattr(scores, self.measure)),
+            "std error": _share(scores.standard_error),
+        }
+        other = {"rmse": scores.rmse} if self.measure == "r2" else {"log loss": scores.log_loss}
+        return {"": name} | score | other
+
+    def _by_class(self) -> list[dict[str, Any]]:
+        assert self.head.classes is not None
+        assert self.class_accuracy is not None
+        counts = criteria.confusion(self.held_out, weight=None).sum(-1)  # (k,)
+        table = zip(self.head.classes.tolist(), counts.long().tolist(), self.class_accuracy, strict=True)
+        return [{"class": label, "rows": rows, "accuracy": _share(share)} for label, rows, share in table]
+
+    def _by_reg(self) -> list[dict[str, Any]]:
+        values = zip(self.regs.tolist(), self.criterion.tolist(), self.curve, self.curve_error, strict=True)
+        return [
+            {"reg": reg, "mean square": mse, self.measure: _share(score), "std error": _share(error)}
+            | {"": "*" * (reg == self.reg)}
+            for reg, mse, score, error in values
+        ]
+
+    def plot(self, path: Any = None) -> "Figure":
+        """Scores and criterion along the regularisations, and what the head says of classes or numbers.
+
+        Args:
+            path: file to write, .png or another kind that matplotlib knows; None writes nothing.
+
+        Returns:
+            matplotlib's Figure. Needs matplotlib: pip install torchloo[cli].
+        """
+        figure = probe_figure(self)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+def _share(value: Any) -> str:
+    """A share of one, or its standard error."""
+    return f"{float(value):.4f}"
+
+
+class _Rows(NamedTuple):
+    """Features and targets, and what is asked of them."""
+
+    path: Callable[[Tensor, object], HeldOut]
+    """Held-out rows for regularisations (R,), leaving out groups or, for None, single rows."""
+    fit: Callable[[LSSVM], LSSVM]
+    stream: Stream
+    """The same rows, with columns for classes."""
+    classes: Tensor | None
+
+
+def probe(
+    features: Any,
+    labels: Any = None,
+    groups: object | None = None,
+    regs: Any = None,
+    weight: Any = None,
+    *,
+    progress: bool = True,
+) -> Probe:
+    """How well a linear head does on features that are given, such as embeddings of a network.
+
+    Least squares with an unpenalised bias, `LSSVM(Linear())`, classes coded one against the rest. All
+    regularisations come from one decomposition, and the one with the least mean squared held-out residual is
+    chosen. The scores are those of held-out rows, so that nothing has to be split off; they are optimistic by
+    the choice among R regularisations alone.
+
+    Args:
+        features: (n, d), a tensor or an array, memory-mapped or not, float16 and bfloat16 being taken up to
+            float32; or a `Stream`, which brings labels and weight.
+        labels: integers or bools (n,) are classes; floats (n,) or (n, c) are numbers to be predicted.
+        groups: integer labels (n,) of rows that are not independent, such as images of one patient. These are
+            then left out together, for the choice of reg and for the scores; leave-one-out is told as well.
+        regs: regularisations (R,) that are tried. Default: 30 of them, from 1e-6 to 1e3 times the mean
+            eigenvalue of the features' Gram matrix.
+        weight: training weights (n,), or a function of the labels, such as tl.balanced_weight.
+        progress: show a bar for passes over the rows that take longer than a second.
+
+    Returns:
+        Probe: reg, accuracy (or r2), standard_error, class_accuracy, log_loss, held_out, head, and the
+        criterion and accuracy of every regularisation. Print it, or `plot` it.
+
+    Cost: three passes over the rows of n d^2 multiplications, and n d c for each regularisation; groups take
+    one pass more. Memory: a few (d, d) matrices, and n c numbers for each regularisation, of which as many
+    are computed at once as make 2^24 numbers. Features are not copied, unless they are more than the rows.
+
+    Example:
+        >>> X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
+        >>> found = probe(X, (X[:, 0] > 0.3).long())
+        >>> print(f"{found.accuracy:.2f} +- {found.standard_error:.2f}")
+        0.96 +- 0.01
+    """
+    if not isinstance(features, Stream):
+        rows = _given(features, labels, weight, progress)
+    elif labels is None and weight is None:
+        rows = _of_stream(features)
+    else:
+        raise TypeError("probe: a stream brings its own labels and weight; leave them None")
+    n, first = rows.stream.n, rows.stream.sample("probe", _SAMPLE)
+    assert n is not None
+    tried = _usual_regs(n, first) if regs is None else _given_regs(regs)
+    table, best, reg = [], None, math.nan
+    with torch.no_grad():
+        for some in tried.split(max(1, _TOGETHER // (n * first.Y.shape[1]))):
+            path = rows.path(some, groups)
+            for r, value in enumerate(some.tolist()):
+                held_out = _entry(path, r)
+                table.append((criteria.mse(held_out).item(), *_headline(held_out, rows.classes)))
+                if best is None or table[-1][0] < min(row[0] for row in table[:-1]):
+                    best, reg = _copied(held_out), value
+        assert best is not None
+        head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
+        chosen = _scores(best, rows.classes)
+        loo, grouped = chosen, None
+        if groups is not None:
+            single = rows.path(torch.tensor([reg], dtype=torch.float64, device="cpu"), None)
+            loo, grouped = _scores(_entry(single, 0), rows.classes), chosen
+    mse, score, error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
+    return Probe(head, reg, tried, mse, score, error, best, loo, grouped, first.X.shape[1])
+
+
+def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
+    """Features and labels in memory, or mapped into it."""
+    X: Any = features if isinstance(features, Tensor | np.ndarray) else np.asarray(features)
+    if labels is None:
+        raise TypeError("probe: labels must be classes or numbers, one for each row of features, got None")
+    if X.ndim != 2 or len(X) < 3 or not X.shape[1]:
+        raise ValueError(f"probe: features must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
+    sample = _as_tensor(X[:1]).detach()
+    if not sample.is_floating_point():
+        raise TypeError(f"probe: features must be floating-point numbers, got {sample.dtype}")
+    targets = _as_tensor(labels).detach().to(sample.device)
+    if targets.ndim not in (1, 2) or len(targets) != len(X) or (targets.ndim == 2 and is_label(targets)):
+        raise ValueError(
+            f"probe: labels must be classes (n,), or numbers (n,) or (n, c), for the {len(X)} rows of "
+            f"features, got {targets.dtype} of shape {tuple(targets.shape)}"
+        )
+    like = sample[:0].to(full_dtype(sample.dtype))
+    y = targets if is_label(targets) else targets.to(like)
+    zeta = _weights(weight, targets, like)
+    stream = Stream(X, y, zeta, progress=progress)
+    if len(X) > X.shape[1] + 1:
+        return _of_stream(stream)
+    Z, classes = _as_tensor(X).detach().to(like), _classes_of(stream)
+
+    def path(regs: Tensor, groups: object) -> HeldOut:
+        return LSSVM(Linear(), classes=classes).path(Z, y, regs.to(Z), groups, zeta)
+
+    return _Rows(path, lambda head: head.fit(Z, y, zeta), stream.with_classes(classes), classes)
+
+
+def _of_stream(stream: Stream) -> _Rows:
+    """Rows in blocks, whose sums of products are made once."""
+    classes = _classes_of(stream)
+    stream = stream.with_classes(classes)
+    with torch.no_grad():
+        solved = LSSVM(Linear()).solve(stream)
+
+    def path(regs: Tensor, groups: object) -> HeldOut:
+        return solved.path(regs.to(solved.moments.S), groups)
+
+    return _Rows(path, lambda head: head.fit(stream), stream, classes)
+
+
+def _classes_of(stream: Stream) -> Tensor | None:
+    """The classes of integer labels, of which each has two rows on average at least."""
+    classes = stream.labels("probe")
+    if classes is None:
+        return None
+    require_two("probe", "labels", classes)
+    assert stream.n is not None
+    if 2 * len(classes) > stream.n:
+        raise ValueError(
+            f"probe: integer labels are classes, two rows each at least on average, got {len(classes)} "
+            f"different ones in {stream.n} rows; for regression on numbers use labels.float()"
+        )
+    return classes
+
+
+def _as_tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+
+
+def _weights(weight: Any, labels: Tensor, like: Tensor) -> Tensor | None:
+    if weight is None:
+        return None
+    given = _as_tensor(weight(labels) if callable(weight) else weight).detach()
+    if given.shape != labels.shape[:1]:
+        raise ValueError(f"probe: weight must have shape ({len(labels)},), got {tuple(given.shape)}")
+    return given.to(like)
+
+
+def _usual_regs(n: int, first: Block) -> Tensor:
+    """Regularisations about the mean eigenvalue of the (weighted, centred) Gram matrix that is not zero."""
+    variance = first.X.double().var(0).mean().item()
+    if not 0 < variance < math.inf:
+        raise ValueError(
+            f"probe: features must differ between rows, got a mean variance of {variance:g} in the first "
+            f"{len(first.X)}"
+        )
+    size = max(n, first.X.shape[1]) * variance * first.weight.double().mean().item()
+    return size * torch.logspace(-6, 3, _REGS, dtype=torch.float64, device="cpu")
+
+
+def _given_regs(regs: Any) -> Tensor:
+    values = torch.as_tensor(regs, dtype=torch.float64, device="cpu").detach().flatten()
+    if not len(values) or not bool(((values > 0) & (values < math.inf)).all()):
+        raise ValueError(f"probe: regs must be positive and finite, got {regs!r}")
+    return values.sort().values
+
+
+def _entry(path: HeldOut, r: int) -> HeldOut:
+    """The held-out rows of one regularisation; labels of clusters are those of all."""
+    fields = {name: value[r] for name, value in path._asdict().items() if name != "clusters"}
+    return HeldOut(**fields, clusters=path.clusters)
+
+
+def _copied(held_out: HeldOut) -> HeldOut:
+    """The same without the memory of a whole path."""
+    return held_out._replace(**{k: t.clone() for k, t in held_out._asdict().items() if isinstance(t, Tensor)})
+
+
+def _headline(held_out: HeldOut, classes: Tensor | None) -> tuple[float, float]:
+    """Accuracy or r2, and its standard error."""
+    if classes is not None:
+        wrong = criteria.error_rate if len(classes) == 2 else criteria.multiclass_error
+        return 1 - wrong(held_out, weight=None).item(), standard_error(wrong, held_out, weight=None).item()
+    variance = held_out.targets.double().var(0, correction=0)  # () or (c,)
+    if held_out.targets.ndim == 1:
+        r2, error = (
+            criteria.mse(held_out, weight=None) / variance,
+            standard_error("mse", held_out, weight=None),
+        )
+        return 1 - r2.item(), (error / variance).item()
+    scaled = held_out._replace(
+        **{name: getattr(held_out, name) / variance.sqrt() for name in ("outputs", "residuals", "targets")}
+    )  # so that outputs of every scale count alike
+    return 1 - criteria.mse(scaled, weight=None).item(), standard_error("mse", scaled, weight=None).item()
+
+
+def _scores(held_out: HeldOut, classes: Tensor | None) -> ProbeScores:
+    score, error = _headline(held_out, classes)
+    rmse = criteria.mse(held_out, weight=None).sqrt().item()
+    if classes is None:
+        return ProbeScores(math.nan, score, error, None, math.nan, rmse)
+    log_loss = criteria.cross_entropy(held_out, weight=None, scale=_softmax_scale(held_out)).item()
+    return ProbeScores(score, math.nan, error, criteria.class_accuracy(held_out, weight=None), log_loss, rmse)
+
+
+def _softmax_scale(held_out: HeldOut) -> float:
+    """The scale > 0 of least cross-entropy, by Newton's method: its slope grows with the scale."""
+    f, t = held_out.outputs.double(), held_out.targets
+    f, own = (torch.stack([-f, f], -1), f * t.sign()) if f.ndim == 1 else (f, (f * (t > 0)).sum(-1))
+    scale = 1.0
+    for _ in range(100):
+        p = torch.softmax(scale * f, -1)  # (n, k)
+        mean = (p * f).sum(-1)
+        slope, curvature = (
+            (mean - own).mean().item(),
+            ((p * f.square()).sum(-1) - mean.square()).mean().item(),
+        )
+        step = slope / curvature if curvature > 0 else 0.0
+        before, scale = scale, min(max(scale - step, scale / 4), 4 * scale)
+        if abs(scale - before) <= 1e-8 * before or not 1e-6 < scale < 1e6:
+            break
+    return scale
