@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
-from torchloo.svm.certify import Held, gap_ball_sign, value_bound
-from torchloo.svm.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
-from torchloo.svm.exact import solve_exactly
-from torchloo.svm.low_rank import in_double
+from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
+from torchloo.svm.proof.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
+from torchloo.svm.solve import exact
+from torchloo.svm.solve.exact import solve_exactly
+from torchloo.svm.solve.low_rank import in_double
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 
@@ -427,8 +428,8 @@ def test_batched_kernel_parameters_equal_their_loop():
 
 def test_more_problems_than_are_followed_together(monkeypatch):
     """A smooth kernel and many support vectors: blocks are joined and packed while paths exchange."""
-    monkeypatch.setattr("torchloo.svm.path._BLOCK", 64)
-    monkeypatch.setattr("torchloo.svm.path._WORTH_PACKING", 1000)
+    monkeypatch.setattr("torchloo.svm.path.follow._BLOCK", 64)
+    monkeypatch.setattr("torchloo.svm.path.follow._WORTH_PACKING", 1000)
     X, y = toy(23, n=180, noise=3.0)
     K, C = rbf(X, 3.0), torch.tensor([0.5, 5.0, 50.0], dtype=torch.float64)
     together = svm_loo(K, y, C)
@@ -496,7 +497,7 @@ def test_an_indefinite_kernel_is_named_with_its_eigenvalue():
 @pytest.mark.parametrize("values", [True, False])
 def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch):
     """With columns for two variables beside the free ones most paths miss an event and are repeated."""
-    from torchloo.svm import unlearn
+    from torchloo.svm.path import unlearn
 
     X, y = toy(31, n=90, noise=1.0)
     K = rbf(X, 1.5)
@@ -535,7 +536,7 @@ def test_machines_that_share_a_kernel_matrix_are_solved_as_each_alone(kernel):
 
 @pytest.mark.parametrize(("rank", "found"), [(1, True), (40, True), (90, False), (300, False)])
 def test_a_low_rank_is_found_and_proved(rank, found):
-    from torchloo.svm.low_rank import low_rank_factor
+    from torchloo.svm.solve.low_rank import low_rank_factor
 
     generator = torch.Generator().manual_seed(rank)
     G = torch.randn(300, rank, generator=generator, dtype=torch.float64)

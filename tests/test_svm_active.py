@@ -10,9 +10,9 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 
 from torchloo.svm import svm_lco, svm_loo
-from torchloo.svm.active import proved_sign, value_error
-from torchloo.svm.certify import Held, gap_ball_sign
 from torchloo.svm.fit import solve_problems
+from torchloo.svm.proof.active import proved_sign, value_error
+from torchloo.svm.proof.certify import Held, gap_ball_sign
 
 
 def _solved(K, y, C):

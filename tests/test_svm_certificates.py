@@ -7,12 +7,13 @@ from svm_problems import problems, rbf, toy
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchloo.svm import RESOLVED_BY, bound, loo_smo, svm, svm_loo
+from torchloo.svm import RESOLVED_BY, svm, svm_loo
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.held_out import BALL, BOUND, KKT
-from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.rows import RowOutcome
-from torchloo.svm.unlearn import unlearn
+from torchloo.svm.smo import bound, loo_smo
+from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
 
 CHECKS = ("check 1: not a support vector", "check 2: the full machine errs", "check 3: Joachims")
 E2 = "E2: norm of the change"
@@ -97,7 +98,10 @@ class Counting:
     asked: list[list[int]]
     proved: int
 
-    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor, rounding: Tensor) -> None:
+    def __init__(
+        self, K: Tensor, start: Tensor, y: Tensor, target: Tensor, rounding: Tensor, *proofs: bool
+    ) -> None:
+        assert proofs == (True, False)
         self.target = target
         type(self).asked.append(target.tolist())
 
@@ -115,19 +119,20 @@ def test_the_bound_goes_on_if_it_settles_half_of_the_first_ten_open_rows(proved,
     X, y = toy(8, n=60)
     K, box = rbf(X), torch.full((60,), 5.0, dtype=torch.float64)
     fit = svm(K, y, 5.0)
-    opened = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions(bound=False))
+    opened = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions())
     rows = (opened.resolved_by == KKT).nonzero()[:, 0].tolist()
     assert len(rows) > 20
     rule = type("Rule", (Counting,), {"asked": [], "proved": proved})
     monkeypatch.setattr(loo_smo, "DualBound", rule)
-    end = leave_one_out_by_smo(K, y, box, fit, False, 1e-3)
+    end = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions(bound=True))
     assert rule.asked == ([rows[:10], rows[10:]] if proved >= 5 else [rows[:10]])
     assert (end.resolved_by == BOUND).nonzero()[:, 0].tolist() == rows[:proved]
 
 
 def by_sets_of_eight(K: Tensor, y: Tensor, C: float) -> RowOutcome:
     box = torch.full_like(y, C)
-    return leave_one_out_by_smo(K, y, box, svm(K, y, C), False, 1e-3, SMOOptions(working=8))
+    options = SMOOptions(working=8, bound=True, gap_ball=True, newton=0)
+    return leave_one_out_by_smo(K, y, box, svm(K, y, C), False, 1e-3, options)
 
 
 def H_of(K: Tensor, y: Tensor, r: int, beta: Tensor) -> float:
@@ -172,7 +177,8 @@ def test_raising_the_bound_maximises_it_over_the_columns_read(monkeypatch):
                 rises.append((high - low) / (best[r] - low))
 
     monkeypatch.setattr(loo_smo, "DualBound", Watched)
-    leave_one_out_by_smo(K, y, box, svm(K, y, 3.0), False, 1e-3, SMOOptions(working=4))
+    options = SMOOptions(working=4, bound=True, gap_ball=True, newton=0)
+    leave_one_out_by_smo(K, y, box, svm(K, y, 3.0), False, 1e-3, options)
     assert len(rises) >= 20
     assert max(rises) > 0.5  # of what was left to gain
 
@@ -209,12 +215,14 @@ def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
         margin = later
 
 
-def test_a_proof_is_believed_where_the_output_is_exactly_zero():
+@pytest.mark.parametrize("proofs", [True, False])
+def test_a_proof_is_believed_where_the_output_is_exactly_zero(proofs):
     """The bias at which the SMO stops for row 2 is 0, and so is f there; its sign is proved to be -1."""
     x = torch.tensor([2.0, 0.0, 0.0, -2.0, 0.0, 0.0], dtype=torch.float64)
     y = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     K = x[:, None] * x
-    held = svm_loo(K, y, 1.0, method="smo", values=False)
+    options = SMOOptions(bound=proofs, gap_ball=proofs)
+    held = svm_loo(K, y, 1.0, method="smo", values=False, smo=options)
     exact = svm_loo(K, y, 1.0)
     assert bool(held.certified.all())
     assert held.errors.tolist() == exact.errors.tolist()

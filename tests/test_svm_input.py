@@ -10,8 +10,8 @@ from torch import Tensor
 
 import torchloo as tl
 from torchloo.svm import svm_lco, svm_loo
-from torchloo.svm.exact import solve_exactly
-from torchloo.svm.unlearn import unlearn_many
+from torchloo.svm.path.unlearn import unlearn_many
+from torchloo.svm.solve.exact import solve_exactly
 
 N = 12
 CLUSTERS = [0, 1, 2] * 4
@@ -191,7 +191,7 @@ def test_what_is_solved_anew_counts_its_pairs_and_columns(monkeypatch):
         no = torch.zeros_like(ends[0].proved)
         return [end._replace(proved=no, solved=no) for end in ends]
 
-    monkeypatch.setattr("torchloo.svm.loo_path.unlearn_many", nothing_solved)
+    monkeypatch.setattr("torchloo.svm.path.loo_path.unlearn_many", nothing_solved)
     held = svm_loo(rbf(X), y, 3.0)
     assert bool(held.refitted.any())
     assert bool((held.kernel_columns[held.refitted] > 0).all())

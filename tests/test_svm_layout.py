@@ -8,11 +8,19 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 
 from torchloo.svm import held_out as code
-from torchloo.svm import svm_loo, unlearn
-from torchloo.svm.certify import Held, bias_of_free, gap_ball_sign, held_out_bias, reach_of, sign_by_reach
-from torchloo.svm.ended import Ended
+from torchloo.svm import svm_loo
 from torchloo.svm.fit import solve_problems
-from torchloo.svm.layout import Layout
+from torchloo.svm.path import unlearn
+from torchloo.svm.path.layout import Layout
+from torchloo.svm.proof.certify import (
+    Held,
+    bias_of_free,
+    gap_ball_sign,
+    held_out_bias,
+    reach_of,
+    sign_by_reach,
+)
+from torchloo.svm.proof.ended import Ended
 
 
 def _machine(seed, n=60, C=3.0):

@@ -7,7 +7,8 @@ import torch
 from svm_problems import rbf, toy
 
 import torchloo as tl
-from torchloo.svm import svm, svm_lco, svm_loo, unlearn
+from torchloo.svm import svm, svm_lco, svm_loo
+from torchloo.svm.path import unlearn
 
 
 class _Tanh(tl.kernels.Kernel):

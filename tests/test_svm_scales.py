@@ -10,11 +10,12 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 
 from torchloo.kernels import Linear
-from torchloo.svm import SVC, exact, svm, svm_lco, svm_loo
-from torchloo.svm.accurate import accurate_product
+from torchloo.svm import SVC, svm, svm_lco, svm_loo
 from torchloo.svm.fit import solve_problems
-from torchloo.svm.interior import to_the_last_digit
-from torchloo.svm.systems import Bordered, Dense
+from torchloo.svm.solve import exact
+from torchloo.svm.solve.accurate import accurate_product
+from torchloo.svm.solve.interior import to_the_last_digit
+from torchloo.svm.solve.systems import Bordered, Dense
 
 
 def unscaled(seed, size, n=40):

@@ -14,14 +14,14 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import svm, svm_lco, svm_loo
-from torchloo.svm.certify import value_bound
-from torchloo.svm.checks import sufficiency_checks
-from torchloo.svm.free_newton import FreeSets
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
-from torchloo.svm.inner import box_qp
-from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
-from torchloo.svm.low_rank import in_double
-from torchloo.svm.smo import seed_without, smo
+from torchloo.svm.proof.certify import value_bound
+from torchloo.svm.proof.checks import sufficiency_checks
+from torchloo.svm.smo.free_newton import FreeSets
+from torchloo.svm.smo.inner import box_qp
+from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo.rounds import seed_without, smo
+from torchloo.svm.solve.low_rank import in_double
 
 
 @settings(max_examples=30, deadline=None)
@@ -179,7 +179,7 @@ def moved_by_seeding(K: Tensor, y: Tensor, C: float, alpha: Tensor, r: int) -> i
 
 def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
     """Rounds that change something, and the coefficients that they and Newton steps change, by problem."""
-    module = sys.modules["torchloo.svm.smo"]
+    module = sys.modules["torchloo.svm.smo.rounds"]
     rounds, changes = Counter(), Counter()
 
     def watched(step, counts_rounds):
@@ -291,7 +291,7 @@ def test_rows_without_progress_are_given_up_after_a_hundred_sweeps(function, n, 
         assert len(asked) <= rounds
         return torch.ones(len(W), dtype=torch.bool)
 
-    module = sys.modules["torchloo.svm.smo"]
+    module = sys.modules["torchloo.svm.smo.rounds"]
     monkeypatch.setattr(module, "_improve", to_and_fro)
     monkeypatch.setattr(module, "_newton_steps", lambda sets, state, rows, most: torch.zeros_like(rows) > 0)
     X, y = toy(21, n=n)
@@ -313,7 +313,7 @@ def test_newton_steps_finish_what_working_sets_cannot_hold(monkeypatch):
     alpha = (fit.coef * y).clamp_min(0)
     assert int(((alpha > 1e-6 * C) & (alpha < C * (1 - 1e-6))).sum()) > 64
     calls = Counter()
-    module = sys.modules["torchloo.svm.smo"]
+    module = sys.modules["torchloo.svm.smo.rounds"]
     improve = module._improve
     monkeypatch.setattr(module, "_improve", lambda *x: calls.update(rounds=1) or improve(*x))
     held = svm_loo(K, y, C, method="smo", epsilon=1e-6)
@@ -395,7 +395,7 @@ def test_proofs_that_settle_too_few_of_the_trials_are_given_up():
 
 
 def test_a_round_of_pairs_is_one_step(monkeypatch):
-    module = sys.modules["torchloo.svm.smo"]
+    module = sys.modules["torchloo.svm.smo.rounds"]
     pairs, most = module._pairs, []
     monkeypatch.setattr(module, "_pairs", lambda *x: most.append(x[-1]) or pairs(*x))
     X, y = toy(21, n=40)

@@ -31,7 +31,7 @@ from svm_loo import SETS, load
 
 from torchloo.svm import svm
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT
-from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
 
 QUICK = ("thyroid", "titanic", "heart", "breast_cancer")
 LINEAR = [(C, None) for C in (0.01, 1.0, 100.0)]

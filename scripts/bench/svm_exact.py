@@ -30,8 +30,8 @@ from svm_loo import SETS, kernel, load
 from tqdm import tqdm
 
 from torchloo.svm import SVMHeldOut, svm_loo
-from torchloo.svm.bound import primal_objective
-from torchloo.svm.smo import smo
+from torchloo.svm.smo.bound import primal_objective
+from torchloo.svm.smo.rounds import smo
 
 SMALL, SAMPLE = 200, 30
 FAR = 1e-3  # from scikit-learn's value

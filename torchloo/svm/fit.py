@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
-from torchloo.svm.certify import Held, held_out_bias
-from torchloo.svm.exact import Exact, duality_gap, relative_gap, solve_exactly
-from torchloo.svm.low_rank import InDouble, in_double
-from torchloo.svm.merge import Problem, merge_duplicates
+from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.rows import taken_apart
+from torchloo.svm.solve.exact import Exact, duality_gap, relative_gap, solve_exactly
+from torchloo.svm.solve.low_rank import InDouble, in_double
+from torchloo.svm.solve.merge import Problem, merge_duplicates
 
 __all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 

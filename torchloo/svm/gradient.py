@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.svm.exact import Exact
-from torchloo.svm.merge import Problem
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Deferred", "Machines", "outputs_with_gradient"]
 

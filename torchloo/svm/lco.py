@@ -7,15 +7,15 @@ from torch import Tensor
 
 from torchloo.guards import Guard, host_labels
 from torchloo.svm import held_out as code
-from torchloo.svm.active import proved_sign
-from torchloo.svm.certify import Held, held_out_bias
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.loo_smo import leave_clusters_out_by_smo
-from torchloo.svm.merge import Problem
 from torchloo.svm.parallel import check_workers, in_parallel, without_graph
+from torchloo.svm.proof.active import proved_sign
+from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
+from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
+from torchloo.svm.solve.merge import Problem
 from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["svm_lco"]

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.svm.exact import Exact
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.loo_path import leave_one_out_by_path
-from torchloo.svm.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
-from torchloo.svm.merge import Problem
 from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
+from torchloo.svm.path.loo_path import leave_one_out_by_path
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
+from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
 
 __all__ = ["svm_loo"]
 
@@ -37,7 +37,7 @@ def svm_loo(
     """Leave-one-out decision values of the SVM of `svm`, or only their signs.
 
     method "auto" and "path" follow the optimum exactly from the full machine to the machine without
-    each support vector, all at once (path.py), and prove every sign by a duality gap or by the active
+    each support vector, all at once (path/), and prove every sign by a duality gap or by the active
     set; what the path leaves open is refitted. With values=False checks 1 to 3 and E2 come first and a
     path ends as soon as the point is known to be an error ("path" goes without the checks but for check 1).
     method "smo" is Algorithm 1 of BOUND with a seeded SMO to `epsilon`; with values=False it may stop before,

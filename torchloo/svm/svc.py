@@ -18,7 +18,7 @@ from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.lco import svm_lco
 from torchloo.svm.loo import svm_loo
-from torchloo.svm.loo_smo import SMOOptions
+from torchloo.svm.smo.loo_smo import SMOOptions
 
 __all__ = ["SVC"]
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.exact import ATTEMPTS, Exact, solve_exactly, solve_from
-from torchloo.svm.merge import Problem
-from torchloo.svm.smo import SMOState, seed_without, smo
+from torchloo.svm.smo.rounds import SMOState, seed_without, smo
+from torchloo.svm.solve.exact import ATTEMPTS, Exact, solve_exactly, solve_from
+from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Without", "left_of", "solve_without"]
 

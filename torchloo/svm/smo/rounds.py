@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from torchloo.svm.free_newton import FreeSets
-from torchloo.svm.inner import box_qp
+from torchloo.svm.smo.free_newton import FreeSets
+from torchloo.svm.smo.inner import box_qp
 
 __all__ = ["SMOState", "StopRule", "seed_without", "smo"]
 

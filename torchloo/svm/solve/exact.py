@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.accurate import accurate_product
-from torchloo.svm.interior import first_solutions, to_the_last_digit
-from torchloo.svm.merge import Problem
-from torchloo.svm.path import follow
-from torchloo.svm.state import Base
-from torchloo.svm.systems import Bordered
-from torchloo.svm.tableau import pivot_transform
+from torchloo.svm.path.follow import follow
+from torchloo.svm.path.state import Base
+from torchloo.svm.path.tableau import pivot_transform
+from torchloo.svm.solve.accurate import accurate_product
+from torchloo.svm.solve.interior import first_solutions, to_the_last_digit
+from torchloo.svm.solve.merge import Problem
+from torchloo.svm.solve.systems import Bordered
 
 __all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
 

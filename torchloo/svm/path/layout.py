@@ -17,8 +17,8 @@ proper side.
 import torch
 from torch import Tensor
 
-from torchloo.svm.exact import Exact
-from torchloo.svm.merge import Problem
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Layout"]
 

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.exact import duality_gap
+from torchloo.svm.solve.exact import duality_gap
 
 __all__ = [
     "Held",

@@ -20,7 +20,7 @@ the diagonal of K, for W only, turns d where the objective has no curvature; how
 import torch
 from torch import Tensor
 
-from torchloo.svm.tableau import pivot_transform
+from torchloo.svm.path.tableau import pivot_transform
 
 __all__ = ["FreeSets"]
 

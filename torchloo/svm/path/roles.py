@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.state import TOUCH, Base
+from torchloo.svm.path.state import TOUCH, Base
 
 __all__ = ["Shared", "Turn"]
 

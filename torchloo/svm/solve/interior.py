@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from torchloo.svm.low_rank import low_rank_factor
-from torchloo.svm.newton import Interior, Iterate
-from torchloo.svm.systems import Dense, LowRank
+from torchloo.svm.solve.low_rank import low_rank_factor
+from torchloo.svm.solve.newton import Interior, Iterate
+from torchloo.svm.solve.systems import Dense, LowRank
 
 __all__ = ["first_solutions", "interior_point", "to_the_last_digit"]
 

@@ -17,8 +17,8 @@ deficiency and the empty free set alike.
 import torch
 from torch import Tensor
 
-from torchloo.svm.roles import Shared
-from torchloo.svm.state import TOUCH, Paths, times
+from torchloo.svm.path.roles import Shared
+from torchloo.svm.path.state import TOUCH, Paths, times
 
 __all__ = ["begin_swap", "end_swap"]
 

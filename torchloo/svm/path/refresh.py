@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from torchloo.svm.exact import Exact
-from torchloo.svm.layout import Layout
-from torchloo.svm.merge import Problem
-from torchloo.svm.state import Ends, times
-from torchloo.svm.tableau import Tableau
+from torchloo.svm.path.layout import Layout
+from torchloo.svm.path.state import Ends, times
+from torchloo.svm.path.tableau import Tableau
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Finish"]
 

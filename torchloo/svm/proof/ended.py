@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.active import sign_by_active_set
-from torchloo.svm.certify import (
+from torchloo.svm.path.layout import Layout
+from torchloo.svm.proof.active import sign_by_active_set
+from torchloo.svm.proof.certify import (
     Held,
     Standing,
     bias_of_free,
@@ -15,7 +16,6 @@ from torchloo.svm.certify import (
     reach_of,
     sign_by_reach,
 )
-from torchloo.svm.layout import Layout
 
 __all__ = ["Ended"]
 

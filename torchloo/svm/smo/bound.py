@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from torchloo.svm.certify import Held, gap_ball_sign, weighted_interval
-from torchloo.svm.inner import box_qp
-from torchloo.svm.smo import SMOState
+from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
+from torchloo.svm.smo.inner import box_qp
+from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "primal_objective"]
 

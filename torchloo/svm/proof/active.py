@@ -23,9 +23,9 @@ Rounding of K, by at most d_i d_j here, Note [rounding of K], adds d_i (d . alph
 import torch
 from torch import Tensor
 
-from torchloo.svm.accurate import in_parts
-from torchloo.svm.certify import Held, gap_ball_sign, held_out_bias
-from torchloo.svm.tableau import bordered_inverse
+from torchloo.svm.path.tableau import bordered_inverse
+from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.solve.accurate import in_parts
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from torchloo.guards import whole_number
 from torchloo.svm import held_out as code
-from torchloo.svm.bound import BOUND, DualBound
-from torchloo.svm.certify import Held, gap_ball_sign, value_bound
-from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.fit import SVMFit
-from torchloo.svm.low_rank import in_double
+from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
+from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.rows import RowOutcome
-from torchloo.svm.smo import SMOState, seed_without, smo
+from torchloo.svm.smo.bound import BOUND, DualBound
+from torchloo.svm.smo.rounds import SMOState, seed_without, smo
+from torchloo.svm.solve.low_rank import in_double
 
 __all__ = ["SMOOptions", "check_options", "leave_clusters_out_by_smo", "leave_one_out_by_smo"]
 

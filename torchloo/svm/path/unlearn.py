@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.ended import Ended
-from torchloo.svm.exact import Exact
-from torchloo.svm.merge import Problem
-from torchloo.svm.path import follow
-from torchloo.svm.refresh import Finish
-from torchloo.svm.state import Base, Ends
-from torchloo.svm.tableau import Tableau, pivot_transform
+from torchloo.svm.path.follow import follow
+from torchloo.svm.path.refresh import Finish
+from torchloo.svm.path.state import Base, Ends
+from torchloo.svm.path.tableau import Tableau, pivot_transform
+from torchloo.svm.proof.ended import Ended
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.tableau import Tableau
+from torchloo.svm.path.tableau import Tableau
 
 __all__ = ["TOUCH", "Base", "Ends", "Paths", "times"]
 

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import held_out as code
-from torchloo.svm.active import judged, value_error
-from torchloo.svm.certify import Held, value_bound
-from torchloo.svm.checks import only_of_its_class, strictly_inside, sufficiency_checks
-from torchloo.svm.exact import Exact
 from torchloo.svm.gradient import Deferred
-from torchloo.svm.merge import Problem
+from torchloo.svm.path.unlearn import Task, Unlearned, unlearn_many
+from torchloo.svm.proof.active import judged, value_error
+from torchloo.svm.proof.certify import Held, value_bound
+from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.rows import RowOutcome
-from torchloo.svm.unlearn import Task, Unlearned, unlearn_many
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
 from torchloo.svm.without import Without, left_of, solve_without
 
 __all__ = ["leave_one_out_by_path"]

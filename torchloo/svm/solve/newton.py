@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.systems import Dense, LowRank
+from torchloo.svm.solve.systems import Dense, LowRank
 
 __all__ = ["Interior", "Iterate"]
 
