@@ -169,3 +169,22 @@ def test_prediction_intervals_of_a_chosen_machine():
     assert lower.shape == y[~kept].shape
     covered = (lower <= y[~kept]) & (y[~kept] <= upper)
     assert covered.double().mean() > 0.75
+
+
+def test_calibrated_probabilities_of_three_classes():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(90) % 3
+    X = torch.eye(3)[labels] + 0.5 * torch.randn(90, 3, generator=generator)
+    machine = tl.LSSVM(tl.kernels.RBF(2.0)).fit(X, labels)
+    probability = tl.calibrate(machine.loo(X, labels))(machine(X))
+    assert torch.allclose(probability.sum(1), torch.ones(90))
+    assert (probability.argmax(1) == machine.predict_class(X)).all()
+
+
+def test_wrong_labels_are_found():
+    X, y = tl.datasets.twonorm(150, generator=torch.Generator().manual_seed(0))
+    wrong = torch.arange(0, 150, 15)
+    y[wrong] *= -1
+    diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(5.0)), X, y)
+    assert torch.isin(wrong, diagnosis.suspects(0.5)).sum() >= 8
+    assert (diagnosis.change("press")[diagnosis.suspects()] < 0).all()

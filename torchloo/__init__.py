@@ -1,10 +1,12 @@
 """Kernel machines that tell, exactly, what they would have said of points they had not seen."""
 
 from torchloo import basis, criteria, datasets, distributed, functional, intervals, kernels, splits
+from torchloo.calibration import Platt, Temperature, calibrate
 from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
 from torchloo.decision import threshold
+from torchloo.diagnosis import Diagnosis, diagnose
 from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
 from torchloo.lssvm import LSSVM
@@ -26,8 +28,10 @@ __all__ = [
     "LSSVM",
     "RLS",
     "SVC",
+    "Diagnosis",
     "Fit",
     "HeldOut",
+    "Platt",
     "Probe",
     "SVMFit",
     "SVMHeldOut",
@@ -35,11 +39,14 @@ __all__ = [
     "SparseLSSVM",
     "Stream",
     "StreamFit",
+    "Temperature",
     "Validation",
     "balanced_weight",
     "basis",
+    "calibrate",
     "criteria",
     "datasets",
+    "diagnose",
     "distributed",
     "folds",
     "functional",

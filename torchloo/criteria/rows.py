@@ -11,6 +11,7 @@ from torchloo.held_out import HeldOut, require_held_out
 
 __all__ = [
     "Average",
+    "Classes",
     "Rows",
     "Weight",
     "no_weight",

@@ -1,0 +1,171 @@
+"""Probabilities of classes from held-out outputs: no validation set is needed.
+
+Note [calibration]
+Held-out outputs f_i are what the machine says of rows it has not seen, so probabilities fitted to them hold
+for new rows. Two classes: p(+1 | f) = 1 / (1 + exp(-(scale f + shift))), Platt's; several: softmax(scale f),
+scale the inverse temperature. Both minimise the cross-entropy, which is convex, to convergence by Newton's
+method. A row of a class of N rows has the target (N + 1) / (N + c) for that class and 1 / (N + c) for each of
+the other c - 1, in place of 1 and 0, so that the minimum is finite also where outputs separate the classes.
+
+Reference: Platt (1999), "Probabilistic outputs for support vector machines"; Guo, Pleiss, Sun and Weinberger
+(2017), "On calibration of modern neural networks".
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchloo.criteria.rows import Classes, Rows, Weight
+from torchloo.guards import require_floating
+from torchloo.held_out import HeldOut, require_held_out
+
+__all__ = ["Platt", "Temperature", "calibrate"]
+
+_STEPS = 100
+_HALVINGS = 40
+_CONVERGED = 1e-20  # of the squared Newton decrement, per unit of weight
+
+
+class _Calibration(nn.Module):
+    """Numbers of batch shape (...), stored in buffers that take the shape of what is loaded."""
+
+    scale: Tensor
+
+    def __init__(self, **numbers: Tensor | float) -> None:
+        super().__init__()
+        for name, number in numbers.items():
+            self.register_buffer(name, torch.as_tensor(number, dtype=torch.float64).clone())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, buffer in self.named_buffers():
+            if prefix + name in state_dict:
+                setattr(self, name, torch.empty_like(state_dict[prefix + name], device=buffer.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """The numbers."""
+        numbers = ((name, b.tolist() if b.ndim == 0 else tuple(b.shape)) for name, b in self.named_buffers())
+        return ", ".join(f"{name}={value}" for name, value in numbers)
+
+
+class Platt(_Calibration):
+    """Probabilities of the positive one of two classes; see `calibrate`.
+
+    Args:
+        scale, shift: numbers of batch shape (...).
+    """
+
+    shift: Tensor
+
+    def __init__(self, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0) -> None:
+        super().__init__(scale=scale, shift=shift)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """Probabilities of the shape of the outputs (..., n), or (..., n, 1) with an output axis."""
+        require_floating("Platt", outputs=outputs)
+        axes = (1,) * (outputs.ndim - self.scale.ndim)
+        scale, shift = (t.to(outputs).reshape(*t.shape, *axes) for t in (self.scale, self.shift))
+        return (scale * outputs + shift).sigmoid()
+
+
+class Temperature(_Calibration):
+    """Probabilities of several classes; see `calibrate`.
+
+    Args:
+        scale: inverse temperature, of batch shape (...).
+    """
+
+    def __init__(self, scale: Tensor | float = 1.0) -> None:
+        super().__init__(scale=scale)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        """Probabilities (..., n, c) from outputs (..., n, c), one column for each class."""
+        require_floating("Temperature", outputs=outputs)
+        if outputs.ndim < 2 + self.scale.ndim:
+            raise ValueError(
+                "Temperature: outputs must be (..., n, c), a column for each class, got shape "
+                f"{tuple(outputs.shape)}"
+            )
+        return (self.scale.to(outputs)[..., None, None] * outputs).softmax(-1)
+
+
+def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
+    """A module that turns the outputs of a machine into probabilities, fitted to its held-out outputs.
+
+    Args:
+        held_out: of leave-one-out or leave-cluster-out, with targets of two classes, a positive and a
+            negative value, or of several classes, one positive column in each row.
+        weight: as criteria take it; None counts every row once, so that probabilities are those of the
+            rows as they came, whatever weights the machine was trained with.
+
+    Returns:
+        `Platt` for two classes: ``calibrate(machine.loo(X, y))(machine(X_new))`` are the probabilities of
+        the positive class, (..., q). `Temperature` for several: (..., q, c). Each problem of a batch has its
+        own numbers, which are in the state_dict.
+
+    Note [calibration]. Values without a graph; the module is differentiable in the outputs. Cost O(n c) a
+    step, of which there are some ten.
+
+    >>> f, one = torch.tensor([-1.0, -0.2, 0.3, 1.0]), torch.ones(4)
+    >>> y = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    >>> calibrate(HeldOut(f, y - f, y, one, None, one, one > 1))(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([0.3199, 0.4951, 0.6716])
+    """
+    require_held_out("calibrate", held_out)
+    several = held_out.outputs.ndim > held_out.weight.ndim and held_out.outputs.shape[-1] > 1
+    kind: Classes = "column" if several else "both signs"
+    rows = Rows("calibrate", held_out, weight, False, classes=kind, steps=True)
+    with torch.no_grad():
+        f, members, zeta = (t.double() for t in (rows.outputs, rows.members, rows.weight))  # (..., k, n)
+        counts = (zeta * members).sum(-1, keepdim=True)  # (..., k, 1)
+        row_counts, k = (counts * members).sum(-2, keepdim=True), members.shape[-2]
+        targets = (members * row_counts + 1) / (row_counts + k)
+        if several:
+            return Temperature(_newton(f.unsqueeze(-3), targets, zeta)[..., 0])
+        none = torch.zeros_like(f)
+        basis = torch.stack([torch.cat([none, f], -2), torch.cat([none, none + 1], -2)], -3)  # (..., 2, 2, n)
+        scale, shift = _newton(basis, targets, zeta).unbind(-1)
+        return Platt(scale, shift)
+
+
+def _newton(basis: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Coefficients (..., j) of softmax(sum_j theta_j B_j) with the least cross-entropy; Note [calibration].
+
+    Args:
+        basis: B (..., j, k, n) for k classes, targets: (..., k, n), weight: (..., 1, n).
+    """
+    theta = torch.zeros_like(basis[..., 0, 0])
+    loss, step, decrement = _entropy(theta, basis, targets, weight)
+    enough = _CONVERGED * weight.sum((-2, -1))
+    for _ in range(_STEPS):
+        if bool((decrement <= enough).all()):
+            return theta
+        length = torch.ones_like(loss)
+        for _ in range(_HALVINGS):  # of a step that is too long for some problem of the batch
+            trial = _entropy(theta - length.unsqueeze(-1) * step, basis, targets, weight)
+            longer = trial[0] > loss - 1e-4 * length * decrement
+            if not bool((longer & (decrement > enough)).any()):
+                break
+            length = torch.where(longer, length / 2, length)
+        else:
+            return theta  # nothing but rounding is left to gain
+        theta = theta - length.unsqueeze(-1) * step
+        loss, step, decrement = trial
+    raise RuntimeError(f"calibrate: no convergence in {_STEPS} Newton steps; are the outputs finite?")
+
+
+def _entropy(theta: Tensor, basis: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross-entropy (...), Newton's step (..., j) and the squared Newton decrement (...)."""
+    log_p = (theta[..., None, None] * basis).sum(-3).log_softmax(-2)  # (..., k, n)
+    p = log_p.exp()
+    loss = -(weight * targets * log_p).sum((-2, -1))
+    gradient = ((weight * (p - targets)).unsqueeze(-3) * basis).sum((-2, -1))
+    mean = (p.unsqueeze(-3) * basis).sum(-2)  # (..., j, n)
+    deviation = (basis - mean.unsqueeze(-2)) * (weight * p).sqrt().unsqueeze(-3)  # (..., j, k, n)
+    flat = deviation.flatten(-2)
+    H = flat @ flat.mT
+    unit = H.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(posinf=0.0)  # a column that tells nothing keeps 0
+    inverse = torch.linalg.pinv(unit.unsqueeze(-1) * H * unit.unsqueeze(-2), hermitian=True)
+    step = unit * (inverse @ (unit * gradient).unsqueeze(-1))[..., 0]
+    return loss, step, (gradient * step).sum(-1)
