@@ -25,7 +25,6 @@ Needs matplotlib (extra cli).
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,10 +66,23 @@ def draw_tasks(count: int, points: int, generator: torch.Generator, device: str)
     return Tasks(x.unsqueeze(-1).to(device), y.to(device), clean.to(device))
 
 
-class R2D2(nn.Module):
-    """Ridge regression on features, f = scale Z_new Z^T (Z Z^T + reg I)^{-1} y + shift."""
+class Head(nn.Module):
+    """Outputs at new points of tasks from some points of each, trained by their squared error there."""
 
-    points = 2 * SHOTS
+    points = 2 * SHOTS  # of a task in training
+
+    def forward(self, x: Tensor, y: Tensor, x_new: Tensor) -> Tensor:
+        """x (B, n, 1), y (B, n) and x_new (B, q, 1) -> (B, q)."""
+        raise NotImplementedError
+
+    def loss(self, tasks: Tasks) -> Tensor:
+        """Squared error at the points of each task but the first 10, from those."""
+        outputs = self(tasks.x[:, :SHOTS], tasks.y[:, :SHOTS], tasks.x[:, SHOTS:])
+        return (outputs - tasks.y[:, SHOTS:]).square().mean()
+
+
+class R2D2(Head):
+    """Ridge regression on features, f = scale Z_new Z^T (Z Z^T + reg I)^{-1} y + shift."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,20 +96,9 @@ class R2D2(nn.Module):
         a = torch.linalg.solve(Z @ Z.mT + ridge, y.unsqueeze(-1))
         return self.log_scale.exp() * (Z_new @ (Z.mT @ a))[..., 0] + self.shift
 
-    def loss(self, tasks: Tasks) -> Tensor:
-        return query_loss(self, tasks)
 
-
-def query_loss(head: nn.Module, tasks: Tasks) -> Tensor:
-    """Squared error at the points of each task but the first 10, from those."""
-    outputs = head(tasks.x[:, :SHOTS], tasks.y[:, :SHOTS], tasks.x[:, SHOTS:])
-    return (outputs - tasks.y[:, SHOTS:]).square().mean()
-
-
-class Query(nn.Module):
-    """An LS-SVM on features, trained by its error at new points."""
-
-    points = 2 * SHOTS
+class Query(Head):
+    """An LS-SVM on features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,9 +106,6 @@ class Query(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, x_new: Tensor) -> Tensor:
         return self.machine.solve(x, y)(x_new)
-
-    def loss(self, tasks: Tasks) -> Tensor:
-        return query_loss(self, tasks)
 
 
 class LeaveOneOut(Query):
@@ -123,7 +121,7 @@ class LeaveOneOutOfFew(LeaveOneOut):
     points = SHOTS + 1
 
 
-HEADS: dict[str, Callable[[], nn.Module]] = {
+HEADS: dict[str, type[Head]] = {
     "R2D2": R2D2,
     "query": Query,
     "leave-one-out": LeaveOneOut,
@@ -132,7 +130,7 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 
 
 @torch.no_grad()
-def error(head: nn.Module, tasks: Tasks, shots: int) -> float:
+def error(head: Head, tasks: Tasks, shots: int) -> float:
     """Mean squared error at noiseless points, from the first ones of each task."""
     outputs = head(tasks.x[:, :shots], tasks.y[:, :shots], tasks.x[:, SHOTS:])
     return (outputs - tasks.clean[:, SHOTS:]).square().mean().item()
@@ -152,14 +150,14 @@ class Training(NamedTuple):
 def train(name: str, seed: int, steps: int, test: Tasks, bar: "tqdm[None]") -> Training:
     """One head, from the weights of a seed."""
     torch.manual_seed(seed)
-    head: nn.Module = HEADS[name]().to(test.x.device)
+    head = HEADS[name]().to(test.x.device)
     logs = [p for path, p in head.named_parameters() if path.rpartition(".")[2].startswith("log_")]
     weights = [p for p in head.parameters() if all(p is not log for log in logs)]
     optimiser = torch.optim.Adam([{"params": weights, "lr": RATE}, {"params": logs, "lr": LOG_RATE}])
     generator = torch.Generator().manual_seed(seed)
-    count, seconds, curve = POINTS // int(head.points), 0.0, [[0, 0.0, error(head, test, SHOTS)]]
+    count, seconds, curve = POINTS // head.points, 0.0, [[0, 0.0, error(head, test, SHOTS)]]
     for step in range(1, steps + 1):
-        tasks = draw_tasks(count, int(head.points), generator, str(test.x.device))
+        tasks = draw_tasks(count, head.points, generator, str(test.x.device))
         start = time.perf_counter()
         optimiser.zero_grad()
         head.loss(tasks).backward()
@@ -183,7 +181,7 @@ def table(results: dict[str, list[Training]]) -> str:
         errors = torch.stack([training.errors for training in trainings])
         spread = errors.std(0) / len(errors) ** 0.5
         cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(errors.mean(0), spread, strict=True)]
-        rate, points = sum(t.tasks for t in trainings) / len(trainings), HEADS[name].points  # type: ignore[attr-defined]
+        rate, points = sum(t.tasks for t in trainings) / len(trainings), HEADS[name].points
         lines.append(f"| {name} | {points} | {' | '.join(cells)} | {rate:.0f} | {rate * points:.0f} |")
     return "\n".join(lines)
 

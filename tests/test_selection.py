@@ -587,6 +587,14 @@ def test_reg_alone_agrees_with_descent_on_its_gradient(kind):
         assert chosen.machine.reg.item() == pytest.approx(machine.reg.item(), rel=close)
 
 
+def test_reg_alone_takes_no_more_evaluations_in_single_precision():
+    X, y = sine(300, 5)
+    machine = tl.LSSVM(fixed_scale(K.RBF(2.0)))
+    single, double = select(machine, X.float(), y.float()), select(machine, X, y)
+    assert single.evaluations == double.evaluations == 34
+    assert single.value == pytest.approx(double.value, rel=1e-3)
+
+
 def test_reg_alone_of_a_stream_is_that_of_its_rows():
     X, y = sine(300, 5)
     clusters, weight = torch.arange(300) // 3, 0.5 + torch.rand(300, dtype=DOUBLE)

@@ -214,9 +214,10 @@ class SparseLSSVM(LeastSquares):
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
         reg: regularisation, positive; kept as the parameter `log_reg`.
         reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
-        basis: the basis vectors (..., m, d), trainable where they are an nn.Parameter; or a selector
-            of torchloo.basis, which chooses among the training rows at every call of `fit`, `solve`,
-            `loo`, `lco` or `path`; or the number m of training rows to take, the first ones.
+        basis: the basis vectors (..., m, d), or (..., m, *event) as the inputs are, trainable where they are
+            an nn.Parameter; or a selector of torchloo.basis, which chooses among the training rows at every
+            call of `fit`, `solve`, `loo`, `lco` or `path`; or the number m of training rows to take, the
+            first ones.
         classes: the class labels there are, where a call may lack some; see Note [class labels] in
             machine/kernel_machine.py.
 

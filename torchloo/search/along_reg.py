@@ -53,7 +53,8 @@ class _Line:
 
     def __init__(self, objective: Objective, start: Tensor, problem: Tensor, outset: Outset) -> None:
         self.objective, self.start, self.problem = objective, start, problem
-        self.left, self.tolerance = outset.evaluations, max(outset.tolerance, outset.rounding)
+        self.left = outset.evaluations
+        self.tolerance = max(outset.tolerance, outset.rounding**0.5)  # a factorisation costs digits
         self.x, self.f = np.empty(0), np.empty(0)
 
     def search(self, low: float, high: float) -> None:
