@@ -183,7 +183,8 @@ def test_calibrated_probabilities_of_three_classes():
 
 def test_wrong_labels_are_found():
     X, y = tl.datasets.twonorm(150, generator=torch.Generator().manual_seed(0))
-    y[[3, 70]] *= -1
+    wrong = torch.arange(0, 150, 15)
+    y[wrong] *= -1
     diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(5.0)), X, y)
     assert {3, 70} <= set(diagnosis.suspects(0.5).tolist())
     assert (diagnosis.change("press")[[3, 70]] < 0).all()
@@ -209,3 +210,6 @@ def test_a_frozen_machine_is_exported_for_another_number_of_rows():
     frozen = tl.LSSVM(tl.kernels.RBF(7.0)).fit(X, y).frozen()
     program = torch.export.export(frozen, (X[:5],), dynamic_shapes=({0: torch.export.Dim("rows")},))
     torch.testing.assert_close(program.module()(X), frozen(X))
+
+    assert torch.isin(wrong, diagnosis.suspects(0.5)).sum() >= 8
+    assert (diagnosis.change("press")[diagnosis.suspects()] < 0).all()

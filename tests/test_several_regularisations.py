@@ -273,3 +273,14 @@ def test_a_reg_that_does_not_fit_the_outputs_is_refused():
         machine.loo(X, Y[:, 0])
     with pytest.raises(TypeError, match="regs must be regularisations"):
         machine.solve_path(X, Y)
+
+
+@pytest.mark.parametrize("c", [2, 7], ids=["few", "many"])
+def test_pairs_are_left_out_with_the_regularisation_of_their_output(c):
+    X, Y, weight = problem(20, c=c)
+    regs = regs_of(c)
+    fit = tl.LSSVM(tl.kernels.RBF(), regs, reg_per_output=True).solve(X, Y.sign(), weight)
+    received = tl.criteria.leave_pair_out_auc(fit, per_output=True)
+    for j, reg in enumerate(regs):
+        alone = tl.LSSVM(tl.kernels.RBF(), reg).solve(X, Y[:, j].sign(), weight)
+        assert_close(received[j], tl.criteria.leave_pair_out_auc(alone))

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from torchloo.svm import svm, svm_lco, svm_loo
 from torchloo.svm.certify import value_bound
 from torchloo.svm.checks import sufficiency_checks
+from torchloo.svm.free_newton import FreeSets
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.inner import box_qp
 from torchloo.svm.loo_smo import SMOOptions, leave_one_out_by_smo
@@ -174,19 +175,23 @@ def moved_by_seeding(K: Tensor, y: Tensor, C: float, alpha: Tensor, r: int) -> i
 
 
 def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
-    """Rounds that change something and the coefficients that they change, by the number of the problem."""
+    """Rounds that change something, and the coefficients that they and Newton steps change, by problem."""
     module = sys.modules["torchloo.svm.smo"]
-    improve, rounds, changes = module._improve, Counter(), Counter()
+    rounds, changes = Counter(), Counter()
 
-    def watched(flat, state, *others):
-        before = state.alpha.clone()
-        moved = improve(flat, state, *others)
-        for name, changed in zip(state.name.tolist(), (state.alpha != before).sum(1).tolist(), strict=True):
-            rounds[name] += changed > 0
-            changes[name] += changed
-        return moved
+    def watched(step, counts_rounds):
+        def changed(first, state, *others):
+            before = state.alpha.clone()
+            moved = step(first, state, *others)
+            for name, count in zip(state.name.tolist(), (state.alpha != before).sum(1).tolist(), strict=True):
+                rounds[name] += counts_rounds and count > 0
+                changes[name] += count
+            return moved
 
-    monkeypatch.setattr(module, "_improve", watched)
+        return changed
+
+    monkeypatch.setattr(module, "_improve", watched(module._improve, True))
+    monkeypatch.setattr(module, "_newton_step", watched(module._newton_step, False))
     return rounds, changes
 
 
@@ -242,7 +247,7 @@ def test_columns_of_clusters_count_what_seeding_moves(monkeypatch):
 def test_columns_of_a_round_are_the_coefficients_that_it_changes():
     X, y = toy(25, n=50)
     box = torch.full((1, 50), 3.0, dtype=torch.float64)
-    end = smo(rbf(X)[None], y[None], box, torch.zeros_like(box), 1e-6, working=16, most_rounds=2)
+    end = smo(rbf(X)[None], y[None], box, torch.zeros_like(box), 1e-6, working=16, most_rounds=2, newton=0)
     assert int(end.columns) == int((end.alpha != 0).sum()) > 2
 
 
@@ -277,14 +282,75 @@ def test_rows_without_progress_are_given_up_after_a_hundred_sweeps(function, n, 
     """Coefficients that go to and fro within rounding, as they may in boxes of 1e8."""
     asked = []
 
-    def to_and_fro(flat, state, W, epsilon):
+    def to_and_fro(flat, state, W, *others):
         asked.append(len(W))
         assert len(asked) <= rounds
         return torch.ones(len(W), dtype=torch.bool)
 
-    monkeypatch.setattr(sys.modules["torchloo.svm.smo"], "_improve", to_and_fro)
+    module = sys.modules["torchloo.svm.smo"]
+    monkeypatch.setattr(module, "_improve", to_and_fro)
+    monkeypatch.setattr(module, "_newton_steps", lambda sets, state, rows, most: torch.zeros_like(rows) > 0)
     X, y = toy(21, n=n)
     held = function(rbf(X), y, 5.0, *([range(n)] if function is svm_lco else []), method="smo")
     assert len(asked) == rounds
     assert int((held.resolved_by == CUT).sum()) == asked[0] > 3
     assert "not solved: out of rounds" in str(held)
+
+
+def crowded(n: int = 160) -> tuple[Tensor, Tensor, float]:
+    """A problem with more free variables than a working set."""
+    X, y = toy(26, n=n, d=6)
+    return rbf(X, 2.0), y, 1e4
+
+
+def test_newton_steps_finish_what_working_sets_cannot_hold(monkeypatch):
+    K, y, C = crowded()
+    fit = svm(K, y, C)
+    alpha = (fit.coef * y).clamp_min(0)
+    assert int(((alpha > 1e-6 * C) & (alpha < C * (1 - 1e-6))).sum()) > 64
+    calls = Counter()
+    module = sys.modules["torchloo.svm.smo"]
+    improve = module._improve
+    monkeypatch.setattr(module, "_improve", lambda *x: calls.update(rounds=1) or improve(*x))
+    held = svm_loo(K, y, C, method="smo", epsilon=1e-6)
+    assert calls["rounds"] <= 60
+    assert bool((held.resolved_by != CUT).all())
+    assert int(held.newton_steps.sum()) > 0
+    assert_close(held.outputs, svm_loo(K, y, C).outputs, atol=1e-4, rtol=1e-4)
+
+
+def test_no_newton_steps_where_none_are_asked_for():
+    X, y = toy(5, n=20, d=3)
+    K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
+    for options in (SMOOptions(newton=0), SMOOptions(working=2)):
+        assert int(leave_one_out_by_smo(K, y, box, fit, True, 1e-3, options).newton.sum()) == 0
+    assert int(leave_one_out_by_smo(K, y, box, fit, True, 1e-3).newton.sum()) > 0
+
+
+@pytest.mark.parametrize("rank", [2, 40])
+def test_a_direction_leads_to_the_maximum_on_its_free_set(rank):
+    """Also for free sets unlike the common one, and with more variables than the rank of K."""
+    g = torch.Generator().manual_seed(4)
+    X = torch.randn(30, rank, generator=g, dtype=torch.float64)
+    K, F = X @ X.T, torch.randn(5, 30, generator=g, dtype=torch.float64)
+    free = torch.rand(5, 30, generator=g) < torch.linspace(0.1, 0.9, 30)
+    d = FreeSets(K).directions(free, F)
+    assert not bool(d[~free].any())
+    assert_close(d.sum(1), torch.zeros(5, dtype=torch.float64), atol=1e-8 * float(d.abs().sum()), rtol=0)
+    assert bool((-(F * d).sum(1) > 0).all())  # uphill
+    after = (F + d @ K).masked_fill(~free, torch.nan)
+    if rank == 40:
+        spread = after - after.nanmean(1, keepdim=True)
+        assert_close(spread[free], torch.zeros_like(spread[free]), atol=1e-5, rtol=0)
+    else:  # no maximum: the direction has no curvature to speak of
+        assert bool(((d @ K * d).sum(1) < 1e-3 * -(F * d).sum(1)).all())
+
+
+def test_an_smo_from_zero_takes_newton_steps_too():
+    K, y, C = crowded(120)
+    box = torch.full((1, 120), C, dtype=torch.float64)
+    end = smo(K[None], y[None], box, torch.zeros_like(box), 1e-8, most_rounds=200)
+    assert float(end.violation) <= 1e-8
+    assert int(end.newton) > 0
+    assert_close(end.F[0] + y, K @ (end.alpha[0] * y), atol=1e-9 * C, rtol=1e-9)
+    assert abs(float(end.alpha[0] @ y)) <= 1e-9 * C

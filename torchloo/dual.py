@@ -190,13 +190,19 @@ def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> 
 
 
 class _InnerProducts(Function):
-    """Z -> Z Z^T for Z (..., n, d), with one product of that size in its backward instead of two."""
+    """Z -> Z Z^T for Z (..., n, d), computing half of it; its backward takes one product of that size."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(Z: Tensor) -> Tensor:
-        return Z @ Z.mT
+        n = Z.shape[-2]
+        if n <= _PANEL or not values_visible(Z):
+            return Z @ Z.mT
+        product = Z.new_empty(*Z.shape[:-1], n)
+        for start, stop in _panels(n):
+            torch.matmul(Z[..., start:stop, :], Z[..., :stop, :].mT, out=product[..., start:stop, :stop])
+        return _mirror(product)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

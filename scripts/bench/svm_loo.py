@@ -1,6 +1,6 @@
 """Leave-one-out of the SVM: torchloo against scikit-learn's SVC retrained, ratios of one run.
 
-    python scripts/bench/svm_loo.py [--data DIR] [--sets heart,image] [--full]
+    python scripts/bench/svm_loo.py [--data DIR] [--sets heart,image] [--full] [--method smo]
 
 For each of the 13 IDA sets (first split), RBF with lengthscale sqrt(d) on standardised inputs and
 linear, C in {1, 100}: svm_loo with values and without, against SVC(kernel="precomputed", tol=1e-3)
@@ -111,16 +111,16 @@ class Comparison(NamedTuple):
     sklearn: Refits
 
 
-def in_turns(K: torch.Tensor, y: torch.Tensor, C: float, most: int, budget: float) -> Comparison:
+def in_turns(K: torch.Tensor, y: torch.Tensor, C: float, most: int, budget: float, method: str) -> Comparison:
     seconds = quick = math.inf
     loops: list[Refits] = []
     start = time.process_time()
     for turn in range(MOST):
         if turn >= LEAST and time.process_time() - start > budget:
             break
-        spent, held = timed(lambda: svm_loo(K, y, C))
+        spent, held = timed(lambda: svm_loo(K, y, C, method=method))
         seconds = min(seconds, spent)
-        spent, labels = timed(lambda: svm_loo(K, y, C, values=False))
+        spent, labels = timed(lambda: svm_loo(K, y, C, method=method, values=False))
         quick = min(quick, spent)
         if not loops or loops[-1].total * (len(loops) + 1) < budget:
             loops.append(refits(K.numpy(), y.numpy(), C, most, budget))
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=10.0, help="of refits timed for each problem")
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--method", default="auto", choices=("auto", "path", "smo"))
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -152,7 +153,7 @@ def main() -> None:
         for kind in ("rbf", "linear"):
             K = kernel(X, kind)
             for C in (1.0, 100.0):
-                seconds, quick, held, labels, other = in_turns(K, y, C, most, budget)
+                seconds, quick, held, labels, other = in_turns(K, y, C, most, budget, options.method)
                 differ = sum((v >= 0) != bool(held.outputs[r] >= 0) for r, v in other.values.items())
                 ratios = [other.total / seconds, other.inside / seconds, other.total / quick]
                 ratios.append(other.plain / seconds)

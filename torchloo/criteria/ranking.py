@@ -117,7 +117,7 @@ def _pair_problem(
     """A guard, P (..., c, n, n) without a copy for each output, and targets and dual (..., c, n)."""
     if not hasattr(fit, "annihilator"):
         raise TypeError(f"{function}: fit must be a Fit, as solve(X, y) gives it, got {type(fit).__name__}")
-    P, a = fit.annihilator(), fit.dual.mT  # (..., n, n), (..., c, n)
+    P, a = fit.annihilator(), fit.dual.mT  # (..., n, n) or (..., c, n, n), (..., c, n)
     require_floating(function, dual=a, targets=fit.targets, annihilator=P)
     n = a.shape[-1]
     if n < 3 or P.shape[-2:] != (n, n):
@@ -130,7 +130,8 @@ def _pair_problem(
     require_classes(guard, "targets", Y)
     require_average(guard, Y, per_output, average)
     guard.check()
-    return guard, P.unsqueeze(-3).expand(*a.shape, n), Y, a
+    P = P if P.ndim > a.ndim else P.unsqueeze(-3)
+    return guard, P.expand(*a.shape, n), Y, a
 
 
 @criterion(lower_is_better=False, differentiable=False, takes_fit=True, targets="signs")
@@ -147,7 +148,8 @@ def leave_pair_out_auc(
     The held-out residual of L = {i, j} is P_LL^{-1} a_L, a closed 2 x 2 solve for each pair.
 
     Args:
-        fit: a Fit, with targets and dual (..., n, c) and annihilator() -> P (..., n, n).
+        fit: a Fit, with targets and dual (..., n, c) and annihilator() -> P (..., n, n), or
+            (..., c, n, n) where every output has its own regularisation.
         tolerance: outputs nearer than this, relative to their targets and residuals, are tied; twin rows
             of both classes tie only up to rounding. None: the square root of the machine precision.
 

@@ -172,8 +172,9 @@ def svc_loo(
             (total,) = processes.sums(masked)
         return masked + (total - masked.detach())  # the gradient is that of the own points
 
-    fields = (part.outputs, part.certified.int(), part.resolved_by, part.iterations, part.kernel_columns)
-    outputs, certified, resolved_by, iterations, columns = (merged(field) for field in fields)
+    counts = (part.resolved_by, part.iterations, part.kernel_columns, part.newton_steps)
+    outputs, certified = merged(part.outputs), merged(part.certified.int()) > 0
+    by, iterations, columns, newton = map(merged, counts)
     return SVMHeldOut.build(
-        part.targets, part.weight, outputs, certified > 0, resolved_by, iterations, columns, values=values
+        part.targets, part.weight, outputs, certified, by, iterations, columns, newton, values=values
     )

@@ -204,8 +204,8 @@ class LeastSquares(KernelMachine):
     ) -> Fit | StreamFit:
         """The machine solved for every regularisation, whose axis R comes first in all that it gives.
 
-        Its `coef` (R, ..., n, c), `bias` and `held_out(clusters)` are computed when asked for, from one
-        decomposition, or by one factorisation each where they are few; see `from_kernel_matrix` and
+        Its `coef` (R, ..., n, c), its `bias` and what `held_out(clusters)` computes when asked come from one
+        decomposition, or from one factorisation each where they are few; see `from_kernel_matrix` and
         `from_features` in torchloo.spectral. The machine's own reg is not used.
 
         Args:

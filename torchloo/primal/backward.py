@@ -37,7 +37,7 @@ from torch.autograd.function import Function
 from torchloo.clusters import Partition
 from torchloo.held_out import HeldOut
 from torchloo.primal.block import Block
-from torchloo.primal.moments import add_weighted, room_like, times_upper
+from torchloo.primal.moments import add_weighted, mirrored, room_like, times_upper
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -253,7 +253,7 @@ class _Backward:
         self.others.together(self._own_sums)
         self._penalty()
         self.Q, self.t = self.others.sums(self.Q, self.t)
-        self.v, self.total = -self.f * self.t, self.Q.sum((0, 1))
+        self.v, self.total = -self.f * self.t, self.Q.sum((0, 1)) if len(self.each) > 1 else self.Q[0, 0]
         everyone = self.others.gather([(one.H.cpu(), one.EH.cpu()) for one in self.refits])
         flat = [(H.to(self.f), EH.to(self.f)) for pairs in everyone for H, EH in pairs]
         start = sum(H.shape[1] for pairs in everyone[: self.others.rank] for H, _ in pairs)
@@ -267,8 +267,12 @@ class _Backward:
             weighted = (visit.zeta * visit.abar).flatten(0, 1).to(visit.U.dtype)
             self.t += (weighted @ visit.U.mT).unflatten(0, self.t.shape[:2])
         if self.partition is None:
-            self.Q = self.Q.tril() + self.Q.tril(-1).mT
-            self.Q *= self.f.unsqueeze(-1) * self.f.unsqueeze(-2)
+            mirrored(self.Q)
+            if not self.machines.triangular:
+                self.Q *= self.f.unsqueeze(-1) * self.f.unsqueeze(-2)
+            elif self.solved.moments.centre:  # then f is 1 but for the bias
+                self.Q[..., -1, :] *= self.f[..., -1:]
+                self.Q[..., -1] *= self.f[..., -1:]
 
     def _penalty(self) -> None:
         """Cotangents of regs and of the penalty (p, p) without reg: the share of this process."""

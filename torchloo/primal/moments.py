@@ -23,6 +23,7 @@ __all__ = [
     "Moments",
     "add_symmetric",
     "add_weighted",
+    "mirrored",
     "room_like",
     "times_lower",
     "times_upper",
@@ -58,6 +59,13 @@ def _add_lower(S: Tensor, left: Tensor, right: Tensor) -> None:
             corner.addmm_(left[start:stop], right[:stop].mT)
         else:
             corner += left[start:stop] @ right[:stop].mT
+
+
+def mirrored(S: Tensor) -> Tensor:
+    """What `add_symmetric` has added up, (..., p, p), with what stands above the diagonal filled in."""
+    for start, stop in _panels(S.shape[-1]):
+        S[..., :start, start:stop] = S[..., start:stop, :start].mT
+    return S
 
 
 def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:

@@ -13,7 +13,7 @@ from torchloo.clusters import Partition
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import factor_of_rest, leave_out_small, rows_of_large
 from torchloo.primal.machines import ImpreciseError, Machines
-from torchloo.primal.moments import add_symmetric
+from torchloo.primal.moments import add_symmetric, mirrored
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.seen import checksum
 from torchloo.primal.sink import Sink
@@ -112,7 +112,7 @@ class _Visit:
             _, U, e, zeta = self._read(some)
             add_symmetric(A, U * zeta.sqrt())
             t += (zeta * e) @ U.mT
-        A = A.tril() + A.tril(-1).mT
+        mirrored(A)
         unit = torch.eye(p, dtype=A.dtype, device=A.device)
         factors, roots = [], self.f.sqrt()  # (R, c', p')
         for r, j, _ in self.each:

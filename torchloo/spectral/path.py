@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
-from torchloo.dual import Dual, dual
+from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
@@ -351,7 +351,7 @@ def from_features(
                 share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
                 again = share @ shifted.detach()
                 shifted, centre = shifted - again, centre + again
-            form = _path(problem, shifted @ shifted.mT, shifted, regs, reg.path, bias)
+            form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))
         each, Q = _rotated(problem, shifted, regs, reg.path, bias)
     return Fit(each, problem, _Rotated(shifted, centre, Y.dtype, Q))

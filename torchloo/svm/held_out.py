@@ -77,6 +77,9 @@ class SVMHeldOut(NamedTuple):
     kernel_columns: Tensor
     """Kernel columns read by the SMO; 0 for the path, which shares one tableau, (..., n)."""
 
+    newton_steps: Tensor
+    """Newton steps on the free set that the SMO took beside its pairs, (..., n)."""
+
     values: bool
     """True where outputs are decision values, False where they are only labels."""
 
@@ -90,6 +93,7 @@ class SVMHeldOut(NamedTuple):
         resolved_by: Tensor,
         iterations: Tensor,
         columns: Tensor,
+        newton: Tensor,
         clusters: Tensor | None = None,
         values: bool = True,
     ) -> "SVMHeldOut":
@@ -109,15 +113,16 @@ class SVMHeldOut(NamedTuple):
             unstable=~certified,
             iterations=iterations,
             kernel_columns=columns,
+            newton_steps=newton,
             values=values,
         )
 
     def with_outputs(self, flat: bool, dtype: torch.dtype) -> "SVMHeldOut":
         """The last batch axis c as the output axis, which goes away where `flat` is set; in a dtype."""
         found = (self.outputs, self.certified, self.resolved_by, self.iterations, self.kernel_columns)
-        y, outputs, certified, resolved_by, iterations, columns = (
+        y, outputs, certified, resolved_by, iterations, columns, newton = (
             field[..., 0, :] if flat else field.mT  # (..., c, n) -> (..., n, c)
-            for field in (self.targets, *found)
+            for field in (self.targets, *found, self.newton_steps)
         )
         return SVMHeldOut.build(
             y.to(dtype),
@@ -127,6 +132,7 @@ class SVMHeldOut(NamedTuple):
             resolved_by,
             iterations,
             columns,
+            newton,
             self.clusters,
             self.values,
         )

@@ -86,16 +86,18 @@ def _leave_clusters_out_exactly(
     gone = y.new_zeros(len(names), len(problem.y))
     gone.index_put_((member, v), problem.row_box, accumulate=True)  # (G, m)
     boxes = left_of(problem.box, gone)
-    alpha, iterations, columns = torch.zeros_like(boxes), torch.zeros_like(names), torch.zeros_like(names)
+    alpha, counts = torch.zeros_like(boxes), torch.zeros(3, len(names), dtype=torch.long, device=y.device)
     both = _both_classes(problem.y, boxes)
     near = (gone[both] > 0).to(y) @ problem.K
-    alpha[both], iterations[both], columns[both] = solve_without(problem, full, boxes[both], near)
+    alpha[both], *effort = solve_without(problem, full, boxes[both], near)
+    counts[:, both] = torch.stack(effort)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
     machines = Deferred(problem) if trace else None
     if machines is not None:
         machines.add(lambda machines: _enter(machines, problem, alpha, boxes, member, both))
-    return RowOutcome(outputs, certified, by, iterations[member], columns[member], machines)
+    iterations, columns, newton = counts[:, member]
+    return RowOutcome(outputs, certified, by, iterations, columns, newton, machines)
 
 
 def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:

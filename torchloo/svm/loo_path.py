@@ -33,7 +33,7 @@ class _Rows:
         if not bool((self.certified | self.open).all()):
             self.certified |= _full_sign(problem, full)[v] * self.outputs > 0
         self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
-        self.iterations, self.columns = torch.zeros(2, n, dtype=torch.long, device=v.device)
+        self.iterations, self.columns, self.newton = torch.zeros(3, n, dtype=torch.long, device=v.device)
 
     def settle(self, rows: Tensor, outputs: Tensor, certified: Tensor, by: int | Tensor) -> None:
         """Close rows with an outcome."""
@@ -96,7 +96,7 @@ class _Work:
         problem, rows, first, number = self.problem, self.rows, self.first, self.number
         target = problem.variable[first]
         output, proved, by = end.output.clone(), end.proved.clone(), torch.full_like(first, code.PATH)
-        events, columns = end.events.clone(), torch.zeros_like(first)
+        events, columns, newton = end.events.clone(), torch.zeros_like(first), torch.zeros_like(first)
         left = (~end.solved).nonzero()[:, 0]
         if len(left):
             by[left] = code.REFIT
@@ -104,7 +104,7 @@ class _Work:
                 problem, self.full, target[left], rows.kept[first[left]]
             )
             events[left] += without.iterations
-            columns[left] = without.columns
+            columns[left], newton[left] = without.columns, without.newton
             if self.machines is not None:
                 end.alpha[left] = without.alpha
         index = rows.open.nonzero()[:, 0]
@@ -114,6 +114,7 @@ class _Work:
                 lambda machines: machines.enter_without(problem, index, number, target, alpha, kept)
             )
         rows.iterations[index], rows.columns[index] = events[number], columns[number]
+        rows.newton[index] = newton[number]
         rows.settle(index, output[number], proved[number], by[number])
 
     def outcome(self, values: bool) -> RowOutcome:
@@ -122,7 +123,13 @@ class _Work:
         if not values:
             outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
         return RowOutcome(
-            outputs, rows.certified, rows.resolved_by, rows.iterations, rows.columns, self.machines
+            outputs,
+            rows.certified,
+            rows.resolved_by,
+            rows.iterations,
+            rows.columns,
+            rows.newton,
+            self.machines,
         )
 
 

@@ -35,6 +35,9 @@ class SMOOptions(NamedTuple):
     most_rounds: int = 100_000
     """Problems that need more are left unsolved, code CUT."""
 
+    newton: int = 4
+    """Newton steps on the free set in each round, at most; none with working=2."""
+
     rule_every: int = 1
     """Rounds from one test of the bound to the next."""
 
@@ -71,7 +74,7 @@ def leave_one_out_by_smo(
     by[alone] = code.ONE_CLASS
     outputs = torch.where(alone, -y, outputs)
     certified = by >= 0
-    steps, columns = torch.zeros_like(by), torch.zeros_like(by)
+    steps, columns, newton = (torch.zeros_like(by) for _ in range(3))
     rows = (by < 0 if only is None else (by < 0) & only).nonzero()[:, 0]
     with_bound = options.bound and not values
     trials = _TRIALS if with_bound else len(rows)
@@ -86,11 +89,11 @@ def leave_one_out_by_smo(
         by[part[(end.violation > epsilon) & (end.stopped_by == 0)]] = code.CUT
         # The column of the row itself is read to take it out, or else for the bound.
         begun = _moved(start, alpha) if options.seed else int(with_bound)
-        steps[part], columns[part] = end.steps, end.columns + begun
+        steps[part], columns[part], newton[part] = end.steps, end.columns + begun, end.newton
         with_bound = with_bound and bool((end.stopped_by > 0).double().mean() >= _USEFUL)
     if not values:
         outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
-    return RowOutcome(outputs, certified, by, steps, columns, None)
+    return RowOutcome(outputs, certified, by, steps, columns, newton, None)
 
 
 def _moved(start: Tensor, alpha: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def _solve(
     rounds = -(-options.patience * len(y) // min(options.working, len(y)))
     return smo(
         K[None], labels, boxes, start, epsilon, None, rule,
-        options.working, options.most_rounds, options.rule_every, rounds,
+        options.working, options.most_rounds, options.rule_every, rounds, options.newton,
     )  # fmt: skip
 
 
@@ -161,5 +164,5 @@ def leave_clusters_out_by_smo(
     one_class = ~(positive & negative)
     outputs = torch.where(one_class, torch.where(positive, 1.0, -1.0).to(outputs), outputs)
     by = by.masked_fill(one_class, code.ONE_CLASS)
-    columns = end.columns + _moved(start, alpha)
-    return RowOutcome(outputs, (sign * outputs > 0) | one_class, by, end.steps[member], columns[member], None)
+    certified, columns = (sign * outputs > 0) | one_class, end.columns + _moved(start, alpha)
+    return RowOutcome(outputs, certified, by, end.steps[member], columns[member], end.newton[member], None)

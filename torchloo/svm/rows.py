@@ -22,6 +22,7 @@ class RowOutcome(NamedTuple):
     resolved_by: Tensor
     iterations: Tensor
     columns: Tensor
+    newton: Tensor
     machines: Deferred | None
     """The held-out machines for the backward; None if not asked for."""
 
@@ -65,11 +66,11 @@ def assembled(
 ) -> SVMHeldOut:
     """The outcomes of all problems in the shape of y (..., n), outputs with their gradients."""
     outputs = [_with_gradient(K, box, x) for (K, _, box), x in zip(problems, outcomes, strict=True)]
-    rows = ((f, *outcome[1:5]) for f, outcome in zip(outputs, outcomes, strict=True))
-    f, certified, by, iterations, columns = (
+    rows = ((f, *outcome[1:6]) for f, outcome in zip(outputs, outcomes, strict=True))
+    f, certified, by, iterations, columns, newton = (
         torch.stack(field).reshape(y.shape) for field in zip(*rows, strict=True)
     )
-    return SVMHeldOut.build(y, weight, f, certified, by, iterations, columns, clusters, values)
+    return SVMHeldOut.build(y, weight, f, certified, by, iterations, columns, newton, clusters, values)
 
 
 def _with_gradient(K: Tensor, box: Tensor, outcome: RowOutcome) -> Tensor:

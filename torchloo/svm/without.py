@@ -36,6 +36,9 @@ class Without(NamedTuple):
     columns: Tensor
     """Kernel columns that it has read, those of its seeds among them, (B,)."""
 
+    newton: Tensor
+    """Newton steps that it has taken, (B,)."""
+
 
 def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) -> Without:
     """Machines for smaller boxes (B, m), exactly.
@@ -45,7 +48,7 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
     """
     if not len(boxes):
         nothing = torch.zeros(0, dtype=torch.long, device=boxes.device)
-        return Without(boxes, nothing, nothing)
+        return Without(boxes, nothing, nothing, nothing)
     y = problem.y.expand_as(boxes)
     before = full.alpha.clamp_min(0)
     start = seed_without(before.expand_as(boxes), y, boxes, near)
@@ -53,7 +56,7 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     attempts = ATTEMPTS if full.optimal else 1
     alpha = torch.stack([_exactly(problem, end, b, attempts) for b in range(len(boxes))])
-    return Without(alpha, end.steps, end.columns + (start != before).sum(1))
+    return Without(alpha, end.steps, end.columns + (start != before).sum(1), end.newton)
 
 
 def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
