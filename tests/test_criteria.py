@@ -479,7 +479,7 @@ def test_demands_on_targets_wait_for_the_device_once_and_not_where_values_are_un
     criterion, asked, check = getattr(criteria, name), [], Guard.check
 
     def counted(guard):
-        asked.append(len(guard._flags))
+        asked.append(len(guard._demands))
         check(guard)
 
     monkeypatch.setattr(Guard, "check", counted)
