@@ -15,12 +15,27 @@ def apply(function: type[Function], *args: Any) -> Any:
     torch binds default arguments at every call by inspecting the signature of `forward`, and notes a backward
     even where no graph is wanted: both take longer than the whole forward of a small problem.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return function.apply(*args)
-    if forward_ad._current_level < 0 and not (torch.is_grad_enabled() and _requires_grad(args)):
+    if forward_ad._current_level >= 0:
+        return _apply_in_forward_mode(function, args)
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    if not (torch.is_grad_enabled() and _requires_grad(args)):
         return function.forward(*args)
     alive = (torch._C._functorch.unwrap_if_dead(t) if isinstance(t, torch.Tensor) else t for t in args)
     return super(Function, function).apply(*alive)  # type: ignore[misc]
+
+
+def _apply_in_forward_mode(function: type[Function], args: tuple[Any, ...]) -> Any:
+    """function.apply(*args); no Function has a `jvp`, since torch.compile takes none that has one."""
+    try:
+        return function.apply(*args)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            "torchloo: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not supported by "
+            "kernel matrices; take reverse mode: torch.func.jacrev(f), or jacrev(torch.func.grad(f))"
+        ) from error
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "Guard",
@@ -31,9 +32,11 @@ _HALF = (torch.bfloat16, torch.float16)
 def values_visible(*tensors: Tensor) -> bool:
     """True where the values can be looked at.
 
-    Not so on meta and fake tensors, inside torch.func transforms and under torch.compile.
+    Not so on meta and fake tensors, inside torch.func transforms, in forward mode and under torch.compile.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    if forward_ad._current_level >= 0:
         return False
     legacy = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(..., is_grads_batched=True)
     return not any(t.is_meta or isinstance(t, FakeTensor) or legacy(t) for t in tensors)

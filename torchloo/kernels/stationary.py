@@ -85,7 +85,9 @@ class RBF(_Stationary):
     _symmetric = True
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        return self._distance(X, Z, factor=-0.5).exp_()
+        exponent = self._distance(X, Z, factor=-0.5)
+        # A compiler fuses the exp by itself, and may have made a view of the exponent.
+        return exponent.exp() if torch.compiler.is_compiling() else exponent.exp_()
 
 
 class Matern(_Stationary):
