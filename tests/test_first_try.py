@@ -186,8 +186,8 @@ def test_wrong_labels_are_found():
     wrong = torch.arange(0, 150, 15)
     y[wrong] *= -1
     diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(5.0)), X, y)
-    assert {3, 70} <= set(diagnosis.suspects(0.5).tolist())
-    assert (diagnosis.change("press")[[3, 70]] < 0).all()
+    assert torch.isin(wrong, diagnosis.suspects(0.5)).sum() >= 8
+    assert (diagnosis.change("press")[diagnosis.suspects()] < 0).all()
 
 
 def test_a_pipeline_of_scikit_learn_on_a_data_frame_with_string_classes():
@@ -210,6 +210,3 @@ def test_a_frozen_machine_is_exported_for_another_number_of_rows():
     frozen = tl.LSSVM(tl.kernels.RBF(7.0)).fit(X, y).frozen()
     program = torch.export.export(frozen, (X[:5],), dynamic_shapes=({0: torch.export.Dim("rows")},))
     torch.testing.assert_close(program.module()(X), frozen(X))
-
-    assert torch.isin(wrong, diagnosis.suspects(0.5)).sum() >= 8
-    assert (diagnosis.change("press")[diagnosis.suspects()] < 0).all()
