@@ -87,12 +87,12 @@ class _LOOEstimator(BaseEstimator):
                 np.unique(_column(name, "groups", groups, len(X)), return_inverse=True)[1]
             )
             clusters = clusters[taking_part]
-        tensors = (torch.tensor(array[taking_part], device=self.device) for array in (X, y))
+        inputs, targets = (torch.tensor(array[taking_part], device=self.device) for array in (X, y))
         own = None if weight is None else torch.tensor(weight[taking_part], device=self.device)
-        rows = _TrainingRows(*tensors, own, clusters)
+        rows = _TrainingRows(inputs, targets, own, clusters)
         machine, generator = self._build(rows.X, options)
         if self.search is None:
-            self.machine_ = machine.fit(rows.X, rows.y, rows.weight)
+            self.machine_ = machine.fit(rows.X, rows.y, rows.weight)  # type: ignore[operator]
         else:
             self.machine_ = select(
                 machine,
@@ -298,8 +298,8 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         self.loo_decision_ = self._in_all_rows(held_out.outputs, others)
         self.loo_residuals_ = self._in_all_rows(held_out.residuals, np.nan)
         self.loo_predictions_ = self._labels(self.loo_decision_)
-        counted = None if given is None else torch.from_numpy(given[self._taking_part])
-        self.calibration_ = calibrate(_on_host(held_out), counted)
+        counted = None if given is None else torch.tensor(given[self._taking_part], device=self.device)
+        self.calibration_ = calibrate(held_out, counted).cpu()
         return self
 
     def _labels(self, outputs: np.ndarray) -> np.ndarray:
@@ -320,10 +320,6 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         with torch.no_grad():
             chance = self.calibration_(outputs).numpy()
         return chance if chance.ndim == 2 else np.stack([1 - chance, chance], 1)
-
-
-def _on_host(held_out: HeldOut) -> HeldOut:
-    return HeldOut(*(field if field is None else field.cpu() for field in held_out[: len(HeldOut._fields)]))
 
 
 def _weights(sample_weight: Any, X: np.ndarray) -> np.ndarray | None:
