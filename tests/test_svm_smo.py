@@ -12,6 +12,7 @@ from svm_problems import problems, rbf, toy
 from torch import Tensor
 from torch.testing import assert_close
 
+import torchloo as tl
 from torchloo.svm import svm, svm_lco, svm_loo
 from torchloo.svm.certify import value_bound
 from torchloo.svm.checks import sufficiency_checks
@@ -114,8 +115,10 @@ def test_the_bound_reads_no_more_columns_and_proves_what_it_says(kernel, seed):
     box = torch.full_like(y, 100.0)
     exact = svm_loo(K, y, 100.0)
     plain, bound = (
-        leave_one_out_by_smo(K, y, box, svm(K, y, 100.0), False, 1e-3, SMOOptions(bound=b, seed=seed))
-        for b in (False, True)
+        leave_one_out_by_smo(K, y, box, svm(K, y, 100.0), False, 1e-3, options)
+        for options in (
+            SMOOptions(working=24, bound=b, gap_ball=b, seed=seed, newton=0) for b in (False, True)
+        )
     )
     assert int(bound.columns.sum()) <= 1.05 * int(plain.columns.sum()) + len(y) * (not seed)
     stopped = (bound.resolved_by == BOUND) | (bound.resolved_by == BALL)
@@ -224,9 +227,10 @@ def test_iterations_and_columns_are_those_of_a_loop_that_counts(seed, working, m
 def test_the_bound_without_a_seed_reads_the_column_of_its_row(bound, monkeypatch):
     X, y = toy(5, n=20, d=3)
     K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
-    monkeypatch.setattr("torchloo.svm.loo_smo._TRIALS", 20)
     _, changes = counted(monkeypatch)
-    held = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions(seed=False, bound=bound))
+    held = leave_one_out_by_smo(
+        K, y, box, fit, False, 1e-3, SMOOptions(seed=False, bound=bound, gap_ball=bound, trials=20)
+    )
     opened = torch.isin(held.resolved_by, torch.tensor([KKT, BOUND, BALL])).nonzero()[:, 0].tolist()
     assert len(opened) >= 5
     assert held.columns[opened].tolist() == [changes[name] + bound for name in range(len(opened))]
@@ -354,3 +358,70 @@ def test_an_smo_from_zero_takes_newton_steps_too():
     assert int(end.newton) > 0
     assert_close(end.F[0] + y, K @ (end.alpha[0] * y), atol=1e-9 * C, rtol=1e-9)
     assert abs(float(end.alpha[0] @ y)) <= 1e-9 * C
+
+
+@pytest.mark.parametrize(("bound", "gap_ball"), [(True, False), (False, True), (True, True), (False, False)])
+def test_the_two_proofs_are_switched_separately(bound, gap_ball):
+    X, y = toy(20, n=60, d=3)
+    options = SMOOptions(working=2, bound=bound, gap_ball=gap_ball, trials=60)
+    held = svm_loo(rbf(X), y, 1.0, method="smo", values=False, smo=options)
+    by = held.resolved_by
+    assert bool((by == BOUND).any()) == bound
+    assert bool((by == BALL).any()) == gap_ball
+    proved, solved = (by == BOUND) | (by == BALL), (by == BOUND) | (by == BALL) | (by == KKT)
+    assert_close(held.proved_early, proved.sum() / solved.sum())
+    assert bool((held.errors == svm_loo(rbf(X), y, 1.0).errors)[held.certified].all())
+
+
+def test_a_problem_that_meets_its_conditions_first_is_not_called_proved():
+    """A start that is optimal to epsilon: the rule would prove every sign, but is not asked."""
+    X, y = toy(20, n=60, d=3)
+    options = SMOOptions(bound=True, gap_ball=True, trials=60)
+    held = svm_loo(rbf(X), y, 1.0, method="smo", values=False, epsilon=1e3, smo=options)
+    assert bool((held.resolved_by == KKT).any())
+    assert float(held.proved_early) == 0
+
+
+def test_proofs_that_settle_too_few_of_the_trials_are_given_up():
+    X, y = toy(20, n=60, d=3)
+    asked = {
+        useful: svm_loo(
+            rbf(X), y, 1.0, method="smo", values=False, smo=SMOOptions(working=2, bound=True, useful=useful)
+        )
+        for useful in (0.0, 1.0)
+    }
+    proved = {useful: int((held.resolved_by == BOUND).sum()) for useful, held in asked.items()}
+    assert proved[0.0] > 10 >= proved[1.0]
+
+
+def test_a_round_of_pairs_is_one_step(monkeypatch):
+    module = sys.modules["torchloo.svm.smo"]
+    pairs, most = module._pairs, []
+    monkeypatch.setattr(module, "_pairs", lambda *x: most.append(x[-1]) or pairs(*x))
+    X, y = toy(21, n=40)
+    svm_loo(rbf(X), y, 5.0, method="smo", smo=SMOOptions(working=2))
+    assert set(most) == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"working": 2}, TypeError, "smo must be an SMOOptions, got dict"),
+        (SMOOptions(working=1), ValueError, "smo.working must be a whole number, 2 or more, got 1"),
+        (SMOOptions(newton=-1), ValueError, "smo.newton must be a whole number, 0 or more, got -1"),
+        (SMOOptions(bound=1), TypeError, "smo.bound must be True or False, got 1"),
+        (SMOOptions(useful=2.0), ValueError, "smo.useful must be a share from 0 to 1, got 2.0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, error, match):
+    X, y = toy(21, n=10)
+    with pytest.raises(error, match=f"svm_loo: {match}"):
+        svm_loo(rbf(X), y, 1.0, method="smo", smo=options)
+
+
+def test_options_of_the_smo_are_for_the_smo():
+    X, y = toy(21, n=10)
+    with pytest.raises(ValueError, match='smo is for method "smo", got method'):
+        tl.SVC(tl.kernels.RBF()).loo(X, y, smo=tl.svm.SMOOptions())
+    held = tl.SVC(tl.kernels.RBF()).loo(X, y, method="smo", smo=tl.svm.SMOOptions(working=2))
+    assert int(held.newton_steps.sum()) == 0

@@ -8,7 +8,9 @@ share of open points whose sign the bound or the gap ball proved. Three solvers:
 
     seeded    working sets of 64, started from the full machine (method "smo" of svm_loo)
     unseeded  the same, started from zero
-    pairs     seeded, working sets of 2: the SMO of the paper
+    pairs     seeded, working sets of 2, without the gap ball: the SMO and the rule of the paper
+
+None takes Newton steps, beside which the bound has nothing to save.
 
 A problem that needs more than --rounds rounds is cut: `cut` counts them, without and with the bound;
 the columns of a cut problem are those read so far, so a ratio with a * is not that of two solved runs.
@@ -106,9 +108,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     solvers = {
-        "unseeded": SMOOptions(most_rounds=options.rounds, seed=False),
-        "seeded": SMOOptions(most_rounds=options.rounds),
-        "pairs": SMOOptions(most_rounds=options.pair_rounds, working=2, rule_every=8),
+        "unseeded": SMOOptions(most_rounds=options.rounds, seed=False, newton=0, gap_ball=True),
+        "seeded": SMOOptions(most_rounds=options.rounds, newton=0, gap_ball=True),
+        "pairs": SMOOptions(most_rounds=options.pair_rounds, working=2),
     }
     titles = f"{'open':>6}{'columns':>9}{'seconds':>8}{'columns x':>10}{'time x':>7}"
     titles += f"{'Prec %':>8}{'cut':>11}{'differ':>7}{'of unseeded x':>17}"
@@ -122,7 +124,8 @@ def main() -> None:
             for solver, variant in solvers.items():
                 if solver == "pairs" and (not options.pair_rounds or len(y) > options.pair_rows):
                     continue
-                row = Row(*(run(machines, y, variant._replace(bound=b)) for b in (False, True)))
+                variants = (variant._replace(bound=b, gap_ball=b and variant.gap_ball) for b in (False, True))
+                row = Row(*(run(machines, y, x) for x in variants))
                 rows[solver] = row
                 unseeded = rows["unseeded"].plain
                 ratios.setdefault((kind, solver), []).append((row.ratio, _over(unseeded, row.bound)))

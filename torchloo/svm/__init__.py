@@ -4,6 +4,7 @@ from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import RESOLVED_BY, SVMHeldOut
 from torchloo.svm.lco import svm_lco
 from torchloo.svm.loo import svm_loo
+from torchloo.svm.loo_smo import SMOOptions
 from torchloo.svm.svc import SVC
 
-__all__ = ["RESOLVED_BY", "SVC", "SVMFit", "SVMHeldOut", "svm", "svm_lco", "svm_loo"]
+__all__ = ["RESOLVED_BY", "SVC", "SMOOptions", "SVMFit", "SVMHeldOut", "svm", "svm_lco", "svm_loo"]

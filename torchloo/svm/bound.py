@@ -49,9 +49,22 @@ class DualBound:
     16 a round, were tried on four small sets: hardly a proof more, and up to seven times the columns.
     """
 
-    def __init__(self, K: Tensor, start: Tensor, y: Tensor, target: Tensor, rounding: Tensor) -> None:
-        """Start from beta = alpha: K (n, n), alpha (B, n), labels (n,), rows left out (B,), e of K (n,)."""
+    def __init__(
+        self,
+        K: Tensor,
+        start: Tensor,
+        y: Tensor,
+        target: Tensor,
+        rounding: Tensor,
+        bound: bool = True,
+        gap_ball: bool = True,
+    ) -> None:
+        """Start from beta = alpha: K (n, n), alpha (B, n), labels (n,), rows left out (B,), e of K (n,).
+
+        `bound` and `gap_ball` say which of the two proofs are looked for.
+        """
         self.K, self.y, self.target, self.rounding = K, y, target, rounding
+        self.bound, self.gap_ball = bound, gap_ball
         self.beta = start.clone()
         self.v = (start * y) @ K
         self.edge = K[target] - K.diagonal()[target][:, None]  # (B, n) k_ri - k_rr
@@ -66,16 +79,22 @@ class DualBound:
         primal, bias = primal_objective(state)
         u = state.F + state.y
         held = Held(state.alpha, u, state.box, self.target, self.rounding)
-        ball = gap_ball_sign(self.K, self.y, held, bias).sign
-        self._approach(state)
-        unproved = (ball == 0) & ~self._exceeds(state, primal) & state.read.any(1)
-        if bool(unproved.any()):
-            self._raise(state, unproved.nonzero()[:, 0])
-        proved = self._exceeds(state, primal)
+        ball = gap_ball_sign(self.K, self.y, held, bias).sign if self.gap_ball else torch.zeros_like(bias)
+        proved = self._proved_by_bound(state, primal, ball != 0) if self.bound else torch.zeros_like(bias) > 0
         f_r = u.gather(1, self.target[:, None])[:, 0] + bias
         state.sign = torch.where(proved, torch.where(f_r >= 0, 1.0, -1.0).to(ball), ball)
         state.stopped_by = torch.where(proved, BOUND, torch.where(ball != 0, GAP_BALL, 0))
         return state.stopped_by > 0
+
+    def _proved_by_bound(self, s: SMOState, primal: Tensor, known: Tensor) -> Tensor:
+        """Primal < H, if need be with a higher H where the sign is not known (B,) already, (B,)."""
+        self._approach(s)
+        proved = self._exceeds(s, primal)
+        unproved = ~proved & ~known & s.read.any(1)
+        if not bool(unproved.any()):
+            return proved
+        self._raise(s, unproved.nonzero()[:, 0])
+        return self._exceeds(s, primal)
 
     def _gradient(self, y: Tensor, beta: Tensor, v: Tensor) -> Tensor:
         """h of Note [dual bound], (B, n)."""

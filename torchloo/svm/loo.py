@@ -12,7 +12,7 @@ from torchloo.svm.exact import Exact
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.loo_path import leave_one_out_by_path
-from torchloo.svm.loo_smo import leave_one_out_by_smo
+from torchloo.svm.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
 from torchloo.svm.merge import Problem
 from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
@@ -32,6 +32,7 @@ def svm_loo(
     epsilon: float = 1e-3,
     rows: Tensor | None = None,
     workers: int = 0,
+    smo: SMOOptions | None = None,
 ) -> SVMHeldOut:
     """Leave-one-out decision values of the SVM of `svm`, or only their signs.
 
@@ -39,8 +40,8 @@ def svm_loo(
     each support vector, all at once (path.py), and prove every sign by a duality gap or by the active
     set; what the path leaves open is refitted. With values=False checks 1 to 3 and E2 come first and a
     path ends as soon as the point is known to be an error ("path" goes without the checks but for check 1).
-    method "smo" is Algorithm 1 of BOUND with a seeded SMO to `epsilon`, and with values=False its
-    dual bound.
+    method "smo" is Algorithm 1 of BOUND with a seeded SMO to `epsilon`; with values=False it may stop before,
+    by the gap ball or the dual bound of the paper; `smo` has its variants.
 
     Leaving out the only row of a class leaves one class: the output is then the remaining label.
 
@@ -57,6 +58,7 @@ def svm_loo(
             there are cores or parts of the batch; 0: only this one, with threads. The others are forked at
             the first call, as those of a DataLoader are, and stay, with the memory they have, until the
             program ends or a batch is called with 1; they serve outputs without a gradient.
+        smo: variants of method "smo"; None: SMOOptions().
 
     Returns:
         SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
@@ -77,6 +79,7 @@ def svm_loo(
     guard = Guard("svm_loo")
     guard.positive(epsilon=epsilon)
     guard.check()
+    variant = check_options("svm_loo", smo, method)
     K, y, C, weight = checked("svm_loo", K, y, C, weight)
     check_workers("svm_loo", workers, K, C, weight)
     if rows is not None:
@@ -86,7 +89,9 @@ def svm_loo(
     few = max(1, _TOGETHER // y.shape[-1] ** 2)
     order = [number for family in families(problems) for number in family]
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-    of_part = partial(_outcomes, method=method, values=values, epsilon=epsilon, rows=rows, trace=trace)
+    of_part = partial(
+        _outcomes, method=method, values=values, epsilon=epsilon, rows=rows, trace=trace, smo=variant
+    )
     with without_graph(trace):
         parts = share_out([problems[number] for number in order], few, K.device, workers)
         done = in_parallel(of_part, parts, workers)
@@ -110,12 +115,13 @@ def _outcomes(
     epsilon: float,
     rows: Tensor | None,
     trace: bool,
+    smo: SMOOptions,
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
     if method == "smo":
         doubles = [(K, y.double(), box.double()) for K, y, box in problems]
         return [
-            leave_one_out_by_smo(K, y, box, trained("svm_loo", K, y, box), values, epsilon, only=rows)
+            leave_one_out_by_smo(K, y, box, trained("svm_loo", K, y, box), values, epsilon, smo, rows)
             for K, y, box in doubles
         ]
     machines: dict[int, tuple[Problem, Exact]] = {}

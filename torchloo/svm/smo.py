@@ -60,7 +60,7 @@ class SMOState:
     columns: Tensor
     """Kernel columns read, (B,)."""
     stopped_by: Tensor
-    """0: epsilon-KKT (or out of rounds); other numbers are the stop rule's own, (B,)."""
+    """0: epsilon-KKT (or out of rounds), of which the rule is not asked; other numbers are its own, (B,)."""
     read: Tensor
     """Columns read since the rule was last asked, (B, n) bool."""
     sign: Tensor
@@ -135,25 +135,21 @@ def smo(
     flat = K.reshape(-1, n)
     newton = newton if working > 2 else 0
     sets = [FreeSets(k) for k in K] if newton else []
-    ended = []
+    ended: list[SMOState] = []
     stuck = torch.zeros(B, dtype=torch.bool, device=K.device)
     for round_ in range(most_rounds):
         done = stuck | (_update_violation(state) <= epsilon)
         if patience is not None:
             done |= state.waited >= patience
-        if rule is not None and round_ % rule_every == 0:
-            done |= rule.advance(state)
-            state.read = torch.zeros_like(state.read)
         if round_ == most_rounds - 1:
             done[:] = True
-        if bool(done.any()):
-            ended.append(state.take(done.nonzero()[:, 0]))
-            rest = (~done).nonzero()[:, 0]
-            state = state.take(rest)
-            if not len(rest):
-                break
-            if rule is not None:
-                rule.take(rest)
+        state = _without(state, done, ended, rule)
+        if rule is not None and len(state.name) and round_ % rule_every == 0:
+            stopped = rule.advance(state)
+            state.read = torch.zeros_like(state.read)
+            state = _without(state, stopped, ended, rule)
+        if not len(state.name):
+            break
         moved = _improve(flat, state, _working_set(state, min(working, n)), epsilon, bool(newton))
         for number, free_sets in enumerate(sets):
             rows = (state.table == number).nonzero()[:, 0]
@@ -161,6 +157,17 @@ def smo(
         stuck = ~moved
     joined = SMOState(*(torch.cat([getattr(part, f.name) for part in ended]) for f in fields(SMOState)))
     return joined.take(joined.name.argsort())
+
+
+def _without(s: SMOState, done: Tensor, ended: list[SMOState], rule: StopRule | None) -> SMOState:
+    """The problems that go on; those that are done (B,) go to `ended`."""
+    if not bool(done.any()):
+        return s
+    ended.append(s.take(done.nonzero()[:, 0]))
+    rest = (~done).nonzero()[:, 0]
+    if rule is not None:
+        rule.take(rest)
+    return s.take(rest)
 
 
 def _directions(alpha: Tensor, box: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,7 +215,8 @@ def _improve(flat: Tensor, s: SMOState, W: Tensor, epsilon: float, newton: bool)
     rows = W + (s.table * s.F.shape[1])[:, None]
     K_WW = flat[rows[:, :, None], W[:, None, :]]  # (B, q, q)
     y, box, before, F = (x.gather(1, W) for x in (s.y, s.box, s.alpha, s.F))
-    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon, _FEW_PAIRS if newton else _PAIRS)
+    most = 1 if W.shape[1] == 2 else _FEW_PAIRS if newton else _PAIRS
+    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon, most)
     if newton:
         unsolved &= s.waited >= _STALLED
     hard = unsolved.nonzero()[:, 0]

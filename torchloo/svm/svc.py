@@ -18,6 +18,7 @@ from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.lco import svm_lco
 from torchloo.svm.loo import svm_loo
+from torchloo.svm.loo_smo import SMOOptions
 
 __all__ = ["SVC"]
 
@@ -124,10 +125,11 @@ class SVC(KernelMachine):
         epsilon: float = 1e-3,
         workers: int = 0,
         rows: Tensor | None = None,
+        smo: SMOOptions | None = None,
     ) -> SVMHeldOut:
         """Held-out prediction of every row, or of those that `rows` (n,) marks; see `svm_loo`."""
         options = {"method": method, "values": values, "epsilon": epsilon, "workers": workers, "rows": rows}
-        return self._held_out(svm_loo, X, y, weight, **options)
+        return self._held_out(svm_loo, X, y, weight, smo=smo, **options)
 
     def lco(
         self,
