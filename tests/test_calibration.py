@@ -139,3 +139,12 @@ def test_bad_input_raises():
         tl.calibrate(held_out(f, torch.arange(30.0).double() - 5.5))
     with pytest.raises(ValueError, match="a column for each class"):
         tl.Temperature()(f)
+
+
+def test_outputs_that_hardly_differ_converge():
+    """Class weights of many orders make held-out outputs such as these."""
+    y = torch.tensor([-1.0, 1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    f = -1 + 1e-7 * torch.tensor([0.0, 3.0, 1.0, 2.0, 4.0, 2.5], dtype=torch.float64)
+    received = tl.calibrate(held_out(f, y))(f)
+    expected = tl.calibrate(held_out(1e7 * (f + 1), y))(1e7 * (f + 1))
+    torch.testing.assert_close(received, expected, rtol=1e-6, atol=1e-6)

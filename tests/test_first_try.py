@@ -188,3 +188,25 @@ def test_wrong_labels_are_found():
     diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(5.0)), X, y)
     assert torch.isin(wrong, diagnosis.suspects(0.5)).sum() >= 8
     assert (diagnosis.change("press")[diagnosis.suspects()] < 0).all()
+
+
+def test_a_pipeline_of_scikit_learn_on_a_data_frame_with_string_classes():
+    pd, iris = pytest.importorskip("pandas"), pytest.importorskip("sklearn.datasets").load_iris(as_frame=True)
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    from torchloo.sklearn import LOOClassifier
+
+    names = pd.Series(iris.target_names[iris.target])
+    pipeline = make_pipeline(StandardScaler(), LOOClassifier(max_evaluations=10))
+    search = GridSearchCV(pipeline, {"looclassifier__kernel": ["linear", "rbf"]}, cv=3).fit(iris.data, names)
+    assert search.best_score_ > 0.9
+    assert set(search.predict(iris.data)) <= set(iris.target_names)
+
+
+def test_a_frozen_machine_is_exported_for_another_number_of_rows():
+    X, y = tl.datasets.motorcycle()
+    frozen = tl.LSSVM(tl.kernels.RBF(7.0)).fit(X, y).frozen()
+    program = torch.export.export(frozen, (X[:5],), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    torch.testing.assert_close(program.module()(X), frozen(X))

@@ -123,10 +123,16 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
         targets = (members * row_counts + 1) / (row_counts + k)
         if several:
             return Temperature(_newton(f.unsqueeze(-3), targets, zeta)[..., 0])
-        none = torch.zeros_like(f)
-        basis = torch.stack([torch.cat([none, f], -2), torch.cat([none, none + 1], -2)], -3)  # (..., 2, 2, n)
+        # Standardised, as outputs that hardly differ would leave Newton's method no digits.
+        centre = f.mean(-1, keepdim=True)
+        spread = (f - centre).square().mean(-1, keepdim=True).sqrt()
+        spread = torch.where(spread > 0, spread, 1.0)
+        z = (f - centre) / spread
+        none = torch.zeros_like(z)
+        basis = torch.stack([torch.cat([none, z], -2), torch.cat([none, none + 1], -2)], -3)  # (..., 2, 2, n)
         scale, shift = _newton(basis, targets, zeta).unbind(-1)
-        return Platt(scale, shift)
+        centre, spread = centre[..., 0, 0], spread[..., 0, 0]
+        return Platt(scale / spread, shift - scale * centre / spread)
 
 
 def _newton(basis: Tensor, targets: Tensor, weight: Tensor) -> Tensor:

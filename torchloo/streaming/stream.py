@@ -35,7 +35,7 @@ class Stream:
             bring them. To find out which labels batches have takes a pass over them, unless the machine
             was given `classes=`.
         weight: row weights (n,), positive.
-        block: rows read at once; None takes as many as make 16 MB of features.
+        block: rows read at once; None takes as many as make 8 MB of features.
         device: where the blocks are computed on; None leaves them where they are.
         progress: show a bar with rows per second for every pass that takes longer than a second.
 
