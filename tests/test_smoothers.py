@@ -578,7 +578,7 @@ def test_forward_mode_is_refused_instead_of_ignored():
     K, Y = spd(5, 10.0), randn(5, 1)
     with torch.autograd.forward_ad.dual_level():
         moved = torch.autograd.forward_ad.make_dual(K, torch.ones_like(K))
-        with pytest.raises(NotImplementedError, match="forward AD"):
+        with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
             F.rls(moved, Y, 0.2).held_out()
 
 

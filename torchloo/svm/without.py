@@ -11,7 +11,7 @@ from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Without", "left_of", "solve_without"]
 
-_EXACT = 1e-9  # violation of an SMO that counts as none
+_EXACT = 1e-12  # violation of an SMO that counts as none: rounding
 _CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
 _PATIENCE = 4  # rounds that may fail to halve the violation; then too
