@@ -210,3 +210,16 @@ def test_a_frozen_machine_is_exported_for_another_number_of_rows():
     frozen = tl.LSSVM(tl.kernels.RBF(7.0)).fit(X, y).frozen()
     program = torch.export.export(frozen, (X[:5],), dynamic_shapes=({0: torch.export.Dim("rows")},))
     torch.testing.assert_close(program.module()(X), frozen(X))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_a_training_loss_compiles_as_one_graph():
+    X, y = tl.datasets.motorcycle()
+    X, machine = X.clone().requires_grad_(), tl.LSSVM(tl.kernels.RBF(7.0))
+
+    def loss(X):
+        return tl.criteria.mse(machine.loo(X, y))
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    (expected,), (received,) = (torch.autograd.grad(f(X), X) for f in (loss, compiled))
+    torch.testing.assert_close(received, expected)
