@@ -257,3 +257,17 @@ def test_matrices_that_are_not_definite_are_refused_in_our_own_words(function):
     K = torch.diag(torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="the regularised matrix is not positive definite"):
         function(K, randn(6, 1), 0.1).held_out([0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("seed", [2, 9, 15])
+def test_a_tiny_regularisation_of_a_path_with_weights_over_twelve_orders(seed):
+    """Rounding that is small beside the heaviest rows is not so beside the lightest."""
+    generator = torch.Generator().manual_seed(seed)
+    X = 30 + 0.12 * torch.randn(11, 11, dtype=torch.float64, generator=generator)
+    y = torch.where(torch.rand(11, generator=generator) > 0.5, 1.0, -1.0).double()
+    y[:2] = torch.tensor([1.0, -1.0])
+    weight = 10 ** (12 * torch.rand(11, dtype=torch.float64, generator=generator) - 6)
+    clusters, regs = [0, 1, 2] * 3 + [0, 1], torch.tensor([1e8] * 6 + [1e3], dtype=torch.float64)
+    received = tl.KFD(tl.kernels.Linear()).path(X, y, regs, torch.tensor(clusters), weight)
+    problem = ("kfd", "linear", X, y, weight, clusters)
+    assert_refitted(problem, regs[-1], received.outputs[-1], received.targets[-1])

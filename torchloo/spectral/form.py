@@ -224,8 +224,13 @@ class Spectral(NamedTuple):
         return (self.w if self.heaviest is None else self.w[..., :-1]).amin(-1)
 
     def rounding(self, regs: Tensor) -> Tensor:
-        """That of an entry of A beside the least w + reg, (R,), the worst of a batch."""
-        entry = torch.finfo(self.w.dtype).eps * self.size / self.w.shape[-1]  # (...)
+        """That of an entry of A beside the least w + reg, for the lightest row, (R,), the worst of a batch.
+
+        Changes of r are relative in the norm of Omega^{1/2} r, in which such a row counts for little.
+        """
+        least, largest = self.weight.aminmax(dim=-1)
+        spread = (largest / least).sqrt()  # (...)
+        entry = torch.finfo(self.w.dtype).eps * self.size / self.w.shape[-1] * spread
         return (entry / (self.least + regs.amin(-1))).reshape(len(regs), -1).amax(-1)
 
     @torch.no_grad()
