@@ -232,3 +232,25 @@ def test_svc_makes_its_tensors_where_the_data_are(kernel):
     for there, here in zip(received, expected, strict=True):
         assert there.device.type == "cpu"
         assert_close(there, here, rtol=0, atol=0)
+
+
+def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
+    X = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y, labels, machine = X[:, 0].sin(), (X[:, 0] > 0).long(), tl.LSSVM(tl.kernels.RBF(1.0))
+
+    def answers():
+        fitted = machine.fit(X, y)
+        return [
+            *tl.intervals.jackknife_plus(machine, X, y, X[:5]),
+            tl.calibrate(machine.loo(X, labels))(X[:5, 0]),
+            tl.diagnose(machine, X, y).leverage,
+            machine.lso(X, y, tl.splits.h_block(X[:, 0], 0.1)).outputs.detach(),
+            fitted.frozen()(X[:5]),
+            *(t.detach() for t in fitted.predictive(X[:5])),
+        ]
+
+    expected = answers()
+    torch.set_default_device("meta")
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    for one, other in zip(answers(), expected, strict=True):
+        assert_close(one, other)

@@ -35,7 +35,8 @@ class _Calibration(nn.Module):
     def __init__(self, **numbers: Tensor | float) -> None:
         super().__init__()
         for name, number in numbers.items():
-            self.register_buffer(name, torch.as_tensor(number, dtype=torch.float64).clone())
+            given = number.detach() if isinstance(number, Tensor) else torch.tensor(number)  # where it is
+            self.register_buffer(name, given.to(torch.float64, copy=True))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, buffer in self.named_buffers():

@@ -248,7 +248,7 @@ def diagnose(
     s2 = (zeta * e.square()).sum(0) / (1 - h).sum()  # (c,)
     P, noise = fit.annihilator(), fit.problem.ridge
     studentised = wide.residuals / (s2 * wide.variance / fit.problem.reg).sqrt()
-    labels = torch.arange(len(h)) if held_out.clusters is None else held_out.clusters
+    labels = torch.arange(len(h), device="cpu") if held_out.clusters is None else held_out.clusters
     dropped, members = labels.unique(return_inverse=True)
     cook = _cook(P, noise, wide.residuals, members.to(h.device), len(dropped), zeta) / (s2 * h.sum())
     return Diagnosis(

@@ -230,7 +230,7 @@ def _groups(
     if (groups is None) != (groups_new is None):
         raise ValueError(f"{function}: groups and groups_new must come together, got only one of them")
     if groups is None:
-        yield torch.arange(n), torch.arange(q)
+        yield torch.arange(n, device="cpu"), torch.arange(q, device="cpu")
         return
     own, new = host_labels(function, groups, n, "groups"), host_labels(function, groups_new, q, "groups_new")
     for group in np.unique(new):
