@@ -244,6 +244,7 @@ def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
             *tl.intervals.jackknife_plus(machine, X, y, X[:5]),
             tl.calibrate(machine.loo(X, labels))(X[:5, 0]),
             tl.diagnose(machine, X, y).leverage,
+            tl.probe(X, labels, progress=False).held_out.outputs,
             machine.lso(X, y, tl.splits.h_block(X[:, 0], 0.1)).outputs.detach(),
             fitted.frozen()(X[:5]),
             *(t.detach() for t in fitted.predictive(X[:5])),

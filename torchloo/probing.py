@@ -251,7 +251,8 @@ def probe(
                 if best is None or table[-1][0] < min(row[0] for row in table[:-1]):
                     best, reg = _copied(held_out), value
         assert best is not None
-        head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
+        with first.X.device:  # whatever torch's default device is
+            head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
         chosen = _scores(best, rows.classes)
         loo, grouped = chosen, None
         if groups is not None:
