@@ -81,13 +81,13 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     e = y * outputs
     rows = ((e > 0) & (alpha > 0)).nonzero()[:, 0]  # check 1 knows the others
     k = K.diagonal()
-    spread = (k[rows, None] + k - 2 * K[rows]).clamp_min(0)  # (B, n) k'
-    c = y[rows, None] * (y - outputs + outputs[rows, None])
-    A = (alpha[rows, None] * spread).sqrt()
+    A = K[rows].mul_(-2).add_(k).add_(k[rows, None]).clamp_min_(0)  # (B, n) k'
+    A.mul_(alpha[rows, None]).sqrt_()
     v = torch.maximum(e[rows, None].sqrt(), A / 2)
-    weight = box.expand(len(rows), -1).scatter(1, rows[:, None], 0.0)
-    high = c + v.square() - A * v - e[rows, None] > 2 * doubt[rows, None]  # NaN is not
-    low = (~high * weight).sum(1)
-    own_class = (weight * (y == y[rows, None])).sum(1)
-    passed = low < own_class - 1e-9 * box.min()
+    # c + v^2 - A v - e, where c - e = y_r (y - f)
+    excess = v.mul_(v - A).addcmul_(y[rows, None], y - outputs)
+    high = (excess > 2 * doubt[rows, None]).scatter_(1, rows[:, None], True)  # NaN is not, r does not count
+    low = (~high).to(box.dtype) @ box
+    own_class = torch.where(y > 0, box @ (y > 0).to(box.dtype), box @ (y < 0).to(box.dtype)) - box
+    passed = low < own_class[rows] - 1e-9 * box.min()
     return torch.zeros_like(y, dtype=torch.bool).index_put((rows,), passed)
