@@ -8,6 +8,6 @@ collective.py is what passes ask of other processes. whole.py has all rows at on
 and derivatives of every order.
 """
 
-from torchloo.primal.whole import Primal, primal
+from torchloo.primal.whole import Primal
 
-__all__ = ["Primal", "primal"]
+__all__ = ["Primal"]

@@ -28,7 +28,7 @@ from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import centred, primal, with_ones
+from torchloo.primal.whole import Normal, centred, ridge_penalty
 from torchloo.problem import Regs
 
 if TYPE_CHECKING:
@@ -406,17 +406,16 @@ class StreamFit:
         shifted, _ = centred(Z, weight.double(), bias)
         sets = partition or Partition.single(len(X), X.device)
         groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
-        residuals, variances = [], []
-        for row in regs:
-            targets = [Y] if len(row) == 1 else Y.split(1, -1)
-            parts = []
-            for reg, y in zip(row, targets, strict=True):
-                design, R = with_ones(shifted, reg.double(), bias)
-                parts.append(primal(design, R, weight, y, reg, guard).held_out(groups, guard)[:2])
-            residuals.append(torch.cat([r for r, _ in parts], -1))
-            variances.append(torch.cat([variance for _, variance in parts], -1))
+        normal = Normal.of(shifted, weight, bias)
+        reg, targets = regs.double(), Y.double()  # (R, c')
+        own = regs.shape[1] > 1
+        reg, targets = (reg, targets.mT.unsqueeze(-1)) if own else (reg[:, 0], targets)
+        form = normal.solve(ridge_penalty(reg, Z), reg, targets, guard)
+        residuals, variances, _ = form.held_out(groups, guard)
         guard.check()
-        return torch.stack(residuals).to(Y.dtype), torch.stack(variances).to(Y.dtype)
+        if own:
+            residuals, variances = residuals[..., 0].mT, variances[..., 0].mT
+        return residuals.to(Y.dtype), variances.to(Y.dtype)
 
     def _partition(self, clusters: object) -> Partition:
         n = self.stream.n

@@ -82,14 +82,14 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     row = ((e > 0) & (alpha > 0)).nonzero(as_tuple=True)  # check 1 knows the others
     r, machine = row[-1][:, None], row[:-1]  # an index (B, 1) of a row, and of what belongs to its machine
     k = K.diagonal(dim1=-2, dim2=-1)
-    spread = (k[row][:, None] + k[machine] - 2 * K[row]).clamp_min(0)  # (B, n) k'
-    label, output, own = (x[row][:, None] for x in (y, outputs, e))  # (B, 1)
-    c = label * (y[machine] - outputs[machine] + output)
-    A = (alpha[row][:, None] * spread).sqrt()
-    v = torch.maximum(own.sqrt(), A / 2)
-    weight = box[machine].expand(len(r), -1).scatter(1, r, 0.0)
-    high = c + v.square() - A * v - own > 2 * doubt[row][:, None]  # NaN is not
-    low = (~high * weight).sum(1)
-    own_class = (weight * (y[machine] == label)).sum(1)
-    passed = low < own_class - 1e-9 * box.amin(-1)[machine]
+    A = K[row].mul_(-2).add_(k[machine]).add_(k[row][:, None]).clamp_min_(0)  # (B, n) k'
+    A.mul_(alpha[row][:, None]).sqrt_()
+    v = torch.maximum(e[row][:, None].sqrt(), A / 2)
+    # c + v^2 - A v - e, where c - e = y_r (y - f)
+    excess = v.mul_(v - A).addcmul_(y[row][:, None], (y - outputs)[machine])
+    high = (excess > 2 * doubt[row][:, None]).scatter_(1, r, True)  # NaN is not, r does not count
+    low = torch.where(high, 0.0, box[machine]).sum(1)
+    positive, negative = ((box * side).sum(-1, keepdim=True) for side in (y > 0, y < 0))
+    own_class = torch.where(y > 0, positive, negative) - box
+    passed = low < own_class[row] - 1e-9 * box.amin(-1)[machine]
     return torch.zeros_like(y, dtype=torch.bool).index_put(row, passed)
