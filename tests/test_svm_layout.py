@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from svm_problems import rbf, toy
+from svm_problems import rbf, solved, toy
 from torch.testing import assert_close
 
 from torchloo.svm import held_out as code
 from torchloo.svm import svm_loo
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.path import unlearn
 from torchloo.svm.path.layout import Layout
 from torchloo.svm.proof.certify import (
@@ -17,7 +16,7 @@ from torchloo.svm.proof.certify import (
     bias_of_free,
     gap_ball_sign,
     held_out_bias,
-    reach_of,
+    longest_reach,
     sign_by_reach,
 )
 from torchloo.svm.proof.ended import Ended
@@ -28,7 +27,7 @@ def _machine(seed, n=60, C=3.0):
     K = rbf(X, 1.2)
     generator = torch.Generator().manual_seed(seed)
     box = C * (0.5 + torch.rand(n, generator=generator, dtype=torch.float64))
-    ((problem, full),) = solve_problems("test", K, y, box[None])
+    problem, full = solved(K, y, box)
     return problem, full, generator
 
 
@@ -96,9 +95,7 @@ def _ends(problem, full, generator, noise):
     target = (full.alpha > 1e-9).nonzero()[:, 0]
     boxes = problem.box.repeat(len(target), 1)
     boxes[torch.arange(len(target)), target] = 0
-    ends = torch.stack(
-        [solve_problems("test", K, y, row[None].clamp_min(1e-12))[0][1].alpha for row in boxes]
-    )
+    ends = torch.stack([solved(K, y, row.clamp_min(1e-12))[1].alpha for row in boxes])
     ends[torch.arange(len(target)), target] = 0
     differs = ((ends - full.alpha).abs() > 1e-9).scatter(1, target[:, None], False)
     layout = Layout(problem, full, (differs.any(0) | full.free).nonzero()[:, 0])
@@ -130,7 +127,8 @@ def test_a_proof_from_moved_variables_never_says_more_than_one_from_all(seed, no
     ended = Ended(layout, alpha, layout.pull(alpha, target, gone), target, gone, none, none)
     past = ended.beyond(bias)
     u_r = ended.of_target(past, bias)
-    proof = sign_by_reach(layout.y, ended.listed(past), bias, u_r, reach_of(K, target))
+    norm = K.diagonal().sqrt()
+    proof = sign_by_reach(layout.y, ended.listed(past), bias, u_r, longest_reach(norm.max(), norm[target]))
     from_all = gap_ball_sign(K, y, whole, bias)
     assert bool((proof.gap >= from_all.gap * (1 - 1e-9) - 1e-12).all())
     truth = svm_loo(problem.K, y, 1.0, problem.box).outputs[target]

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.solve.exact import duality_gap
+from torchloo.svm.stacked import dot
 
 __all__ = [
     "Held",
@@ -46,9 +47,10 @@ __all__ = [
     "gap_ball_sign",
     "gap_in_doubt",
     "held_out_bias",
+    "longest_reach",
     "midpoint_bias",
-    "reach_of",
     "sign_by_reach",
+    "some",
     "value_bound",
     "weighted_interval",
 ]
@@ -90,7 +92,7 @@ class Held(NamedTuple):
     """r, (B,)."""
 
     rounding: Tensor
-    """e of Note [rounding of K], (m,); its largest is that of all variables, listed or not."""
+    """e of Note [rounding of K], (m,) or (B, m); its largest is that of all variables, listed or not."""
 
     own: Tensor | None = None
     """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
@@ -101,11 +103,24 @@ class Held(NamedTuple):
     standing: Standing | None = None
     """None: all variables are listed."""
 
+    table: Tensor | None = None
+    """Which of several kernel matrices each solution is of, (B,); None: there is one, (m, m)."""
+
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`, if all variables are listed."""
-        box = self.box if self.box.ndim == 1 else self.box[rows]
-        own, held = (None if x is None else x[rows] for x in (self.own, self.held))
-        return Held(self.alpha[rows], self.u[rows], box, self.target[rows], self.rounding, own, held)
+        box, rounding = some(self.box, rows), some(self.rounding, rows)
+        own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
+        alpha, u, target = self.alpha[rows], self.u[rows], self.target[rows]
+        return Held(alpha, u, box, target, rounding, own, held, table=table)
+
+    def lengths(self, K: Tensor) -> Tensor:
+        """The diagonal of the K of each solution, (m,) or (B, m)."""
+        k = K.diagonal(dim1=-2, dim2=-1)
+        return k if self.table is None else k[self.table]
+
+    def row_of_target(self, K: Tensor) -> Tensor:
+        """The row of r in the K of each solution, (B, m)."""
+        return K[self.target] if self.table is None else K[self.table, self.target]
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
@@ -113,7 +128,7 @@ class Held(NamedTuple):
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""
-        total = self.alpha @ self.rounding
+        total = dot(self.alpha, self.rounding)
         return total if self.standing is None else total + self.standing.doubt
 
     def weight(self) -> Tensor:
@@ -123,7 +138,7 @@ class Held(NamedTuple):
 
     def weigh(self, mask: Tensor) -> Tensor:
         """The sum of the boxes where the mask (B, m) or (m,) is true, (B,)."""
-        whole = mask.to(self.box) @ self.box if self.box.ndim == 1 else (mask * self.box).sum(-1)
+        whole = dot(mask.to(self.box), self.box)
         if self.own is None:
             return whole.expand_as(self.target)
         return whole + self.of_target(mask) * (self.own - self.of_target(self.box))
@@ -168,8 +183,13 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
     bias = bias_of_free(y - held.u, free)
     none = bias.isnan().nonzero()[:, 0]
     if len(none):
-        bias[none] = midpoint_bias(y, held.take(none))
+        bias[none] = midpoint_bias(some(y, none), held.take(none))
     return bias
+
+
+def some(x: Tensor, rows: Tensor) -> Tensor:
+    """The vectors at `rows` of several (B, m), or the one that all have in common (m,)."""
+    return x if x.ndim == 1 else x[rows]
 
 
 def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:
@@ -202,24 +222,25 @@ class Proof(NamedTuple):
 
 def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
     """The sign of f*(x_r) by Note [gap ball]."""
-    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target))
+    norm = held.lengths(K).clamp_min(0).sqrt()
+    reach = longest_reach(norm.amax(-1), held.of_target(norm))
+    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach)
     rows = (proof.sign == 0).nonzero()[:, 0]
     if len(rows):
-        proof.sign[rows] = _sign_by_each_distance(K, y, held.take(rows), proof.gap[rows])
+        proof.sign[rows] = _sign_by_each_distance(K, some(y, rows), held.take(rows), proof.gap[rows])
     return proof
 
 
-def reach_of(K: Tensor, target: Tensor) -> Tensor:
-    """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
-    norm = K.diagonal().clamp_min(0).sqrt()
-    return _LONGER * (norm.amax() + norm[target])  # k'_ii <= (|phi_i| + |phi_r|)^2
+def longest_reach(longest: Tensor, own: Tensor) -> Tensor:
+    """The largest root of k' of Note [gap ball], k'_ii <= (|phi_i| + |phi_r|)^2, (B,)."""
+    return _LONGER * (longest + own)
 
 
 def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor) -> Proof:
     """Note [gap ball] with one rho for all i, which proves nearly every sign."""
     doubt = held.doubt()
     gap, slip = _optimality(y, held, bias, doubt)
-    most = held.rounding.amax() * doubt
+    most = held.rounding.amax(-1) * doubt
     scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)).maximum(u_r.abs())
     rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * most
     count, slack = held.positive_count(y), held.slack()
@@ -240,12 +261,13 @@ def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tenso
 
 
 def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
-    """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball]; (m,)."""
+    """How far decision values of solutions (..., m) may be from those of the optimum, Note [gap ball]."""
     alpha = alpha.clamp_min(0).minimum(box)
-    E = rounding * (rounding @ alpha)
+    E = rounding * (rounding * alpha).sum(-1, keepdim=True)
     gap = duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E)
-    norm = K.diagonal().clamp_min(0).sqrt()
-    return gap.sqrt() * _LONGER * (norm.amax() + norm) + 2 * E.amax() + _CLOSE
+    norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    reach = longest_reach(norm.amax(-1, keepdim=True), norm)
+    return gap.sqrt()[..., None] * reach + 2 * E.amax(-1, keepdim=True) + _CLOSE
 
 
 def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,10 +281,10 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
     E = doubt[:, None] * held.rounding
-    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), held.alpha @ y
+    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, y)
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.standing is not None:
-        past = (held.standing.violation + held.rounding.amax() * doubt).clamp_min_(0)
+        past = (held.standing.violation + held.rounding.amax(-1) * doubt).clamp_min_(0)
         gap += past * held.standing.box
         imbalance += held.standing.pull
         slip = slip.maximum(held.standing.violation)
@@ -276,11 +298,12 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
-    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * held.rounding.amax() * held.doubt()
+    most = held.rounding.amax(-1)
+    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * most * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
-    k = K.diagonal()
-    spread = k + k[held.target][:, None] - 2 * K[held.target]  # (B, m) k'
-    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * held.rounding.amax().square())).sqrt()
+    k = held.lengths(K)
+    spread = k + held.of_target(k)[:, None] - 2 * held.row_of_target(K)  # (B, m) k'
+    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * most.square()[..., None])).sqrt()
     rho += rounding[:, None]
     count, slack = held.positive_count(y), held.slack()
     above = held.weigh(s - rho <= 0) < count - slack
