@@ -178,7 +178,7 @@ class _Source(NamedTuple):
         return self._replace(rows=self.rows[rows])
 
     def require_semidefinite(self) -> Tensor:
-        """The smallest eigenvalues, (B,); an error names one if that K is no kernel matrix, nor a rounded one.
+        """The smallest eigenvalues, (B,); an error names one if that K is not even a rounded kernel matrix.
 
         Rounded to float32, if that is what its entries say.
         """
