@@ -57,7 +57,6 @@ class Primal(NamedTuple):
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
 
-    @property
     def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Whitened rows (..., n, p), roots of weights (..., n, 1) and residuals; Note [leaving sets out]."""
         scale = self.weight.sqrt().unsqueeze(-1)
@@ -70,7 +69,7 @@ class Primal(NamedTuple):
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
-        B, scale, _ = self._rows
+        B, scale, _ = self._rows()
         blocks = []
         for B_L, scale_L in zip(partition.gather(B), partition.gather(scale), strict=True):
             block = scale_L * block_of_rest(B_L) * scale_L.mT
@@ -99,7 +98,7 @@ class Primal(NamedTuple):
                 )
             return r, inverse, lost
 
-        B, scale, e = self._rows
+        B, scale, e = self._rows()
         r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
         return r, inverse * reg, refitted
 
@@ -137,7 +136,7 @@ class Primal(NamedTuple):
         By Note [leaving sets out]; where 1 - h is lost to rounding, by Note [refits by triangles].
         """
         n, p = self.Z.shape[-2:]
-        B, scale, e = self._rows
+        B, scale, e = self._rows()
         total = self._total(B) if partition.groups[-1].shape[-1] > p else None
         found = [
             self._left_out(B_L, scale_L, e_L, total)

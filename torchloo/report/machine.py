@@ -71,7 +71,8 @@ def machine(findings: Findings) -> str:
     words = (
         f"A {MACHINES[plan.spec.machine]} with {KERNELS[plan.spec.kernel]}{several}. Its settings were "
         f"chosen by {name}: {meaning}, each row being predicted unseen{together}. "
-        f"{choice.evaluations} settings were tried."
+        f"{choice.evaluations} settings were tried"
+        + (f", until the {choice.stopped} was used up." if choice.stopped else ".")
     )
     rows = [[key, number(value), PARAMETERS.get(key, "")] for key, value in findings.parameters]
     if plan.spec.machine == "sparse":
