@@ -205,6 +205,24 @@ def test_a_pipeline_of_scikit_learn_on_a_data_frame_with_string_classes():
     assert set(search.predict(iris.data)) <= set(iris.target_names)
 
 
+def test_several_machines_under_a_time_budget():
+    X, y = tl.datasets.motorcycle()
+    X = (X - X.mean(0)) / X.std(0)
+    machines = [tl.LSSVM(tl.kernels.Polynomial()), tl.LSSVM(tl.kernels.RBF()), tl.LSSVM(tl.kernels.Matern())]
+    seen = []
+    found = tl.select(
+        machines, X, y, grid={"degree": [1, 3]}, time_budget=60, callback=seen.append, progress=False
+    )
+    (winner,) = [row["machine"] for row in found.table if row["chosen"]]
+    assert winner in ("LSSVM(RBF)", "LSSVM(Matern)")
+    assert len(found.table) == 4
+    assert len(seen) == found.evaluations
+    with pytest.warns(RuntimeWarning, match="time budget of 0.001 s is used up; this is the best so far"):
+        hasty = tl.select(machines, X, y, time_budget=1e-3, progress=False)
+    assert hasty.machine(X).shape == y.shape
+    assert hasty.value >= found.value
+
+
 def test_a_frozen_machine_is_exported_for_another_number_of_rows():
     X, y = tl.datasets.motorcycle()
     frozen = tl.LSSVM(tl.kernels.RBF(7.0)).fit(X, y).frozen()

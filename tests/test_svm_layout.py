@@ -16,7 +16,7 @@ from torchloo.svm.proof.certify import (
     bias_of_free,
     gap_ball_sign,
     held_out_bias,
-    longest_reach,
+    reach_of,
     sign_by_reach,
 )
 from torchloo.svm.proof.ended import Ended
@@ -127,8 +127,7 @@ def test_a_proof_from_moved_variables_never_says_more_than_one_from_all(seed, no
     ended = Ended(layout, alpha, layout.pull(alpha, target, gone), target, gone, none, none)
     past = ended.beyond(bias)
     u_r = ended.of_target(past, bias)
-    norm = K.diagonal().sqrt()
-    proof = sign_by_reach(layout.y, ended.listed(past), bias, u_r, longest_reach(norm.max(), norm[target]))
+    proof = sign_by_reach(layout.y, ended.listed(past), bias, u_r, reach_of(K, target))
     from_all = gap_ball_sign(K, y, whole, bias)
     assert bool((proof.gap >= from_all.gap * (1 - 1e-9) - 1e-12).all())
     truth = svm_loo(problem.K, y, 1.0, problem.box).outputs[target]

@@ -32,9 +32,9 @@ def batches(monkeypatch):
     """The numbers of splits that were searched together."""
     counts, run = [], Outer.run
 
-    def counted(self, plan, pairs, rows):
+    def counted(self, pairs, rows, deadline):
         counts.append(len(pairs))
-        return run(self, plan, pairs, rows)
+        return run(self, pairs, rows, deadline)
 
     monkeypatch.setattr(Outer, "run", counted)
     return counts

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
 
-__all__ = ["apply"]
+__all__ = ["apply", "in_forward_mode"]
 
 
 def apply(function: type[Function], *args: Any) -> Any:
@@ -17,7 +17,7 @@ def apply(function: type[Function], *args: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*args)
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         return _apply_in_forward_mode(function, args)
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -25,6 +25,11 @@ def apply(function: type[Function], *args: Any) -> Any:
         return function.forward(*args)
     alive = (torch._C._functorch.unwrap_if_dead(t) if isinstance(t, torch.Tensor) else t for t in args)
     return super(Function, function).apply(*alive)  # type: ignore[misc]
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken, which no Function has."""
+    return forward_ad._current_level >= 0
 
 
 def _apply_in_forward_mode(function: type[Function], args: tuple[Any, ...]) -> Any:

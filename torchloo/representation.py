@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from torchloo.dual import Dual
+from torchloo.guards import Guard
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Primal, normal, with_ones
+from torchloo.primal.whole import Primal, primal, ridge_penalty
 
 __all__ = [
     "CentredFeatures",
@@ -147,41 +148,28 @@ class CentredFeatures:
 
     def _weighed(self, form: Any) -> tuple[Tensor, Tensor]:
         """Coefficients (..., d, c) of the features about their centre, and the offset (..., c)."""
-        d = self.shifted.shape[-1]
         if isinstance(form, Primal):
-            return form.coef[..., :d, :], form.coef[..., d:, :].sum(-2)
+            return form.coef, form.offset
         return self.shifted.mT @ form.dual, form.bias
 
     def weights(self, form: Dual | Primal, rows: Tensor) -> Tensor:
         """See `Representation`."""
         z = rows.double()
-        if isinstance(form, Primal):
-            return form.weights_at(self._design(form, z))
-        return form.weights_at(z @ self.shifted.mT)
+        return form.weights_at(z if isinstance(form, Primal) else z @ self.shifted.mT)
 
     def variance(self, form: Dual | Primal, rows: Tensor, own: Tensor | None) -> Tensor:
         """See `Representation`."""
         z = rows.double()
         if isinstance(form, Primal):
-            return form.variance_at(self._design(form, z))
+            return form.variance_at(z)
         return form.variance_at(z @ self.shifted.mT, z.square().sum(-1))
 
     def spread(self, form: Dual | Primal) -> Tensor:
         """S (..., p, d + 1) with the variance |S (z, 1)|^2 at features z about the centre."""
         with full_precision(self.shifted):
-            if isinstance(form, Primal):
-                L, scale = form.factor, form.reg.sqrt()[..., None, None]
-            else:
-                Z, R = with_ones(self.shifted, torch.ones_like(form.ridge[..., 0]), form.pivot is not None)
-                L, scale = (
-                    torch.linalg.cholesky(normal(Z, R, form.ridge.reciprocal())),
-                    form.ridge.new_ones(()),
-                )
-            unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-            S = scale * torch.linalg.solve_triangular(L, unit, upper=False)
-        return S if S.shape[-1] > self.shifted.shape[-1] else torch.nn.functional.pad(S, (0, 1))
-
-    def _design(self, form: Primal, z: Tensor) -> Tensor:
-        """Features with the column of ones that the form has for a bias."""
-        bias = form.Z.shape[-1] > z.shape[-1]
-        return torch.cat([z, torch.ones_like(z[..., :1])], -1) if bias else z
+            if isinstance(form, Dual):
+                unit, guard = torch.ones_like(form.ridge[..., 0]), Guard("spread")
+                R, weight = ridge_penalty(unit, self.shifted), form.ridge.reciprocal()
+                bias = form.pivot is not None
+                form = primal(self.shifted, R, weight, form.dual[..., :1], unit, guard, bias)
+            return form.spread()

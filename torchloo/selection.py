@@ -1,6 +1,7 @@
 """select: hyper-parameters by a leave-one-out criterion."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,14 +9,24 @@ from torch import Tensor
 
 from torchloo.classes import is_label
 from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.search.compared import Outcome, best_of, compared, contest, require_comparable
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
 from torchloo.search.prior import Prior
-from torchloo.search.problems import Weighting, check_clusters, check_rows, stack, streamed, weight_of
-from torchloo.search.run import Plan, run, warn_interrupted
+from torchloo.search.problems import (
+    Problems,
+    Weighting,
+    check_clusters,
+    check_rows,
+    stack,
+    streamed,
+    weight_of,
+)
+from torchloo.search.run import Plan, warn_stopped
 from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.streaming.stream import Stream
+from torchloo.text_table import rendered
 
 __all__ = ["Selection", "select"]
 
@@ -30,18 +41,34 @@ class Selection(NamedTuple):
     """Its criterion, without the hyper-prior; optimistic, since it was searched for: see `validate`."""
 
     history: list[Evaluation]
-    """Every evaluation in the order it was made: number, value, objective, parameters by name."""
+    """Every evaluation in the order it was made: number, value, objective, parameters by name, machine."""
 
     evaluations: int
     """The number of leave-one-out evaluations, one for each candidate, with or without gradient."""
 
+    table: list[dict[str, Any]]
+    """A row for each machine compared, in order: number, machine (in short), value, evaluations, parameters
+    (those of its best, by name), stopped (why its search ended early, or ""), chosen. Machines that a stop
+    came before have none."""
+
     def __str__(self) -> str:
-        best = self.machine
-        return f"{best}\ncriterion {self.value:.6g} after {self.evaluations} leave-one-out evaluations"
+        best = (
+            f"{self.machine}\ncriterion {self.value:.6g} after {self.evaluations} leave-one-out evaluations"
+        )
+        if len(self.table) == 1:
+            return best
+        return "\n".join([best, "", *rendered([_shown(row) for row in self.table], most=len(self.table))])
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table with its parameters in one cell."""
+    values = ((name, v) for name, v in row["parameters"].items() if not isinstance(v, list))
+    cell = ", ".join(f"{name} {value:.4g}" for name, value in values)
+    return {**row, "parameters": cell, "chosen": "*" if row["chosen"] else ""}
 
 
 def select(
-    machine: KernelMachine,
+    machine: KernelMachine | Sequence[KernelMachine],
     X: Tensor | Stream,
     y: Tensor | None = None,
     criterion: Any = None,
@@ -57,6 +84,8 @@ def select(
     prior: Prior = None,
     max_evaluations: int | None = None,
     tolerance: float = 1e-6,
+    time_budget: float | None = None,
+    callback: Callable[[Evaluation], Any] | None = None,
     generator: torch.Generator | None = None,
     progress: bool = True,
 ) -> Selection:
@@ -66,7 +95,8 @@ def select(
     within a box; weights of networks given as `features=` as they are. The machine itself stays as it is.
 
     Args:
-        machine: any machine of torchloo.
+        machine: any machine of torchloo, or a list of machines to be compared: each is searched by itself,
+            and the one with the best criterion comes back; `Selection.table` has what each reached.
         X: inputs, (n, d), or a `Stream`, which brings y and weight; then every evaluation is a pass or two
             over its rows, in memory that does not grow with them.
         y: targets, (n,) or (n, c), or integer class labels (n,), whose classes the machine then keeps.
@@ -88,10 +118,13 @@ def select(
             where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
             values; the others at random around it, drawn from `generator`. Along a path one is enough.
         bounds: {name: (low, high)}; by default six decades either way of the first start, so that no
-            parameter runs away. Of grids only the default one is cut.
+            parameter runs away. Of grids only the default one is cut. Of several machines, a name holds for
+            those that have such a parameter.
         grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
             unique; a value of several numbers sets the entries of an ARD kernel. Default: 25 half decades of
-            reg or C and 9 factors of two of every other parameter around the first start.
+            reg or C and 9 factors of two of every other parameter around the first start. Settings that are
+            not trained, the "degree" of Polynomial and the "nu" of Matern, may be listed with every search:
+            each choice is a machine to be compared, and has a row in `Selection.table`.
         prior: hyper-prior against over-fitting of the criterion Q. A strength s adds
             s |Q(t0)| / n * sum_j (t_j - t0_j)^2 over the logarithms t of the kernel's parameters, t0 being
             the first start: s is the precision of a Gaussian prior on each (Note [hyper-prior] in
@@ -99,9 +132,15 @@ def select(
             penalties (B,) to be added (subtracted where higher is better).
         max_evaluations: of each run, by default 200 with gradient, else 200 for each parameter.
         tolerance: relative change of the criterion at which a run stops.
+        time_budget: seconds after which the search stops, with a warning, and gives the best so far; an
+            evaluation that has begun is finished first, and the final fit comes on top. Several machines have
+            an equal share of what is left each (Note [machines compared] in search/compared.py).
+        callback: a function that is called with every evaluation, an entry of `Selection.history`, in order,
+            once the batch it belongs to is evaluated. If it returns True the search stops, of all machines,
+            and gives the best so far; an exception that it raises ends the call.
 
     Returns:
-        Selection: machine (new, fitted), value, history, evaluations. Ctrl-C gives the best so far. A
+        Selection: machine (new, fitted), value, history, evaluations, table. Ctrl-C gives the best so far. A
         candidate whose factorisation fails is infeasible and stands in the history with an infinite value.
 
     Cost: one `loo` for each evaluation, small problems in batches, large ones one by one (Note [one batched
@@ -119,40 +158,76 @@ def select(
         70551, lengthscale 7.57
     """
     plan = Plan(
-        "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress
-    )
-    space = Space("select", machine, batched=not isinstance(X, Stream))
-    own = None
-    if isinstance(X, Stream):
-        _require_stream(machine, y, weight, criterion_weight)
-        stream = X.with_classes(machine.classes) if machine.has_given_classes else X
-        problems = streamed("select", stream, clusters)
-        problems = problems._replace(criterion_weight=criterion_weight)
-        labelled = stream.classes is not None
-        warn_of_scales(space, next(iter(problems.X)))
-    else:
-        given: Any = y
-        targets, labelled = machine.coded("select", X, given), is_label(given)
-        check_rows("select", space.machine.kernel, X, targets)
-        warn_of_scales(space, X)
-        own = weight_of("select", "weight", weight, given, targets)
-        of_criterion = weight_of("select", "criterion_weight", criterion_weight, given, targets)
-        problems = stack("select", [X], [targets], [own], [of_criterion], [clusters])
+        "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress,
+        time_budget, callback,
+    )  # fmt: skip
+    deadline = plan.deadline()
+    rivals = compared(plan, machine, batched=not isinstance(X, Stream))
+    rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight) for rival in rivals]
     if criterion is None:
-        criterion = usual_criterion(search, labelled, columns=problems.y.ndim > 2)
+        criterion = usual_criterion(search, rows[0].labelled, columns=rows[0].problems.y.ndim > 2)
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
     check_clusters("select", score, clusters)
     if isinstance(X, Stream) and score.takes_fit:
         raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
-    objective, interrupted = run(plan, space, problems, score)
-    if interrupted:
-        warn_interrupted("select")
-    best = objective.best[0]
+    require_comparable(score, rivals)
+    outcomes = contest(rivals, [own.problems for own in rows], score, deadline)
+    reasons = [outcome.stopped for outcome in outcomes]
+    warn_stopped("select", reasons, time_budget, "this is the best so far")
+    found = best_of(outcomes, 0)
+    assert found is not None
+    winner, best = found
     assert best.theta is not None
-    fitted: Any = space.machine_at(best.theta)
-    fitted.fit(X, y, own)
-    return Selection(fitted, best.value, objective.history, objective.evaluations[0])
+    fitted: Any = winner.rival.space.machine_at(best.theta)
+    fitted.fit(X, y, rows[outcomes.index(winner)].weight)
+    table = [_reached(number, outcome, outcome is winner) for number, outcome in enumerate(outcomes)]
+    history = [step for outcome in outcomes for step in outcome.history]
+    return Selection(fitted, best.value, history, len(history), table)
+
+
+def _reached(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
+    """The row of one machine in the table of a selection."""
+    objective, space = outcome.objective, outcome.rival.space
+    best, stopped = objective.best[0], outcome.stopped
+    row = {"number": number, "machine": outcome.rival.name, "value": best.value}
+    if best.theta is None:
+        row["value"] = objective.score.sign * math.inf
+        failure = objective.failures.get(0, "the criterion is not finite")
+        stopped = stopped or f"no candidate could be evaluated: {failure}"
+    row |= {"evaluations": objective.evaluations[0]}
+    named = {} if best.theta is None else space.named(best.theta)
+    return row | {"parameters": named, "stopped": stopped, "chosen": chosen}
+
+
+class _Rows(NamedTuple):
+    """The rows as one machine sees them."""
+
+    problems: Problems
+    labelled: bool
+    """Whether y are class labels."""
+    weight: Any
+    """Training weights (n,) or None."""
+
+
+def _rows(
+    space: Space, X: Any, y: Any, clusters: object | None, weight: Weighting, criterion_weight: Any
+) -> _Rows:
+    """Check the rows for a machine, and code them as it does."""
+    machine = space.machine
+    if isinstance(X, Stream):
+        _require_stream(machine, y, weight, criterion_weight)
+        stream = X.with_classes(machine.classes) if machine.has_given_classes else X
+        problems = streamed("select", stream, clusters)
+        warn_of_scales(space, next(iter(problems.X)), stacklevel=4)
+        return _Rows(problems._replace(criterion_weight=criterion_weight), stream.classes is not None, None)
+    targets = machine.coded("select", X, y)
+    check_rows("select", machine.kernel, X, targets)
+    warn_of_scales(space, X, stacklevel=4)
+    own = weight_of("select", "weight", weight, y, targets)
+    of_criterion = weight_of("select", "criterion_weight", criterion_weight, y, targets)
+    problems = stack("select", [X], [targets], [own], [of_criterion], [clusters])
+    return _Rows(problems, is_label(y), own)
 
 
 def _require_stream(machine: Any, y: object, weight: object, criterion_weight: object) -> None:

@@ -26,7 +26,7 @@ from torchloo.guards import Guard, expanded, require_floating
 from torchloo.held_out import HeldOut
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Primal, centred, primal, with_ones
+from torchloo.primal.whole import Primal, centred, primal, ridge_penalty
 from torchloo.problem import Problem, check_dual, check_features
 from torchloo.quick import leave_one_out
 from torchloo.representation import (
@@ -43,12 +43,10 @@ __all__ = [
     "Fit",
     "Form",
     "assemble",
-    "centred",
     "loo_features",
     "solve_dual",
     "solve_features",
     "solve_primal",
-    "with_ones",
 ]
 
 
@@ -414,8 +412,8 @@ def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
         shifted, centre = centred(problem.expand(Z), zeta, bias)
 
         def from_features() -> Primal:
-            design, R = with_ones(shifted, problem.reg.double(), bias)
-            return primal(design, R, problem.weight, problem.Y, problem.reg, guard)
+            R = ridge_penalty(problem.reg, shifted)
+            return primal(shifted, R, problem.weight, problem.Y, problem.reg, guard, bias)
 
         if d + bias < n:
             form: Dual | Primal = from_features()

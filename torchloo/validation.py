@@ -2,7 +2,7 @@
 
 import functools
 import math
-import warnings
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from torchloo.decision import shift_score
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
 from torchloo.search.alike import sizes
+from torchloo.search.compared import Rival, compared, require_comparable
 from torchloo.search.outer import Outer, columns_of
-from torchloo.search.parameters import Space
 from torchloo.search.problems import Weighting, check_clusters, check_rows
-from torchloo.search.run import Plan
+from torchloo.search.run import INTERRUPTED, Plan, warn_stopped
 from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, require_whole_clusters, resolve
@@ -64,7 +64,7 @@ class Validation(NamedTuple):
 
 
 def validate(
-    machine: KernelMachine,
+    machine: KernelMachine | Sequence[KernelMachine],
     X: Tensor,
     y: Tensor,
     splits: int | str | Iterable[tuple[Any, Any]] = 100,
@@ -89,7 +89,8 @@ def validate(
     them, are searched as one batch, all their runs together; one batch after another.
 
     Args:
-        machine, X, y, criterion, search, clusters, weight, criterion_weight: as in `select`, with X (n, d).
+        machine, X, y, criterion, search, clusters, weight, criterion_weight: as in `select`, with X (n, d);
+            several machines are compared anew in every split.
             Functions of y, such as tl.balanced_weight, are called with the training rows of each split.
         splits: a number: so many random hold-outs of 10 % (of the clusters, where given);
             "leave-cluster-out"; or pairs (train, test) of row numbers, such as tl.splits.hold_out, k_fold and
@@ -107,11 +108,11 @@ def validate(
             held-out outputs of its training rows, every column of y by itself.
         generator: source of randomness for splits and starts; None takes torch's global one.
         options: further arguments of `select`: starts, start, bounds, grid, prior, max_evaluations,
-            tolerance.
+            tolerance; and time_budget, here the seconds for all splits together.
 
     Returns:
-        Validation: scores, mean, stderr, table; str() of it is readable. Ctrl-C gives the splits whose search
-        has begun, with the best so far in each.
+        Validation: scores, mean, stderr, table; str() of it is readable. Ctrl-C, or the end of the time,
+        gives the splits whose search has begun, with the best so far in each.
 
     Cost: that of `select` in each split, and two solutions more. Memory: X once for each split of a batch,
     and that of one `loo`.
@@ -127,41 +128,50 @@ def validate(
         5
     """
     plan = Plan("validate", search=search, generator=generator, progress=progress, **_known(options))
-    targets: Any = machine.coded("validate", X, y)  # of all rows: a split may lack a class
-    check_rows("validate", machine.kernel, X, targets)
+    deadline, rivals = plan.deadline(), compared(plan, machine)
+    targets, columns = _seen_alike(rivals, X, y, standardise)
     if criterion is None:
         criterion = usual_criterion(search, is_label(y), columns=targets.ndim > 1)
-    space, score = Space("validate", machine), Score("validate", "criterion", criterion)
+    score = Score("validate", "criterion", criterion)
     check_clusters("validate", score, clusters)
     score.require_weight(criterion_weight, "criterion_weight")
-    outer = Outer(space, score, _metric(metric, targets), _shift_metric(threshold), X, targets, y, clusters,
-                   weight, criterion_weight, columns_of(standardise, machine, X))  # fmt: skip
+    require_comparable(score, rivals)
+    outer = Outer(rivals, score, _metric(metric, targets), _shift_metric(threshold), X, targets, y, clusters,
+                   weight, criterion_weight, columns)  # fmt: skip
     if outer.columns is None:
-        warn_of_scales(space, X)
+        for rival in rivals:
+            warn_of_scales(rival.space, X)
     pairs = resolve(splits, len(X), clusters, generator)
     if clusters is not None and not allow_cut_clusters:
         require_whole_clusters(pairs, clusters, len(X))
     outer.check_metric(pairs)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()
-    groups = _groups(pairs, clusters, len(X))
+    groups, partly = _groups(pairs, clusters, len(X)), 0
+    stopped: list[str] = []
     bar = tqdm(total=len(pairs), desc="splits", unit="split", disable=not progress or len(groups) < 2)
     with bar:
         for group in groups:
             if generator is not None and state is not None:
                 generator.set_state(state)  # all splits begin alike, however they are grouped
+            before = len(rows)
             try:
-                before = len(rows)
-                interrupted = outer.run(plan, {k: pairs[k] for k in group}, rows)
-                partly = len(rows) - before
+                reasons = outer.run({k: pairs[k] for k in group}, rows, deadline)
             except KeyboardInterrupt:
                 if not rows:
                     raise
-                interrupted, partly = True, 0
-            bar.update(len(group))
-            if interrupted:
-                _warn_interrupted(len(rows), len(pairs), partly)
+                stopped.append(INTERRUPTED)
                 break
+            bar.update(len(group))
+            if reasons:
+                stopped += reasons
+                partly += len(rows) - before
+            if INTERRUPTED in reasons or time.monotonic() >= deadline:
+                break
+    in_part = f", {partly} of them searched in part" if partly else ""
+    warn_stopped(
+        "validate", stopped, plan.time_budget, f"these are {len(rows)} of {len(pairs)} splits{in_part}"
+    )
     return summed_up([rows[k] for k in sorted(rows)], outer.metric.name, score.name)
 
 
@@ -172,11 +182,19 @@ def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Valid
     return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
 
 
-def _warn_interrupted(done: int, asked: int, partly: int) -> None:
-    """Say how many splits there are, and how many of them have the best of a search that was cut short."""
-    in_part = f", {partly} of them searched in part" if partly else ""
-    message = f"validate: interrupted; these are {done} of {asked} splits{in_part}"
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+def _seen_alike(
+    rivals: list[Rival], X: Tensor, y: Tensor, standardise: bool | Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """The targets of all rows as all machines see them, and the columns of X to standardise."""
+    machines = [rival.space.machine for rival in rivals]
+    each = [machine.coded("validate", X, y) for machine in machines]  # of all rows: a split may lack a class
+    columns = None
+    for machine, targets in zip(machines, each, strict=True):
+        check_rows("validate", machine.kernel, X, targets)
+        columns = columns_of(standardise, machine, X)  # the same for all, or an error
+        if targets.shape != each[0].shape or not torch.equal(targets, each[0]):
+            raise ValueError("validate: machines must have the same classes, in the same order")
+    return each[0], columns
 
 
 def _metric(metric: Any, y: Tensor) -> Score:
@@ -201,7 +219,7 @@ def _shift_metric(metric: Any) -> Score | None:
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
-    known = ("starts", "start", "bounds", "grid", "prior", "max_evaluations", "tolerance")
+    known = ("starts", "start", "bounds", "grid", "prior", "max_evaluations", "tolerance", "time_budget")
     for name in options:
         if name not in known:
             raise TypeError(f"validate: unknown argument {name!r}; options of select are {', '.join(known)}")

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from torchloo.distributed.processes import Processes
 from torchloo.machine import KernelMachine
-from torchloo.search.run import NoCandidateError
+from torchloo.search.compared import NoCandidateError, settings_of
+from torchloo.search.parameters import named_so
 from torchloo.selection import Selection
 from torchloo.selection import select as select_alone
 from torchloo.splits import resolve
@@ -61,13 +62,13 @@ def select(
     the one with most values, are shared out; the regularisation comes from one decomposition as before.
 
     Args:
-        machine, X, y, criterion: as in `tl.select`, alike in all processes.
-        grid: {name: values}.
+        machine, X, y, criterion: as in `tl.select`, alike in all processes; one machine.
+        grid: {name: values} of parameters.
         group: a process group; None: all processes.
-        options: clusters, weight, criterion_weight, start, prior, progress of `tl.select`.
+        options: clusters, weight, criterion_weight, start, prior, time_budget, progress of `tl.select`.
     """
     processes = Processes("distributed.select", group)
-    axes = processes.together(lambda: _axes(grid))
+    axes = processes.together(lambda: _axes(machine, grid))
     name = max(axes, key=lambda axis: (axis != "reg", len(axes[axis])))
 
     def one(part: list[Any]) -> Selection | NoCandidateError:
@@ -88,14 +89,24 @@ def select(
     history = [entry._replace(number=k) for k, entry in enumerate(history, 1)]
     twin = copy.deepcopy(machine)
     twin.load_state_dict(best.machine.state_dict())
-    return Selection(twin, best.value, history, len(history))
+    stopped = next((part.table[0]["stopped"] for part in chosen if part.table[0]["stopped"]), "")
+    row = {**best.table[0], "evaluations": len(history), "stopped": stopped}
+    return Selection(twin, best.value, history, len(history), [row])
 
 
-def _axes(grid: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
+def _axes(machine: KernelMachine, grid: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
     """The values of a grid, of which each parameter has some."""
     axes = {name: list(values) for name, values in grid.items()} if isinstance(grid, Mapping) else {}
     if not axes or not all(axes.values()):
         raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {grid!r}")
+    if not isinstance(machine, KernelMachine):
+        raise TypeError(f"distributed.select: machine must be one machine, got {type(machine).__name__}")
+    settings = [name for name in axes if named_so(name, settings_of(machine))]
+    if settings:
+        raise ValueError(
+            f"distributed.select: grid must name parameters, got the settings {', '.join(settings)}; search "
+            "the machines with each of them by tl.distributed.share, or by tl.select"
+        )
     return axes
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.guards import Guard, full_dtype, values_visible
+from torchloo.guards import Guard, full_dtype, is_whole, values_visible
 from torchloo.kernels.kernel import Features, Kernel, Values, exp_of
 
 __all__ = ["Boolean", "Linear", "Polynomial"]
@@ -61,16 +61,16 @@ class Polynomial(_OfInner):
     where the offset is 0) instead of a parameter.
     """
 
-    _fixed = ("degree",)
+    settings = ("degree",)
     offset = exp_of("log_offset")
 
     def __init__(
         self, degree: int = 2, offset: Values = 1.0, *, features: Features = None, event_dim: int = 1
     ) -> None:
         super().__init__(features=features, event_dim=event_dim)
-        if not isinstance(degree, int) or degree < 1:
+        if not is_whole(degree) or degree < 1:
             raise ValueError(f"Polynomial: degree must be a positive integer, got {degree}")
-        self.degree = degree
+        self.degree = int(degree)
         values = torch.as_tensor(offset, dtype=torch.float64).detach()
         guard = Guard("Polynomial")
         guard.require((values >= 0) & (values < torch.inf), f"offset must be 0 or positive, got {offset}")

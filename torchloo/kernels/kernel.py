@@ -78,7 +78,8 @@ class Kernel(nn.Module):
         positive: values of positive parameters by name, each kept as the parameter `log_<name>`.
     """
 
-    _fixed: tuple[str, ...] = ()  # what repr tells beside the parameters
+    settings: tuple[str, ...] = ()
+    """Arguments that are chosen and not trained, such as a degree."""
     _symmetric: bool = False  # whether the matrix of one set of points is known to be symmetric
     event_dim: int = 1
     """How many axes one input has."""
@@ -150,6 +151,11 @@ class Kernel(nn.Module):
         """Whether a kernel of another's does more than `_evaluate` says."""
         return type(self).forward is not Kernel.forward
 
+    def choose(self, setting: str, value: Any) -> None:
+        """Change one of the `settings` in place; ValueError as from the constructor."""
+        owner = next(kind for kind in type(self).__mro__ if "settings" in vars(kind))
+        setattr(self, setting, getattr(owner(**{setting: value}), setting))
+
     def frozen(self) -> Self:
         """A copy for inference: values instead of their logarithms, as buffers, and nothing to train."""
         twin = copy.deepcopy(self).eval().requires_grad_(False)
@@ -211,7 +217,7 @@ class Kernel(nn.Module):
         """Current values."""
         logs = (re.sub("^(log|fixed)_", "", name) for name in (*self._parameters, *self._buffers))
         event = ["event_dim"] if self.event_dim > 1 and not self.is_embedding_inside else []
-        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self._fixed, *logs, *event))
+        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self.settings, *logs, *event))
 
     def __add__(self, other: object) -> "Sum":
         return Sum(self, other) if isinstance(other, Kernel) else NotImplemented

@@ -98,7 +98,7 @@ class Matern(_Stationary):
     matrices kept for the backward. Lengthscale: as in RBF.
     """
 
-    _fixed, _symmetric = ("nu",), True
+    settings, _symmetric = ("nu",), True
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Matern(_Stationary):
         super().__init__(features=features, event_dim=event_dim, lengthscale=lengthscale)
         if nu not in (0.5, 1.5, 2.5):
             raise ValueError(f"Matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
-        self.nu = nu
+        self.nu = float(nu)
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         A = self._distance(X, Z, factor=2 * self.nu, direct=self.nu == 0.5)

@@ -78,7 +78,7 @@ def _solved(rows: Tensor, p: int, guard: Guard) -> tuple[Tensor, Tensor]:
 
 
 def refit_at_once(
-    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, sets: list[Tensor], guard: Guard
+    V: Tensor, R: Tensor, root: Tensor, Y: Tensor, sets: list[Tensor], guard: Guard
 ) -> tuple[Tensor, Tensor]:
     """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of the rows of disjoint sets, one after another.
 
@@ -86,16 +86,17 @@ def refit_at_once(
     solution from anywhere. Cost n p^2 for each chunk of sets, n p and p^3 for each set.
 
     Args:
-        Z: features (n, p), R: penalty (p, p), weight: (n,), Y: targets (n, c), of a single problem.
+        V: features (n, p) and Y: targets (n, c) of a single problem, times the square roots of the weights.
+        R: penalty (p, p).
+        root: square roots of the weights, (n, 1).
         sets: rows (s,) of each.
         guard: demands on the values.
     """
-    p, zeta = Z.shape[-1], weight.unsqueeze(-1)
+    p = V.shape[-1]
     with torch.no_grad():
-        weighted = zeta.sqrt() * torch.cat([Z, Y], -1)
-        root = root_of(R, guard)
-        penalty = torch.cat([root, root.new_zeros(p, Y.shape[-1])], -1)
-    C = R + Z.mT @ (zeta * Z)  # of which only derivatives are used
+        weighted = torch.cat([V, Y], -1)
+        penalty = torch.nn.functional.pad(root_of(R, guard), (0, Y.shape[-1]))
+    C = R + V.mT @ V  # of which only derivatives are used
     residuals, inverses = [], []
     for some in _together(sets, _CHUNK):
         with torch.no_grad():
@@ -104,13 +105,14 @@ def refit_at_once(
             kept = [weighted[other] for j, other in enumerate(some) if j != k]
             with torch.no_grad():
                 F, first = _solved(torch.cat([outside, *kept]), p, guard)
-            Z_L, Y_L, zeta_L = Z[rows], Y[rows], zeta[rows]
-            L = with_derivatives(F.mT, C - Z_L.mT @ (zeta_L * Z_L))
-            gradient = Z.mT @ (zeta.index_fill(0, rows, 0.0) * (Y - Z @ first)) - R @ first
-            half = torch.linalg.solve_triangular(L, Z_L.mT, upper=False)  # (p, s)
+            V_L, root_L = V[rows], root[rows]
+            L = with_derivatives(F.mT, C - V_L.mT @ V_L)
+            e = Y - V @ first
+            gradient = V.mT @ e.index_fill(0, rows, 0.0) - R @ first
+            half = torch.linalg.solve_triangular(L, V_L.mT, upper=False)  # (p, s)
             step = torch.linalg.solve_triangular(L, gradient, upper=False)
-            residuals.append(Y_L - Z_L @ first - half.mT @ step)
-            inverses.append(1 / zeta_L + half.square().sum(0).unsqueeze(-1))
+            residuals.append((e[rows] - half.mT @ step) / root_L)
+            inverses.append((1 + half.square().sum(0).unsqueeze(-1)) / root_L.square())
     return torch.cat(residuals), torch.cat(inverses)
 
 

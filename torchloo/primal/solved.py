@@ -21,14 +21,14 @@ from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
-from torchloo.primal.block import Block, Rows
+from torchloo.primal.block import Block, Blocks
 from torchloo.primal.collective import Alone, require_own, require_same
 from torchloo.primal.machines import Expansion, ImpreciseError, Machines, one_machine, path_machines
 from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import centred, primal, with_ones
+from torchloo.primal.whole import Normal, centred, ridge_penalty
 from torchloo.problem import Regs
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class StreamFit:
         others: the processes that hold the other rows.
         graph: rows in memory with the graph that they belong to.
         call: name of the public call, where it is not one of this object.
-        single: whether products of float32 rows may be float32, where that is accurate enough.
     """
 
     kept: list[Tensor] | None
@@ -74,13 +73,12 @@ class StreamFit:
         self,
         machine: "LeastSquares",
         guard: Guard,
-        stream: Rows,
+        stream: Blocks,
         expansion: Expansion,
         reg: Tensor | Regs,
         others: Alone,
         graph: Graph | None = None,
         call: str = "",
-        single: bool = False,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if isinstance(reg, Tensor) and reg.ndim:
@@ -90,7 +88,7 @@ class StreamFit:
         self.graph, self._call = graph or Graph(), call
         self.wants_graph, self.kept, self._guard = False, None, guard
         self._owner, self._solved_with = machine, _settings(machine)
-        expansion.kind = torch.float32 if single else torch.float64
+        expansion.kind = torch.float32  # if the rows are, and that is accurate enough
         values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
         with torch.no_grad():
             self._least_reg = values.double().min() if values.numel() else None
@@ -310,12 +308,7 @@ class StreamFit:
 
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
-        self._called("held_out")
-        try:
-            return self._held_out(clusters, out)
-        except ImpreciseError:
-            self._in_double()
-            return self._held_out(clusters, out)
+        return self._called("held_out")._held_out(clusters, out)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -331,6 +324,7 @@ class StreamFit:
         `coef`, `offset` and what `held_out` gives have the axis R in front of all others.
         """
         twin = copy.copy(self)
+        twin.expansion = copy.copy(self.expansion)  # which may go on in another precision
         twin._regularise(Regs(regs, path=True))
         return twin
 
@@ -353,6 +347,13 @@ class StreamFit:
         return self.moments.centre / self.moments.weight
 
     def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
+        try:
+            return self._left_out(clusters, out)
+        except ImpreciseError:
+            self._in_double()
+            return self._left_out(clusters, out)
+
+    def _left_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
         machines = self._machine
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
@@ -406,17 +407,16 @@ class StreamFit:
         shifted, _ = centred(Z, weight.double(), bias)
         sets = partition or Partition.single(len(X), X.device)
         groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
-        residuals, variances = [], []
-        for row in regs:
-            targets = [Y] if len(row) == 1 else Y.split(1, -1)
-            parts = []
-            for reg, y in zip(row, targets, strict=True):
-                design, R = with_ones(shifted, reg.double(), bias)
-                parts.append(primal(design, R, weight, y, reg, guard).held_out(groups, guard)[:2])
-            residuals.append(torch.cat([r for r, _ in parts], -1))
-            variances.append(torch.cat([variance for _, variance in parts], -1))
+        normal = Normal.of(shifted, weight, bias)
+        reg, targets = regs.double(), Y.double()  # (R, c')
+        own = regs.shape[1] > 1
+        reg, targets = (reg, targets.mT.unsqueeze(-1)) if own else (reg[:, 0], targets)
+        form = normal.solve(ridge_penalty(reg, Z), reg, targets, guard)
+        residuals, variances, _ = form.held_out(groups, guard)
         guard.check()
-        return torch.stack(residuals).to(Y.dtype), torch.stack(variances).to(Y.dtype)
+        if own:
+            residuals, variances = residuals[..., 0].mT, variances[..., 0].mT
+        return residuals.to(Y.dtype), variances.to(Y.dtype)
 
     def _partition(self, clusters: object) -> Partition:
         n = self.stream.n

@@ -10,17 +10,33 @@ This P plays the part of the dual one (Note [dual form]; it is reg times it wher
 Note [held-out residual] holds as it stands. Here P_ii = zeta_i (1 - h_i) does cancel as h -> 1:
 everything is computed in float64, and rows whose 1 - h is too small for that are refitted.
 
-All rows stand together here, and a batch of problems is a leading axis. Every operation is one that torch
-differentiates, to every order and under its transforms; backward.py has the gradient of order one by blocks.
+An unpenalised bias takes features and targets about their weighted means, Note [moments], and adds
+Omega 1 1^T Omega / sum zeta to what P is less than Omega. With V = Omega^{1/2} Z this is plain ridge
+regression of Omega^{1/2} Y on V, which is how it is computed.
+
+All rows stand together here, and a batch of problems is a leading axis; regularisations of the same rows
+have more of them. Every operation is one that torch differentiates, to every order and under its
+transforms; backward.py has the gradient of order one by blocks.
+
+Note [thin backward]
+For C p = B + V^T Y, the cotangent v = C^{-1} pbar solves the same problem, with pbar for B and no targets:
+
+    Bbar = v,    Ybar = V v,    Vbar = (Y - V p) v^T - V v p^T,    Rbar = -(v p^T + p v^T) / 2:
+
+no factor is differentiated, and no product is larger than V v. With a graph the same formulas, differentiable
+themselves, give derivatives of every order.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
+from torchloo.autograd import apply, in_forward_mode
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
+from torchloo.dual import inner_products
 from torchloo.factors import (
     ILL_CONDITIONED,
     REFIT_BELOW,
@@ -37,7 +53,148 @@ from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Primal", "centred", "normal", "primal", "with_ones"]
+__all__ = ["Normal", "Primal", "centred", "primal", "ridge_penalty"]
+
+
+def _columns(x: Tensor, like: Tensor) -> Tensor:
+    """x (*, ..., p, c), with axes in front that a tensor (..., n, p) does not have, as (..., p, * c)."""
+    extra = x.ndim - like.ndim
+    return x if extra <= 0 else x.flatten(0, extra - 1).movedim(0, -2).flatten(-2)
+
+
+def _times(V: Tensor, x: Tensor) -> Tensor:
+    """V x, (*, ..., n, c), for V (..., n, p), which is not repeated for axes that only x has."""
+    extra = x.ndim - V.ndim
+    product = V @ _columns(x, V)
+    if extra <= 0:
+        return product
+    return product.unflatten(-1, (-1, x.shape[-1])).movedim(-2, 0).unflatten(0, x.shape[:extra])
+
+
+def _solve(L: Tensor, B: Tensor) -> Tensor:
+    """C^{-1} B from the factor L of C = L L^T; a diagonal factor comes as a vector (..., p)."""
+    if L.ndim < B.ndim:
+        return B / L.square().unsqueeze(-1)
+    return torch.cholesky_solve(B, L)
+
+
+def _refined(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, factor: Tensor) -> Tensor:
+    """p of Note [thin backward], by the factor of C.
+
+    A step of refinement takes the squared condition of C out of p, for two thin products.
+    """
+    first = _solve(factor, right + _times(V.mT, Y))
+    return first + _solve(factor, right + _times(V.mT, Y - _times(V, first)) - R @ first)
+
+
+class _Coefficients(Function):
+    """(V, R, Y, B) -> p with (R + V^T V) p = B + V^T Y, from the factor; see Note [thin backward]."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, factor: Tensor) -> Tensor:
+        return _refined(V, R, Y, right, factor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        V, R, Y, _, factor = inputs
+        ctx.save_for_backward(V, R, Y, factor, output)
+
+    @staticmethod
+    def backward(ctx: Any, pbar: Tensor) -> tuple[Tensor | None, ...]:
+        V, R, Y, factor, p = ctx.saved_tensors
+        with full_precision(V):
+            v = apply(_Coefficients, V, R, torch.zeros_like(Y), pbar, factor)
+            Vv = _times(V, v)
+            Vbar = Rbar = None
+            if ctx.needs_input_grad[0]:
+                left = torch.cat([_columns(Y - _times(V, p), V), _columns(-Vv, V)], -1)
+                Vbar = left @ torch.cat([_columns(v, V), _columns(p, V)], -1).mT
+            if ctx.needs_input_grad[1]:
+                outer = v @ p.mT
+                Rbar = -(outer + outer.mT) / 2
+            return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None
+
+
+class Normal(NamedTuple):
+    """Rows in memory and their normal equations, whatever the regularisation and the targets."""
+
+    V: Tensor
+    """Features about their mean times the square roots of the weights, (..., n, p)."""
+    root: Tensor
+    """Square roots of the weights, (..., n, 1)."""
+    S: Tensor
+    """V^T V, (..., p, p)."""
+    mean: Tensor | None
+    """Weighted mean of the features, (..., 1, p); None without a bias."""
+
+    @classmethod
+    def of(cls, Z: Tensor, weight: Tensor, bias: bool) -> "Normal":
+        """Those of features (..., n, p) and weights (..., n), in float64."""
+        Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
+        mean = None
+        if bias:
+            mean = _share(root) @ Z
+            Z = Z - mean
+        V = root * Z
+        return cls(V, root, V.mT @ V if in_forward_mode() else inner_products(V.mT), mean)
+
+    @property
+    def per_weight(self) -> Tensor:
+        """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / sum zeta."""
+        return 1 / self.root.square().sum(-2, keepdim=True)
+
+    def rotated(self) -> tuple["Normal", Tensor, Tensor]:
+        """The same in the coordinates of the eigenvectors Q (..., p, p) of S, with its eigenvalues."""
+        w, Q = torch.linalg.eigh(self.S)
+        w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
+        mean = None if self.mean is None else self.mean @ Q
+        return Normal(self.V @ Q, self.root, torch.diag_embed(w), mean), w, Q
+
+    def solve(
+        self, R: Tensor, reg: Tensor, Y: Tensor, guard: Guard, factor: Tensor | None = None
+    ) -> "Primal":
+        """The machine of a penalty R (..., p, p) and targets (..., n, c); see `primal`.
+
+        Both may have more axes in front than the rows have.
+        """
+        least = torch.full_like(reg, REFIT_BELOW)
+        if factor is None:
+            factor, least = _factor(self.S + R, self.V, R, guard)
+        return Primal(self, R, reg, factor, least, Y, *_solved(self, R, reg, factor, Y))
+
+
+def _share(root: Tensor) -> Tensor:
+    """Weights (..., 1, n) that sum to 1, from square roots (..., n, 1)."""
+    zeta = root.square()
+    return (zeta / zeta.sum(-2, keepdim=True)).mT
+
+
+def _about_mean(Y: Tensor, normal: Normal) -> tuple[Tensor, Tensor]:
+    """Targets about their weighted mean, and the mean (..., 1, c), which is zero without a bias."""
+    mean = torch.zeros_like(Y[..., :1, :]) if normal.mean is None else _share(normal.root) @ Y
+    return Y if normal.mean is None else Y - mean, mean
+
+
+def _solved(
+    normal: Normal, R: Tensor, reg: Tensor, factor: Tensor, Y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients (..., p, c), offset (..., c), and a = P Y in the units of the dual form, (..., n, c)."""
+    V, root = normal.V, normal.root
+    Y, offset = _about_mean(Y, normal)
+    right = V.new_zeros((*R.shape[:-2], V.shape[-1], Y.shape[-1]))
+    if in_forward_mode():
+        p = _refined(V, R, root * Y, right, factor)
+    else:
+        p = apply(_Coefficients, V, R, root * Y, right, factor.detach())
+    e = root * Y - _times(V, p)
+    if normal.mean is None:
+        offset = torch.zeros_like(p[..., :1, :])
+    else:  # what rounding has left of the mean of the residuals, which is zero
+        rest = ((root * e).sum(-2, keepdim=True) * normal.per_weight).detach()
+        e, offset = e - root * rest, offset + rest - normal.mean @ p
+    return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
 class Primal(NamedTuple):
@@ -46,27 +203,49 @@ class Primal(NamedTuple):
     `dual` and the blocks are divided by `reg`, which makes them those of the dual form.
     """
 
-    Z: Tensor
+    normal: Normal
     R: Tensor
-    weight: Tensor
-    Y: Tensor
+    """Penalty, (..., p, p)."""
     reg: Tensor
-    coef: Tensor
-    dual: Tensor
     factor: Tensor
+    """L with C = L L^T, (..., p, p), or (..., p) if it is diagonal."""
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
+    Y: Tensor
+    """Targets, (..., n, c)."""
+    coef: Tensor
+    """p, (..., p, c)."""
+    offset: Tensor
+    """Output where all features are zero, (..., c); zeros without a bias."""
+    dual: Tensor
+    """a = P Y, (..., n, c)."""
 
     @property
-    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Whitened rows (..., n, p), roots of weights (..., n, 1) and residuals; Note [leaving sets out]."""
-        scale = self.weight.sqrt().unsqueeze(-1)
-        return scale * whitened(self.factor, self.Z.mT).mT, scale, self.dual * self.noise
+    def bias(self) -> bool:
+        """Whether there is an unpenalised bias."""
+        return self.normal.mean is not None
 
     @property
     def noise(self) -> Tensor:
         """reg / weight, (..., n, 1)."""
-        return self.reg[..., None, None] / self.weight.unsqueeze(-1)
+        return self.reg[..., None, None] / self.normal.root.square()
+
+    @property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Whitened rows (..., n, p'), roots of weights (..., n, 1) and residuals; Note [leaving sets out].
+
+        The bias is one more feature.
+        """
+        normal = self.normal
+        B, root = self._whitened(normal.V), normal.root
+        if self.bias:
+            B = torch.cat([B, _expanded(root * normal.per_weight.sqrt(), B)], -1)
+        return B, _expanded(root, B), self.dual * self.noise
+
+    def _whitened(self, rows: Tensor) -> Tensor:
+        """Rows (..., m, p) times F^{-T} for C = F F^T."""
+        extra = self.factor.shape[: self.reg.ndim - (rows.ndim - 2)]
+        return whitened(self.factor, rows.mT.expand(*extra, *rows.mT.shape)).mT
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
@@ -82,30 +261,26 @@ class Primal(NamedTuple):
 
         Of sets that may overlap. Cost n p^2, and s p min(s, p) for each set; memory 4 n p numbers.
         """
-        reg = self.reg[..., None, None]
 
         def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
             B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
             r, inverse, lost = self._left_out(B_L, scale_L, e_L, total)
             if values_visible(lost) and bool(lost.any()):
                 index = lost.nonzero(as_tuple=True)
-                found = []
-                for *problem, number in zip(*(axis.tolist() for axis in index), strict=True):
-                    Z, R, weight, Y = (t[tuple(problem)] for t in (self.Z, self.R, self.weight, self.Y))
-                    found.append(refit_at_once(Z, R, weight, Y, [rows[number]], guard))
-                r, inverse = (
-                    t.index_put(index, torch.stack(part))
-                    for t, part in zip((r, inverse), zip(*found, strict=True), strict=True)
-                )
+                each = zip(*(axis.tolist() for axis in index), strict=True)
+                found = [self._refit(tuple(problem), [rows[k]], guard) for *problem, k in each]
+                parts = zip((r, inverse), zip(*found, strict=True), strict=True)
+                r, inverse = (t.index_put(index, torch.stack(part)) for t, part in parts)
             return r, inverse, lost
 
         B, scale, e = self._rows
         r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
-        return r, inverse * reg, refitted
+        return r, inverse * self.reg[..., None, None], refitted
 
     def _total(self, B: Tensor) -> Tensor:
         """F^{-1} C F^{-T} as it is found; see `leave_out_large`."""
-        return whitened(self.factor, whitened(self.factor, self.R).mT) + B.mT @ B
+        penalty = self._whitened(self._whitened(self.R).mT)
+        return torch.nn.functional.pad(penalty, (0, self.bias, 0, self.bias)) + B.mT @ B
 
     def _left_out(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
         """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
@@ -114,10 +289,21 @@ class Primal(NamedTuple):
             return leave_out_small(B, scale, e, least)
         return leave_out_large(B, scale, e, least, total)
 
+    def _refit(self, problem: tuple[int, ...], sets: list[Tensor], guard: Guard) -> tuple[Tensor, Tensor]:
+        """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of sets of rows of one of the problems."""
+
+        def own(t: Tensor) -> Tensor:
+            return t[problem[len(problem) - (t.ndim - 2) :]]
+
+        V, root, R = (own(t) for t in (self.normal.V, self.normal.root, self.R))
+        if self.bias:
+            V, R = torch.cat([V, root], -1), torch.nn.functional.pad(R, (0, 1, 0, 1))
+        return refit_at_once(V, R, root, root * own(_about_mean(self.Y, self.normal)[0]), sets, guard)
+
     def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
-        other = primal(self.Z, self.R, self.weight, Y, self.reg, guard, self.factor)
-        return other._replace(least=self.least)
+        given = (self.normal, self.R, self.reg, self.factor)
+        return Primal(*given, self.least, Y, *_solved(*given, Y))
 
     def leave_out(self, sets: Tensor, guard: Guard) -> Tensor:
         """Held-out residuals (..., g, s, c) of disjoint sets (g, s) of rows; see `held_out`."""
@@ -125,19 +311,37 @@ class Primal(NamedTuple):
 
     def weights_at(self, z: Tensor) -> Tensor:
         """w (..., q, n) of Note [weights at a new point], for features z (..., q, p)."""
-        return (self.weight.unsqueeze(-1) * (self.Z @ _solve(self.factor, z.mT))).mT
+        normal = self.normal
+        z, each = (z, 0.0) if normal.mean is None else (z - normal.mean, normal.root * normal.per_weight)
+        return (normal.root * (normal.V @ _solve(self.factor, z.mT) + each)).mT
 
     def variance_at(self, z: Tensor) -> Tensor:
         """Note [variance at a new point], (..., q), for features z (..., q, p)."""
-        return self.reg.unsqueeze(-1) * whitened(self.factor, z.mT).square().sum(-2)
+        normal = self.normal
+        if normal.mean is None:
+            return self.reg.unsqueeze(-1) * self._whitened(z).square().sum(-1)
+        norms = self._whitened(z - normal.mean).square().sum(-1)
+        return self.reg.unsqueeze(-1) * (norms + normal.per_weight[..., 0])
 
-    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+    def spread(self) -> Tensor:
+        """S (..., p', p + 1) with the variance |S (z, 1)|^2 at features z."""
+        unit = torch.eye(self.R.shape[-1], dtype=self.R.dtype, device=self.R.device).expand_as(self.R)
+        S = whitened(self.factor, unit)
+        last = torch.zeros_like(S[..., :1])
+        if self.normal.mean is not None:
+            last = -S @ self.normal.mean.mT
+            own = self.normal.per_weight.sqrt().expand_as(last[..., :1, :])
+            S = torch.cat([S, torch.zeros_like(S[..., :1, :])], -2)
+            last = torch.cat([last, own], -2)
+        return self.reg.sqrt()[..., None, None] * torch.cat([S, last], -1)
+
+    def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
 
         By Note [leaving sets out]; where 1 - h is lost to rounding, by Note [refits by triangles].
         """
-        n, p = self.Z.shape[-2:]
         B, scale, e = self._rows
+        n, p = B.shape[-2:]
         total = self._total(B) if partition.groups[-1].shape[-1] > p else None
         found = [
             self._left_out(B_L, scale_L, e_L, total)
@@ -149,47 +353,30 @@ class Primal(NamedTuple):
             for flag, rows in zip(lost, partition.groups, strict=True)
         ]
         refitted = partition.scatter(marks, n)[..., 0]
-        r = partition.scatter(residuals, n)
-        variance = partition.scatter(inverses, n) * self.reg[..., None, None]
+        r, inverse = partition.scatter(residuals, n), partition.scatter(inverses, n)
         if values_visible(self.Y) and bool(refitted.any()):
-            r, variance = self._refitted(partition, lost, r, variance, guard)
-        return r, variance, refitted
-
-    def _refitted(
-        self, partition: Partition, lost: list[Tensor], r: Tensor, variance: Tensor, guard: Guard
-    ) -> tuple[Tensor, Tensor]:
-        """Residuals (..., n, c) and variances (..., n, 1), the lost sets (..., g) of each size refitted."""
-        flat = [t.reshape(-1, *t.shape[self.reg.ndim :]) for t in (self.Z, self.R, self.weight, self.Y)]
-        residuals, variances = (t.reshape(-1, *t.shape[-2:]) for t in (r, variance))
-        flags, reg = [flag.reshape(-1, flag.shape[-1]) for flag in lost], self.reg.flatten()
-        for problem in torch.stack([flag.any(-1) for flag in flags]).any(0).nonzero()[:, 0].tolist():
-            sets = [
-                rows_L
-                for rows, flag in zip(partition.groups, flags, strict=True)
-                for rows_L in rows[flag[problem]]
-            ]
-            Z, R, weight, Y = (t[problem] for t in flat)
-            r_L, inverse = refit_at_once(Z, R, weight, Y, sets, guard)
-            rows = torch.cat(sets)
-            index = (torch.full_like(rows, problem), rows)
-            residuals = residuals.index_put(index, r_L)
-            variances = variances.index_put(index, reg[problem] * inverse)
-        return residuals.reshape(r.shape), variances.reshape(variance.shape)
+            for problem in map(tuple, refitted.any(-1).nonzero().tolist()):
+                pairs = zip(partition.groups, lost, strict=True)
+                sets = [rows_L for rows, flag in pairs for rows_L in rows[flag[problem]]]
+                index = (*(torch.tensor(k, device=r.device) for k in problem), torch.cat(sets))
+                r_L, inverse_L = self._refit(problem, sets, guard)
+                r, inverse = r.index_put(index, r_L), inverse.index_put(index, inverse_L)
+        return r, inverse * self.reg[..., None, None], refitted
 
 
-def normal(Z: Tensor, R: Tensor, weight: Tensor) -> Tensor:
-    """C = R + Z^T Omega Z, (..., p, p)."""
-    return R + Z.mT @ (weight.unsqueeze(-1) * Z)
+def _expanded(column: Tensor, like: Tensor) -> Tensor:
+    """A column (..., n, 1) with the axes that a tensor (*, ..., n, p) has in front."""
+    return column.expand(*like.shape[:-1], 1)
 
 
-def _factor(C: Tensor, Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
+def _factor(C: Tensor, V: Tensor, R: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
     """The Cholesky factor of C, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
     L, info = torch.linalg.cholesky_ex(C)
     with torch.no_grad():
         estimate = condition(L)
         if values_visible(L) and not guard.asks(estimate < ILL_CONDITIONED):
-            rows = torch.cat([weight.sqrt().unsqueeze(-1) * Z, root_of(R, guard)], -2)
-            better = lower_factor(rows, guard)
+            rows = V.expand(*R.shape[: R.ndim - V.ndim], *V.shape)
+            better = lower_factor(torch.cat([rows, root_of(R, guard)], -2), guard)
             least = trusted(condition(better).sqrt())
         else:
             guard.require(info == 0, NOT_DEFINITE)
@@ -198,13 +385,7 @@ def _factor(C: Tensor, Z: Tensor, R: Tensor, weight: Tensor, guard: Guard) -> tu
 
 
 def primal(
-    Z: Tensor,
-    R: Tensor,
-    weight: Tensor,
-    Y: Tensor,
-    reg: Tensor,
-    guard: Guard,
-    factor: Tensor | None = None,
+    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, reg: Tensor, guard: Guard, bias: bool = False
 ) -> Primal:
     """Solve Note [primal form] in float64.
 
@@ -212,34 +393,19 @@ def primal(
         Z: (..., n, p), R: (..., p, p), weight: (..., n), Y: (..., n, c) and reg: (...), with equal
             batch dimensions. reg only sets the units of `dual` and of the blocks.
         guard: demands on the values; that the factorisation succeeds becomes one of them.
-        factor: the Cholesky factor of C where it is known, (..., p, p), or (..., p) if diagonal.
+        bias: whether there is an unpenalised bias.
 
-    Differentiable in all of them but the factor, to every order. Cost n p^2, or n p with a diagonal
-    factor and without a graph; memory 2 n p + p^2 numbers, twice that and more with a graph.
+    Differentiable in all of them, to every order. Cost n p^2; memory 2 n p + p^2 numbers, twice that and more
+    with a graph. Coefficients and residuals have a backward of n p c operations; Note [thin backward].
     """
-    Z, R, weight, Y, reg = (t.double() for t in (Z, R, weight, Y, reg))
-    least, zeta = torch.full_like(reg, REFIT_BELOW), weight.unsqueeze(-1)
     with full_precision(Z):
-        if factor is None or not factor.requires_grad:
-            C = normal(Z, R, weight)
-            if factor is None:
-                factor, least = _factor(C, Z, R, weight, guard)
-            else:
-                factor = with_derivatives(factor, C)
-        # A step of refinement takes the squared condition of C out of p, for two thin products; as it goes
-        # to the solution from anywhere, the first one needs no graph.
-        with torch.no_grad():
-            first = _solve(factor, Z.mT @ (zeta * Y))
-        p = first + _solve(factor, Z.mT @ (zeta * (Y - Z @ first)) - R @ first)
-        a = zeta * (Y - Z @ p)
-    return Primal(Z, R, weight, Y, reg, p, a / reg[..., None, None], factor, least)
+        normal = Normal.of(Z, weight, bias)
+        return normal.solve(R.double(), reg.double(), Y.double(), guard)
 
 
-def _solve(L: Tensor, V: Tensor) -> Tensor:
-    """C^{-1} V from the factor L of C = L L^T; a diagonal factor comes as a vector (..., p)."""
-    if L.ndim < V.ndim:
-        return V / L.square().unsqueeze(-1)
-    return torch.cholesky_solve(V, L)
+def ridge_penalty(reg: Tensor, like: Tensor) -> Tensor:
+    """R = reg I, (..., p, p), for reg (...) and features (..., n, p), in float64."""
+    return torch.diag_embed(reg.double().unsqueeze(-1).expand(*reg.shape, like.shape[-1]))
 
 
 def centred(Z: Tensor, weight: Tensor | None, bias: bool) -> tuple[Tensor, Tensor]:
@@ -258,12 +424,3 @@ def centred(Z: Tensor, weight: Tensor | None, bias: bool) -> tuple[Tensor, Tenso
         zeta = weight.detach().unsqueeze(-1)
         mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
     return Z - mean, mean
-
-
-def with_ones(Z: Tensor, reg: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """Features with a column of ones for the bias, and the penalty R = reg diag(1, ..., 1, 0)."""
-    penalised = torch.ones_like(Z[..., 0, :])
-    if bias:
-        Z = torch.cat([Z, torch.ones_like(Z[..., :1])], -1)
-        penalised = torch.cat([penalised, torch.zeros_like(penalised[..., :1])], -1)
-    return Z, torch.diag_embed(reg.unsqueeze(-1) * penalised)

@@ -20,8 +20,6 @@ Axes = list[tuple[Entry, Tensor]]
 
 def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
     """The axes of a grid that was given by name; a number stands for all entries of a vector."""
-    if not isinstance(grid, Mapping) or not grid:
-        raise ValueError(f"{space.function}: grid must be a dict of name -> values, got {grid!r}")
     axes = []
     for name, listed in grid.items():
         entry = space.find(name, "grid")

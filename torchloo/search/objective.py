@@ -15,6 +15,7 @@ infinite. As one such candidate makes the call of its chunk fail, the chunk is h
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,8 +48,10 @@ class Evaluation(NamedTuple):
     """The criterion; infinite (minus infinite if higher is better) where there was no solution."""
     objective: float
     """What the search minimises: the criterion (negative if higher is better) and the hyper-prior."""
-    parameters: dict[str, float | list[float]]
-    """Positive hyper-parameters by name, such as reg or kernel.lengthscale."""
+    parameters: dict[str, Any]
+    """Positive hyper-parameters, and settings of a grid, by name, such as reg or kernel.lengthscale."""
+    machine: int = 0
+    """The number of the machine among those that are compared, from 0."""
 
 
 @dataclass
@@ -92,12 +95,20 @@ class Objective:
     """objective(theta, problem) -> values to minimise, and gradients; see Note [one batched evaluation].
 
     Keeps, for every problem, the best candidate, the number of evaluations and (for one problem) the history.
+    `watch` is called with the newest part of the history after every chunk, and may end the search.
     """
 
     def __init__(
-        self, space: Space, problems: Problems, score: Score, prior: HyperPrior, bar: "tqdm[Any]"
+        self,
+        space: Space,
+        problems: Problems,
+        score: Score,
+        prior: HyperPrior,
+        bar: "tqdm[Any]",
+        watch: Callable[[list[Evaluation]], None] | None = None,
     ) -> None:
         self.space, self.problems, self.score, self.prior, self.bar = space, problems, score, prior, bar
+        self.watch = watch
         count = len(problems.X)
         self.best = [Best() for _ in range(count)]
         self.evaluations = [0] * count
@@ -130,9 +141,10 @@ class Objective:
             try:
                 with torch.no_grad():
                     values = self._held_out_values(part, of, regs).T.cpu().double()
-                objective = self._enter(*each, values.flatten())
             except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 objective, _ = self(*each)
+            else:
+                objective = self._enter(*each, values.flatten())
             rows.append(objective.view(len(part), -1))
         return torch.cat(rows)
 
@@ -242,6 +254,8 @@ class Objective:
             if total < self.best[number].objective:
                 self.best[number] = Best(theta[i].clone(), total, value)
         self._show(len(values))
+        if self.watch is not None:
+            self.watch(self.history[-len(values) :])
         return objective
 
     def _show(self, count: int) -> None:

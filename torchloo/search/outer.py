@@ -12,9 +12,8 @@ from tqdm import tqdm
 from torchloo.decision import shifted, threshold
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
-from torchloo.search.parameters import Space
+from torchloo.search.compared import Rival, best_of, contest
 from torchloo.search.problems import stack, weight_of
-from torchloo.search.run import Plan, run
 from torchloo.search.score import Score, as_held_out
 from torchloo.search.starts import given_matrix
 from torchloo.splits import Split
@@ -40,7 +39,7 @@ class _Part:
 class Outer:
     """What is the same in all splits."""
 
-    space: Space
+    rivals: list[Rival]
     score: Score
     metric: Score
     shift_metric: Score | None
@@ -54,8 +53,8 @@ class Outer:
     criterion_weight: Any
     columns: Tensor | None
 
-    def run(self, plan: Plan, pairs: dict[int, Split], rows: dict[int, dict[str, Any]]) -> bool:
-        """Search and score splits of one shape; True if the search was interrupted."""
+    def run(self, pairs: dict[int, Split], rows: dict[int, dict[str, Any]], deadline: float) -> list[str]:
+        """Search and score splits of one shape; why searches ended early, where they did."""
         parts = [self._part(number, split) for number, split in pairs.items()]
         problems = stack(
             "validate",
@@ -66,19 +65,24 @@ class Outer:
             [part.clusters for part in parts],
         )
         names = [f" in split {part.number}" for part in parts]
-        objective, interrupted = run(plan, self.space, problems, self.score, names)
-        found = zip(parts, objective.best, objective.evaluations, strict=True)
-        bar = tqdm(found, "scores", len(parts), unit="split", leave=False, disable=not plan.progress)
-        for part, best, evaluations in bar:
-            if best.theta is None:  # interrupted before it began
+        outcomes = contest(self.rivals, [problems] * len(self.rivals), self.score, deadline, names)
+        quiet = not self.rivals[0].plan.progress
+        for k, part in enumerate(tqdm(parts, "scores", unit="split", leave=False, disable=quiet)):
+            found = best_of(outcomes, k)
+            if found is None:  # stopped before it began
                 continue
-            machine = self.space.machine_at(best.theta)
+            winner, best = found
+            assert best.theta is not None
+            space = winner.rival.space
             row: dict[str, Any] = {"split": part.number, "train": len(part.y), "test": len(part.y_test)}
             with _named(part.number):
-                row |= self._scores(machine, part)
-            row |= {"criterion": best.value, "evaluations": evaluations}
-            rows[part.number] = row | self.space.named(best.theta)
-        return interrupted
+                row |= self._scores(space.machine_at(best.theta), part)
+            row["criterion"] = best.value
+            row["evaluations"] = sum(outcome.objective.evaluations[k] for outcome in outcomes)
+            if len(self.rivals) > 1:
+                row["machine"] = winner.rival.name
+            rows[part.number] = row | space.named(best.theta)
+        return [outcome.stopped for outcome in outcomes if outcome.stopped]
 
     def check_metric(self, pairs: list[Split]) -> None:
         """Raise, before any search, where the targets of some test rows have no such metric."""
@@ -92,7 +96,7 @@ class Outer:
 
     def _part(self, number: int, split: Split) -> _Part:
         train, test = (index.to(self.X.device) for index in split)
-        if given_matrix(self.space.machine):
+        if given_matrix(self.rivals[0].space.machine):
             X, X_test = self.X[train][:, train], self.X[test][:, train]
         else:
             X, X_test = self.X[train], self.X[test]

@@ -14,7 +14,7 @@ from torchloo.kernels import RBF, Boolean, Kernel, Matern, Polynomial, Scaled
 from torchloo.machine import KernelMachine
 from torchloo.sparse import SparseLSSVM
 
-__all__ = ["Entry", "Space"]
+__all__ = ["Entry", "Space", "named_so", "the_one"]
 
 # Parameters of these modules may have a leading batch dimension, and a scalar has this shape beside it.
 _BATCHED: dict[tuple[type, str], tuple[int, ...]] = {
@@ -83,13 +83,19 @@ class Space:
     """All trainable parameters of a machine as vectors of p numbers in float64.
 
     Positive ones (`log_...`) are logarithms; weights of networks and trainable basis vectors are taken as
-    they are. The machine itself is never changed.
+    they are. The machine itself is never changed. Settings are what a grid has chosen for it, by name.
     """
 
-    def __init__(self, function: str, machine: KernelMachine, batched: bool = True) -> None:
+    def __init__(
+        self,
+        function: str,
+        machine: KernelMachine,
+        batched: bool = True,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         if not isinstance(machine, KernelMachine):
             raise TypeError(f"{function}: machine must be a torchloo machine, got {type(machine).__name__}")
-        self.function, self.machine = function, _unfitted(machine)
+        self.function, self.machine, self.settings = function, _unfitted(machine), dict(settings or {})
         self.entries: list[Entry] = []
         self.size = 0
         for path, parameter in self.machine.named_parameters():
@@ -163,9 +169,9 @@ class Space:
                 parameters[entry.path].copy_(theta[entry.part].reshape(entry.shape))
         return machine
 
-    def named(self, theta: Tensor) -> dict[str, float | list[float]]:
-        """Positive parameters by name, from theta (p,); networks are left out."""
-        values = {}
+    def named(self, theta: Tensor) -> dict[str, Any]:
+        """Settings and positive parameters by name, from theta (p,); networks are left out."""
+        values = dict(self.settings)
         for entry in self.entries:
             if entry.log:
                 positive = theta[entry.part].exp().tolist()
@@ -182,13 +188,8 @@ class Space:
 
     def find(self, name: str, argument: str) -> Entry:
         """The positive parameter of a name, which may be shortened as long as it is the only one."""
-        entries = [e for e in self.entries if e.log and (e.name == name or e.name.endswith("." + name))]
-        exact = [e for e in entries if e.name == name]
-        if len(exact or entries) == 1:
-            return (exact or entries)[0]
-        known = ", ".join(e.name for e in self.entries if e.log)
-        fault = "is ambiguous" if entries else "is unknown"
-        raise ValueError(f"{self.function}: {argument} must name parameters ({known}), {name!r} {fault}")
+        positive = {e.name: e for e in self.entries if e.log}
+        return positive[the_one(self.function, argument, name, list(positive))]
 
     def bounds(
         self, first: Tensor, given: Mapping[str, tuple[float, float]] | None, decades: float
@@ -204,6 +205,21 @@ class Space:
             part = self.find(name, "bounds").part
             box[0, ..., part], box[1, ..., part] = low.log(), high.log()
         return box
+
+
+def named_so(name: str, known: Iterable[str]) -> list[str]:
+    """Which of these names are meant by one that may be shortened: itself, or all that end in it."""
+    known = list(known)
+    return [name] if name in known else [each for each in known if each.endswith("." + name)]
+
+
+def the_one(function: str, argument: str, name: str, known: list[str]) -> str:
+    """The only name that is meant by one that may be shortened; ValueError where there is no such name."""
+    meant = named_so(name, known)
+    if len(meant) == 1:
+        return meant[0]
+    fault = "is ambiguous" if meant else "is unknown"
+    raise ValueError(f"{function}: {argument} must name parameters ({', '.join(known)}), {name!r} {fault}")
 
 
 def _unfitted(machine: KernelMachine) -> KernelMachine:

@@ -117,13 +117,15 @@ def weight_of(function: str, name: str, weight: Any, y: Tensor, targets: Tensor)
 def stack(
     function: str, X: list[Tensor], y: list[Tensor], weight: list[Any], of: list[Any], clusters: list[Any]
 ) -> Problems:
-    """Problems of one shape, behind one another; clusters of all or of none."""
+    """Problems of one shape, behind one another; clusters of all or of none. A single one is not copied."""
 
     def together(values: list[Any]) -> Any:
-        return torch.stack(values) if isinstance(values[0], Tensor) else values[0]
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        return values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
 
     labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
-    return Problems(torch.stack(X), torch.stack(y), together(weight), together(of), labels)
+    return Problems(together(X), together(y), together(weight), together(of), labels)
 
 
 # So many of the first rows of a stream tell where a search begins.

@@ -1,8 +1,10 @@
 """One search over many problems of one shape: what `select` does once and `validate` for its splits."""
 
 import math
+import numbers
+import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +14,26 @@ from tqdm import tqdm
 
 from torchloo.search import gradient, grid, nelder_mead
 from torchloo.search.along_reg import only_reg, search_reg
-from torchloo.search.objective import Objective, Outset
+from torchloo.search.objective import Evaluation, Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problems import Problems
 from torchloo.search.score import Score
 from torchloo.search.starts import first_start, further_starts
 
-__all__ = ["NoCandidateError", "Plan", "run", "warn_interrupted"]
+__all__ = ["CALLBACK", "INTERRUPTED", "TIME_BUDGET", "Plan", "StopSearch", "run", "warn_stopped"]
 
 SEARCHES = ("gradient", "nelder-mead", "grid")
 
 _DECADES = 6.0  # how far from the first start a search may go, either way
 
 
-class NoCandidateError(ValueError):
-    """A search in which no candidate could be evaluated."""
+INTERRUPTED, TIME_BUDGET, CALLBACK = "interrupted", "time budget", "callback"
+"""Why a search ended early."""
+
+
+class StopSearch(Exception):  # noqa: N818, no error
+    """Raised to end a search; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Plan:
     tolerance: float = 1e-6
     generator: torch.Generator | None = None
     progress: bool = True
+    time_budget: float | None = None
+    callback: Callable[[Evaluation], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.search not in SEARCHES:
@@ -69,10 +77,16 @@ class Plan:
             raise TypeError(
                 f"{self.function}: bounds must be a dict of name -> (low, high), got {self.bounds!r}"
             )
-        if self.grid is not None and self.search != "grid":
+        if not (self.time_budget is None or _is_positive(self.time_budget)):
             raise ValueError(
-                f"{self.function}: grid must be left out unless search='grid', got {self.search!r}"
+                f"{self.function}: time_budget must be a positive number of seconds, got {self.time_budget!r}"
             )
+        if not (self.callback is None or callable(self.callback)):
+            raise TypeError(f"{self.function}: callback must be a function of a step, got {self.callback!r}")
+
+    def deadline(self) -> float:
+        """When a search that begins now must end, on the clock of time.monotonic()."""
+        return math.inf if self.time_budget is None else time.monotonic() + self.time_budget
 
     def evaluations(self, size: int) -> int:
         """The most evaluations of one run."""
@@ -81,35 +95,38 @@ class Plan:
         return 200 if self.search == "gradient" else 200 * size
 
 
-def run(
-    plan: Plan, space: Space, problems: Problems, score: Score, names: Sequence[str] = ("",)
-) -> tuple[Objective, bool]:
-    """Search all problems; the objective that knows the best of each, and whether it was interrupted.
+def _is_positive(value: Any) -> bool:
+    """Whether a value is a positive, finite number."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
 
-    Names of the problems, such as " in split 3", go into errors. After an interrupt some problems may have
-    no best; where none has one, the interrupt goes on.
+
+def run(
+    plan: Plan,
+    space: Space,
+    problems: Problems,
+    score: Score,
+    watch: Callable[[list[Evaluation]], None] | None = None,
+    names: Sequence[str] = ("",),
+) -> tuple[Objective, str]:
+    """Search all problems; the objective that knows the best of each, if any, and why it ended early.
+
+    Names of the problems, such as " in split 3", go into errors; `watch` may raise `StopSearch`.
     """
     for name, y in zip(names, problems.y, strict=True):
         score.require_targets(y, name)
     if plan.search == "gradient" and not only_reg(space, score):
         score.require_differentiable()
-    first, box = _first_starts(plan, space, problems)
     prior = HyperPrior(plan.prior, space, problems.X.shape[1])
     with tqdm(desc=plan.search, unit="loo", disable=not plan.progress, leave=False) as bar:
-        objective = Objective(space, problems, score, prior, bar)
+        objective = Objective(space, problems, score, prior, bar, watch)
         try:
+            first, box = _first_starts(plan, space, problems)
             _search(plan, objective, first, box)
+        except StopSearch as stop:
+            return objective, str(stop)
         except KeyboardInterrupt:
-            if all(best.theta is None for best in objective.best):
-                raise
-            return objective, True
-    for number, best in enumerate(objective.best):
-        if best.theta is None:
-            failure = objective.failures.get(number)
-            reason = failure or "the criterion is not finite"
-            message = f"{space.function}: no candidate could be evaluated{names[number]}: {reason}"
-            raise NoCandidateError(message) from failure
-    return objective, False
+            return objective, INTERRUPTED
+    return objective, ""
 
 
 def _first_starts(plan: Plan, space: Space, problems: Problems) -> tuple[Tensor, Tensor]:
@@ -146,6 +163,12 @@ def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> Non
     search(objective, outset)
 
 
-def warn_interrupted(function: str, stacklevel: int = 3) -> None:
-    """Say that what comes back is the best so far."""
-    warnings.warn(f"{function}: interrupted; this is the best so far", RuntimeWarning, stacklevel=stacklevel)
+def warn_stopped(function: str, stopped: Iterable[str], time_budget: float | None, outcome: str) -> None:
+    """Say that a search was interrupted, or that its time was up, and what comes back instead."""
+    if INTERRUPTED in stopped:
+        reason = INTERRUPTED
+    elif TIME_BUDGET in stopped:
+        reason = f"the time budget of {time_budget:g} s is used up"
+    else:
+        return
+    warnings.warn(f"{function}: {reason}; {outcome}", RuntimeWarning, stacklevel=3)

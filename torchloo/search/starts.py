@@ -77,7 +77,7 @@ def given_matrix(machine: KernelMachine) -> bool:
     return any(isinstance(module, Precomputed) for module in machine.modules())
 
 
-def warn_of_scales(space: Space, X: Tensor) -> None:
+def warn_of_scales(space: Space, X: Tensor, stacklevel: int = 3) -> None:
     """Warn where columns of X on scales far apart meet a kernel that takes them all alike.
 
     Kernels that do not: those with one lengthscale for each input, with features of their own, and
@@ -96,7 +96,7 @@ def warn_of_scales(space: Space, X: Tensor) -> None:
             "kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel one lengthscale for "
             "each column",
             UserWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -16,10 +16,10 @@ from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
-from torchloo.primal import Primal, primal
+from torchloo.primal.whole import Normal, Primal, centred, ridge_penalty
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
-from torchloo.smoothers import Fit, centred, solve_dual, solve_features, with_ones
+from torchloo.smoothers import Fit, solve_dual, solve_features
 from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
@@ -109,16 +109,16 @@ class Path:
 class Each(Path):
     """A form for each regularisation, and for each output that has its own."""
 
-    form_of: Callable[[Tensor, Tensor], Dual | Primal]
+    form_of: Callable[[Tensor, Tensor], Dual]
     """The form for a regularisation (...) and targets (..., n, c)."""
-    kept: list[list[Dual | Primal]] | None = None
+    kept: list[list[Dual]] | None = None
     """All forms, where they are few; others are made anew where they are asked for."""
 
     def keep(self) -> "Each":
         """The same, with all forms made."""
         return replace(self, kept=list(self._made()))
 
-    def _made(self) -> Iterator[list[Dual | Primal]]:
+    def _made(self) -> Iterator[list[Dual]]:
         own = self.regs.shape[-1] > 1
         targets = self.problem.Y.split(1, -1) if own else (self.problem.Y,)
         for row in self.regs:
@@ -139,11 +139,6 @@ class Each(Path):
     def biases(self) -> Tensor:
         return self.along(lambda form: (form.bias,))[0]
 
-    @property
-    def weights(self) -> Tensor:
-        """Coefficients of the features of primal forms, (..., p, c)."""
-        return self._shaped(self.along(lambda form: (form.coef,))[0])
-
     def blocks_of(self, partition: Partition) -> list[Tensor]:
         blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
         return [block.movedim(-1, -4) for block in blocks]
@@ -157,7 +152,7 @@ class Each(Path):
     def parts(self, of_form: Callable[..., Parts]) -> Parts:
         """Held-out parts of all R from those of each form."""
 
-        def of(form: Dual | Primal) -> tuple[Tensor, ...]:
+        def of(form: Dual) -> tuple[Tensor, ...]:
             r, variance, refitted = of_form(form)
             return r, variance.expand_as(r), refitted.unsqueeze(-1)
 
@@ -329,14 +324,12 @@ def from_features(
 ) -> Fit:
     """`from_kernel_matrix` for the kernel K = Z Z^T, from the features Z (..., n, d), by the cheaper form.
 
-    Several regularisations: with fewer features than rows, they are rotated to the eigenvectors of their
-    (weighted, centred) Gram matrix, where the normal matrix is diagonal for every regularisation. The
-    rotation is held constant: no output and no gradient depends on it. With no fewer, this is
-    `from_kernel_matrix` with singular values in place of eigenvalues where regularisations are too small
-    for the latter.
+    Several regularisations: with fewer features than rows, these are one more axis of the primal form, whose
+    normal equations are gathered once; see `ByFeatures`. With no fewer, this is `from_kernel_matrix` with
+    singular values in place of eigenvalues where regularisations are too small for the latter.
 
-    Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with its
-    backward); memory n d + d^2 numbers for each regularisation.
+    Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with a graph);
+    memory n d + d^2 numbers for each regularisation.
     """
     if not isinstance(reg, Regs):
         return solve_features(guard, Z, Y, reg, weight, bias)
@@ -353,37 +346,76 @@ def from_features(
                 shifted, centre = shifted - again, centre + again
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))
-        each, Q = _rotated(problem, shifted, regs, reg.path, bias)
-    return Fit(each, problem, _Rotated(shifted, centre, Y.dtype, Q))
+        guard.check()  # before a decomposition that would fail in words of its own
+        form = ByFeatures(problem, regs.double(), reg.path, Normal.of(shifted, zeta, bias))
+    return Fit(form, problem, _OfFeatures(shifted, centre, Y.dtype))
 
 
-def _rotated(problem: Problem, shifted: Tensor, regs: Tensor, axis: bool, bias: bool) -> tuple[Each, Tensor]:
-    """Machines from fewer features (..., n, d) than rows, about their centre, and the rotation."""
-    guard, zeta = problem.guard, problem.weight.double()
-    guard.check()  # before a decomposition that would fail in words of its own
-    with torch.no_grad():
-        w, Q = torch.linalg.eigh(shifted.mT @ (zeta.unsqueeze(-1) * shifted))
-        w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
-    rotated = shifted @ Q
+@dataclass
+class ByFeatures(Path):
+    """Machines of the same rows with fewer features than there are rows: an axis more of the primal form.
 
-    def form_of(reg: Tensor, Y: Tensor) -> Primal:
-        reg = reg.double()
-        design, R = with_ones(rotated, reg, bias)
-        squared = w + reg.detach().unsqueeze(-1)
-        if bias:
-            squared = torch.cat([squared, zeta.detach().sum(-1, keepdim=True)], -1)
-        return primal(design, R, zeta, Y, reg, guard, squared.sqrt())
+    Without a graph, the features are rotated once to where the normal matrix is diagonal for every
+    regularisation; with one, it is factorised for each of them.
+    """
 
-    return Each(problem, regs, axis, form_of), Q
+    normal: Normal
+
+    @functools.cached_property
+    def _rotated(self) -> tuple[Normal, Tensor, Tensor] | None:
+        tensors = (self.normal.S, self.regs, self.problem.Y)
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return None if graph or not values_visible(*tensors) else self.normal.rotated()
+
+    def along(self, of: Callable[[Primal], tuple[Tensor, ...]]) -> list[Tensor]:
+        """What a function makes of primal forms, tensors (R, ..., c), of a few regularisations at a time."""
+        normal, w, _ = self._rotated or (self.normal, None, None)
+        regs, Y, batch = self.regs, self.problem.Y.double(), self.problem.reg.shape
+        own = regs.shape[-1] > 1
+        regs = regs.expand(len(regs), *batch, regs.shape[-1])
+        regs, Y = (regs.movedim(-1, 1), Y.movedim(-1, 0).unsqueeze(-1)) if own else (regs[..., 0], Y)
+        width = max(1, _TOGETHER // (normal.V.numel() * self.regs.shape[-1]))
+        found = []
+        for reg in regs.split(width):  # (R, ...) or (R, c, ...)
+            factor = None if w is None else (w + reg.unsqueeze(-1)).sqrt()
+            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, factor)
+            parts = of(form)
+            found.append([part.movedim(1, -1)[..., 0, :] for part in parts] if own else parts)
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+    def weighed(self) -> tuple[Tensor, Tensor]:
+        """Coefficients of the features, (..., p, c), and the offset (..., c)."""
+        coef, offset = self.along(lambda form: (form.coef, form.offset))
+        if self._rotated is not None:
+            coef = self._rotated[2] @ coef
+        return self._shaped(coef), self._shaped(offset)
+
+    def coefficients(self) -> Tensor:
+        return self.along(lambda form: (form.dual,))[0]
+
+    def blocks_of(self, partition: Partition) -> list[Tensor]:
+        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
+        return [block.movedim(-1, -4) for block in blocks]
+
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        return self._parts(lambda form: form.held_out(partition, guard))
+
+    def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
+        r, variance, refitted = self._parts(lambda form: form.left_out(sets, guard))
+        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
+    def _parts(self, of_form: Callable[[Primal], Parts]) -> Parts:
+        def of(form: Primal) -> tuple[Tensor, ...]:
+            r, variance, refitted = of_form(form)
+            return r, variance.expand_as(r), refitted.unsqueeze(-1)
+
+        r, variance, refitted = self.along(of)
+        return r, variance, refitted.any(-1)
 
 
 @dataclass(frozen=True)
-class _Rotated(CentredFeatures):
-    """Features whose coefficients come from those of rotated ones."""
+class _OfFeatures(CentredFeatures):
+    """The coefficients of features come with the path."""
 
-    Q: Tensor
-
-    def _weighed(self, form: Each) -> tuple[Tensor, Tensor]:
-        d = self.Q.shape[-1]
-        coef = form.weights  # (..., d + bias, c)
-        return self.Q @ coef[..., :d, :], coef[..., d:, :].sum(-2)
+    def _weighed(self, form: ByFeatures) -> tuple[Tensor, Tensor]:
+        return form.weighed()

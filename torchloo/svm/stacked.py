@@ -39,7 +39,5 @@ def times_vector(K: Tensor, a: Tensor) -> Tensor:
 
 
 def dot(x: Tensor, z: Tensor) -> Tensor:
-    """The sums over the last axis of x * z, either of which may be a single vector."""
-    if z.ndim == 1:
-        return x @ z
-    return z @ x if x.ndim == 1 else (x * z).sum(-1)
+    """The inner product of each x (B, m) with z (m,), or with its own, (B, m); (B,)."""
+    return x @ z if z.ndim == 1 else (x * z).sum(-1)

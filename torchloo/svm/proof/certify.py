@@ -47,10 +47,9 @@ __all__ = [
     "gap_ball_sign",
     "gap_in_doubt",
     "held_out_bias",
-    "longest_reach",
     "midpoint_bias",
+    "reach_of",
     "sign_by_reach",
-    "some",
     "value_bound",
     "weighted_interval",
 ]
@@ -104,23 +103,18 @@ class Held(NamedTuple):
     """None: all variables are listed."""
 
     table: Tensor | None = None
-    """Which of several kernel matrices each solution is of, (B,); None: there is one, (m, m)."""
+    """Which of several kernel matrices (T, m, m) each solution is of, (B,); None: there is one, (m, m)."""
 
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`, if all variables are listed."""
-        box, rounding = some(self.box, rows), some(self.rounding, rows)
+        box, rounding = (x if x.ndim == 1 else x[rows] for x in (self.box, self.rounding))
         own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
         alpha, u, target = self.alpha[rows], self.u[rows], self.target[rows]
         return Held(alpha, u, box, target, rounding, own, held, table=table)
 
-    def lengths(self, K: Tensor) -> Tensor:
-        """The diagonal of the K of each solution, (m,) or (B, m)."""
-        k = K.diagonal(dim1=-2, dim2=-1)
-        return k if self.table is None else k[self.table]
-
-    def row_of_target(self, K: Tensor) -> Tensor:
-        """The row of r in the K of each solution, (B, m)."""
-        return K[self.target] if self.table is None else K[self.table, self.target]
+    def of_kernel(self, x: Tensor) -> Tensor:
+        """What belongs to the kernel matrix of each solution, (B, ...) of (T, ...); x if there is one."""
+        return x if self.table is None else x[self.table]
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
@@ -138,7 +132,7 @@ class Held(NamedTuple):
 
     def weigh(self, mask: Tensor) -> Tensor:
         """The sum of the boxes where the mask (B, m) or (m,) is true, (B,)."""
-        whole = dot(mask.to(self.box), self.box)
+        whole = mask.to(self.box) @ self.box if self.box.ndim == 1 else (mask * self.box).sum(-1)
         if self.own is None:
             return whole.expand_as(self.target)
         return whole + self.of_target(mask) * (self.own - self.of_target(self.box))
@@ -183,13 +177,8 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
     bias = bias_of_free(y - held.u, free)
     none = bias.isnan().nonzero()[:, 0]
     if len(none):
-        bias[none] = midpoint_bias(some(y, none), held.take(none))
+        bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
     return bias
-
-
-def some(x: Tensor, rows: Tensor) -> Tensor:
-    """The vectors at `rows` of several (B, m), or the one that all have in common (m,)."""
-    return x if x.ndim == 1 else x[rows]
 
 
 def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:
@@ -221,19 +210,20 @@ class Proof(NamedTuple):
 
 
 def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
-    """The sign of f*(x_r) by Note [gap ball]."""
-    norm = held.lengths(K).clamp_min(0).sqrt()
-    reach = longest_reach(norm.amax(-1), held.of_target(norm))
-    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach)
+    """The sign of f*(x_r) by Note [gap ball]; y is (m,) or (B, m), K as `held.table` says."""
+    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target, held.table))
     rows = (proof.sign == 0).nonzero()[:, 0]
     if len(rows):
-        proof.sign[rows] = _sign_by_each_distance(K, some(y, rows), held.take(rows), proof.gap[rows])
+        labels = y if y.ndim == 1 else y[rows]
+        proof.sign[rows] = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])
     return proof
 
 
-def longest_reach(longest: Tensor, own: Tensor) -> Tensor:
-    """The largest root of k' of Note [gap ball], k'_ii <= (|phi_i| + |phi_r|)^2, (B,)."""
-    return _LONGER * (longest + own)
+def reach_of(K: Tensor, target: Tensor, table: Tensor | None = None) -> Tensor:
+    """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
+    norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    largest, own = norm.amax(-1), norm[target] if table is None else norm[table, target]
+    return _LONGER * (own + (largest if table is None else largest[table]))  # k'_ii <= (|phi_i| + |phi_r|)^2
 
 
 def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor) -> Proof:
@@ -261,13 +251,16 @@ def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tenso
 
 
 def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
-    """How far decision values of solutions (..., m) may be from those of the optimum, Note [gap ball]."""
+    """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball].
+
+    (..., m), as all arguments are; K is (..., m, m).
+    """
     alpha = alpha.clamp_min(0).minimum(box)
     E = rounding * (rounding * alpha).sum(-1, keepdim=True)
-    gap = duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E)
+    gap = (duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E))[..., None]
     norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    reach = longest_reach(norm.amax(-1, keepdim=True), norm)
-    return gap.sqrt()[..., None] * reach + 2 * E.amax(-1, keepdim=True) + _CLOSE
+    reach = _LONGER * (norm.amax(-1, keepdim=True) + norm)
+    return gap.sqrt() * reach + 2 * E.amax(-1, keepdim=True) + _CLOSE
 
 
 def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,12 +291,13 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
-    most = held.rounding.amax(-1)
-    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * most * held.doubt()
+    largest = held.rounding.amax(-1, keepdim=True)  # (1,) or (B, 1)
+    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * largest.squeeze(-1) * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
-    k = held.lengths(K)
-    spread = k + held.of_target(k)[:, None] - 2 * held.row_of_target(K)  # (B, m) k'
-    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * most.square()[..., None])).sqrt()
+    k = held.of_kernel(K.diagonal(dim1=-2, dim2=-1))  # (m,) or (B, m)
+    k_r = K[held.target] if held.table is None else K[held.table, held.target]  # (B, m)
+    spread = k + held.of_target(k)[:, None] - 2 * k_r  # k'
+    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * largest.square())).sqrt()
     rho += rounding[:, None]
     count, slack = held.positive_count(y), held.slack()
     above = held.weigh(s - rho <= 0) < count - slack

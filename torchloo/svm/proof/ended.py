@@ -12,8 +12,8 @@ from torchloo.svm.proof.certify import (
     Standing,
     bias_of_free,
     gap_ball_sign,
-    longest_reach,
     midpoint_bias,
+    reach_of,
     sign_by_reach,
 )
 
@@ -63,9 +63,7 @@ class Ended(NamedTuple):
         K, y = self.layout.problem.K, self.layout.problem.y
         past = self.beyond(bias)
         u_r = self.of_target(past, bias)
-        norm = K.diagonal().clamp_min(0).sqrt()
-        reach = longest_reach(norm.amax(), norm[self.target])
-        sign, _, slip = sign_by_reach(self.layout.y, self.listed(past), bias, u_r, reach)
+        sign, _, slip = sign_by_reach(self.layout.y, self.listed(past), bias, u_r, reach_of(K, self.target))
         output, exact = u_r + bias, slip.maximum(stray) <= _EXACT
         open_ones = (sign == 0).nonzero()[:, 0]
         if len(open_ones):

@@ -85,11 +85,11 @@ class Iterate:
 
     def solved(self, gap: float) -> Number:
         """Rounding may hold residuals up for ever, but not the complementarity: then that decides."""
-        alpha, _, lower, upper = self.values
-        scale = self._sum(alpha)  # of the objective
+        scale = self._sum(self.values[0])  # of the objective
         closed = (self.complementarity <= gap * scale) | self.stuck
         if closed is False:
             return False
+        _, _, lower, upper = self.values
         dual_residual = (self.y * self.miss).add_(lower).sub_(upper)
         small = (dual_residual.abs().amax(-1, keepdim=True) <= gap) & (
             abs(self.equality_residual) <= gap * scale

@@ -1,0 +1,257 @@
+"""What a search compares: several machines, and each with every choice of its settings, such as a degree.
+
+Note [machines compared]
+Machines are searched one after another, each by a search of its own, as if it were alone; that is how a grid
+over settings is searched too, which are no numbers to move but make another machine each. The one with the
+best criterion is chosen, the first of those that are equal. Of a time budget every machine has an equal share
+of what is left, so that what one does not need goes to the next ones, and has one evaluation at least.
+"""
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from torchloo.fisher import KFD
+from torchloo.kernels import Kernel
+from torchloo.search.objective import Best, Evaluation, Objective
+from torchloo.search.parameters import Space, named_so, the_one
+from torchloo.search.problems import Problems
+from torchloo.search.run import CALLBACK, INTERRUPTED, TIME_BUDGET, Plan, StopSearch, run
+from torchloo.search.score import Score
+from torchloo.search.starts import given_matrix
+
+__all__ = [
+    "NoCandidateError",
+    "Outcome",
+    "Rival",
+    "best_of",
+    "compared",
+    "contest",
+    "require_comparable",
+    "settings_of",
+]
+
+
+class NoCandidateError(ValueError):
+    """A search in which no candidate could be evaluated."""
+
+
+class Rival(NamedTuple):
+    """One of the machines that are compared."""
+
+    plan: Plan
+    """With the bounds and the axes of the grid that are its own."""
+    space: Space
+
+    @property
+    def name(self) -> str:
+        """Machine and kernel in short, such as LSSVM(RBF)."""
+        machine = self.space.machine
+        return f"{type(machine).__name__}({type(machine.kernel).__name__})"
+
+
+class Outcome(NamedTuple):
+    """What the search of one machine came to."""
+
+    rival: Rival
+    objective: Objective
+    stopped: str
+    """Why it ended early, in words; empty where it did not."""
+    history: list[Evaluation]
+    """Numbered over all machines."""
+
+
+def settings_of(machine: nn.Module) -> dict[str, Kernel]:
+    """Kernels by the names of their settings, such as kernel.degree."""
+    return {
+        f"{path}.{name}": module
+        for path, module in machine.named_modules()
+        if isinstance(module, Kernel)
+        for name in module.settings
+    }
+
+
+def compared(plan: Plan, machine: Any, batched: bool = True) -> list[Rival]:
+    """The machines to search: those given, one or several, with every choice of the settings in a grid."""
+    machines = list(machine) if isinstance(machine, list | tuple | nn.ModuleList) else [machine]
+    if not machines:
+        raise ValueError(f"{plan.function}: machine must be a machine or a list of some, got an empty list")
+    spaces = [Space(plan.function, each, batched) for each in machines]
+    if len({given_matrix(space.machine) for space in spaces}) > 1:
+        raise ValueError(
+            f"{plan.function}: machines with a Precomputed kernel can be compared with one another only, as "
+            "X holds their kernel values"
+        )
+    parameters = [[entry.name for entry in space.entries if entry.log] for space in spaces]
+    known = [[*own, *settings_of(space.machine)] for own, space in zip(parameters, spaces, strict=True)]
+    bounds = _shared_out(plan.function, "bounds", plan.bounds, parameters)
+    grids = _shared_out(plan.function, "grid", _listed(plan), known)
+    rivals = []
+    for space, own_bounds, own_grid in zip(spaces, bounds, grids, strict=True):
+        rivals += _with_settings(replace(plan, bounds=own_bounds), space, own_grid, batched)
+    return rivals
+
+
+def _listed(plan: Plan) -> dict[str, list[Any]] | None:
+    """The values of a grid as lists, which can be read for every machine."""
+    if plan.grid is None:
+        return None
+    if not isinstance(plan.grid, Mapping) or not plan.grid:
+        raise ValueError(f"{plan.function}: grid must be a dict of name -> values, got {plan.grid!r}")
+    grid = {name: list(v) if isinstance(v, Iterable) else [] for name, v in plan.grid.items()}
+    for name, values in grid.items():
+        if not values:
+            raise ValueError(
+                f"{plan.function}: grid of {name} must be a list of values, got {plan.grid[name]!r}"
+            )
+    return grid
+
+
+def _shared_out(
+    function: str, argument: str, given: Mapping[str, Any] | None, known: list[list[str]]
+) -> list[dict[str, Any] | None]:
+    """For each machine what is given for the names it knows, in full; each must be known to some machine."""
+    if given is None:
+        return [None] * len(known)
+    for name in given:
+        if not any(named_so(name, own) for own in known):
+            the_one(function, argument, name, list(dict.fromkeys(itertools.chain(*known))))
+    shares: list[dict[str, Any] | None] = []
+    for own in known:
+        meant = [the_one(function, argument, name, own) for name in given if named_so(name, own)]
+        if len(set(meant)) < len(meant):
+            raise ValueError(f"{function}: {argument} must name each parameter once, got {', '.join(given)}")
+        values = [value for name, value in given.items() if named_so(name, own)]
+        shares.append(dict(zip(meant, values, strict=True)))
+    return shares
+
+
+def _with_settings(plan: Plan, space: Space, grid: dict[str, Any] | None, batched: bool) -> list[Rival]:
+    """A machine for every choice of the settings in a grid; other axes are left for the search."""
+    if grid is None:
+        return [Rival(plan, space)]
+    settings = [name for name in grid if name in settings_of(space.machine)]
+    axes = {name: values for name, values in grid.items() if name not in settings}
+    if axes and plan.search != "grid":
+        raise ValueError(
+            f"{plan.function}: grid must be left out unless search='grid', or name settings such as degree "
+            f"only; got {', '.join(axes)} with search={plan.search!r}"
+        )
+    if plan.search == "grid" and not grid:
+        raise ValueError(
+            f"{plan.function}: grid must name a parameter of every machine, and of {Rival(plan, space).name} "
+            "it names none"
+        )
+    plan, rivals = replace(plan, grid=axes or None), []
+    for values in itertools.product(*(grid[name] for name in settings)):
+        twin = copy.deepcopy(space.machine)
+        chosen = {
+            name: _chosen(plan.function, twin, name, value)
+            for name, value in zip(settings, values, strict=True)
+        }
+        rivals.append(Rival(plan, Space(plan.function, twin, batched, chosen)))
+    return rivals
+
+
+def _chosen(function: str, machine: nn.Module, name: str, value: Any) -> Any:
+    """Change a setting of a machine in place; the value it has then."""
+    kernel, setting = settings_of(machine)[name], name.rpartition(".")[2]
+    try:
+        kernel.choose(setting, value.item() if isinstance(value, Tensor) else value)
+    except (ValueError, RuntimeError) as fault:
+        raise ValueError(f"{function}: grid of {setting} must hold values it may have: {fault}") from fault
+    return getattr(kernel, setting)
+
+
+def require_comparable(score: Score, rivals: Sequence[Rival]) -> None:
+    """Refuse to compare residuals of KFD, which has targets of its own, with those of other machines."""
+    own = {isinstance(rival.space.machine, KFD) for rival in rivals}
+    if len(own) > 1 and score.targets == "numbers":
+        raise ValueError(
+            f"{score.function}: {score.argument} must read classes to compare KFD with other machines, as "
+            f"its targets are coded differently; got {score.name}, take smooth_error or error_rate instead"
+        )
+
+
+def contest(
+    rivals: Sequence[Rival],
+    problems: Sequence[Problems],
+    score: Score,
+    deadline: float,
+    names: Sequence[str] = ("",),
+) -> list[Outcome]:
+    """Search all machines, see Note [machines compared]; what each came to, up to where it was stopped.
+
+    Args:
+        problems: as each machine sees them; their names, such as " in split 3", go into errors.
+        deadline: of time.monotonic(), maybe infinite.
+
+    Where a search was stopped, some problems may have no candidate with any machine; where none has one, the
+    interrupt goes on.
+    """
+    outcomes: list[Outcome] = []
+    generator = rivals[0].plan.generator
+    state = None if generator is None else generator.get_state()
+    for number, (rival, own) in enumerate(zip(rivals, problems, strict=True)):
+        if generator is not None and state is not None:
+            generator.set_state(state)  # every machine begins as if it were alone
+        now = time.monotonic()
+        until = now + (deadline - now) / (len(rivals) - number)
+        done = sum(len(outcome.history) for outcome in outcomes)
+        watch = _Watch(until, rival.plan.callback, number, done)
+        objective, stopped = run(rival.plan, rival.space, own, score, watch, names)
+        outcomes.append(Outcome(rival, objective, stopped, watch.numbered(objective.history)))
+        if stopped in (INTERRUPTED, CALLBACK):
+            break
+    _require_found(outcomes, names)
+    return outcomes
+
+
+class _Watch:
+    """What may end a search between two evaluations: its time, or the user's callback."""
+
+    def __init__(
+        self, until: float, callback: Callable[[Evaluation], Any] | None, machine: int, done: int
+    ) -> None:
+        self.until, self.callback, self.machine, self.done = until, callback, machine, done
+
+    def numbered(self, steps: list[Evaluation]) -> list[Evaluation]:
+        """Evaluations of this machine, which follow those of the machines before it."""
+        return [step._replace(number=self.done + step.number, machine=self.machine) for step in steps]
+
+    def __call__(self, steps: list[Evaluation]) -> None:
+        """Raise where the newest evaluations were the last ones."""
+        if self.callback is not None:
+            answers = [self.callback(step) for step in self.numbered(steps)]  # all of a batch are told
+            if any(answers):
+                raise StopSearch(CALLBACK)
+        if time.monotonic() >= self.until:
+            raise StopSearch(TIME_BUDGET)
+
+
+def best_of(outcomes: Sequence[Outcome], problem: int) -> tuple[Outcome, Best] | None:
+    """The machine with the best criterion in a problem, and its best candidate; None where there is none."""
+    found = [(outcome, outcome.objective.best[problem]) for outcome in outcomes]
+    found = [(outcome, best) for outcome, best in found if best.theta is not None]
+    return min(found, key=lambda pair: pair[0].objective.score.sign * pair[1].value) if found else None
+
+
+def _require_found(outcomes: list[Outcome], names: Sequence[str]) -> None:
+    """Raise where no candidate could be evaluated in a problem, unless the search did not come to it."""
+    stopped = [outcome.stopped for outcome in outcomes if outcome.stopped]
+    missing = [number for number in range(len(names)) if best_of(outcomes, number) is None]
+    if not missing or (stopped and len(missing) < len(names)):
+        return
+    if INTERRUPTED in stopped:
+        raise KeyboardInterrupt
+    first = outcomes[0]
+    failure = first.objective.failures.get(missing[0])
+    reason = failure or "the criterion is not finite"
+    within = " within the time budget" if TIME_BUDGET in stopped else ""
+    message = f"{first.rival.space.function}: no candidate could be evaluated{names[missing[0]]}{within}: "
+    raise NoCandidateError(f"{message}{reason}") from failure
