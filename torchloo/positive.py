@@ -15,7 +15,10 @@ Values = float | Sequence[float] | Tensor
 
 def log_of(function: str, name: str, values: Values) -> Tensor:
     """Logarithms in float64 of values checked to be positive and finite."""
-    tensor = torch.as_tensor(values, dtype=torch.float64).detach()
+    if isinstance(values, Tensor):  # which stays where it is, whatever the default device
+        tensor = values.detach().double()
+    else:
+        tensor = torch.as_tensor(values, dtype=torch.float64)
     guard = Guard(function)
     guard.positive(**{name: values if isinstance(values, float | int) else tensor})
     guard.check()
