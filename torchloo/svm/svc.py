@@ -64,6 +64,7 @@ class SVC(KernelMachine):
     """
 
     _function = "svc"
+    _with_graph = "loo or lco, whose outputs are differentiable"
 
     def __init__(self, kernel: Kernel, C: Tensor | float = 1.0, *, classes: Any = None) -> None:
         super().__init__(kernel, classes)
