@@ -102,7 +102,11 @@ class Score:
         batch = held_out.weight.shape[:-1]
         if self.batched:
             value = call(held_out) if own else call(held_out, weight=weight)
-            self._require_shape(value, batch)
+            if value.shape != batch:
+                raise TypeError(
+                    f"{self.function}: {self.argument} must return shape {tuple(batch)}, one number for each "
+                    f"problem, got {tuple(value.shape)}"
+                )
             return value
         flat = [
             call(one) if own else call(one, weight=_entry(weight, i, batch))
@@ -111,16 +115,12 @@ class Score:
         values = [
             torch.as_tensor(v, dtype=held_out.outputs.dtype, device=held_out.outputs.device) for v in flat
         ]
-        for each in values:
-            self._require_shape(each, torch.Size())
+        for value in values:
+            if value.ndim:
+                raise ValueError(
+                    f"{self.function}: {self.argument} must return one number, got shape {tuple(value.shape)}"
+                )
         return torch.stack(values).reshape(batch)
-
-    def _require_shape(self, value: Tensor, batch: torch.Size) -> None:
-        if value.shape != batch:
-            shape = f"shape {tuple(batch)}, one number for each problem" if batch else "one number"
-            raise ValueError(
-                f"{self.function}: {self.argument} must return {shape}, got shape {tuple(value.shape)}"
-            )
 
 
 def as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
