@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.svm.fit import checked, solve_problems, trained
+from torchloo.svm.fit import SVMFit, checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
@@ -119,11 +119,10 @@ def _outcomes(
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
     if method == "smo":
-        doubles = [(K, y.double(), box.double()) for K, y, box in problems]
-        return [
-            leave_one_out_by_smo(K, y, box, trained("svm_loo", K, y, box), values, epsilon, smo, rows)
-            for K, y, box in doubles
-        ]
+        K, y, box = (torch.stack(x) for x in zip(*problems, strict=True))
+        fit = _trained([(K, y.double(), box.double()) for K, y, box in problems])
+        found = leave_one_out_by_smo(K, y.double(), box.double(), fit, values, epsilon, smo, rows)
+        return found.by_problem()
     machines: dict[int, tuple[Problem, Exact]] = {}
     for family in families(problems):
         K, y, _ = problems[family[0]]
@@ -137,3 +136,10 @@ def _outcomes(
         raise ValueError(
             "svm_loo: K is too ill-conditioned to follow its paths; scale the inputs or use a smaller C"
         ) from failure
+
+
+def _trained(problems: Sequence[OneProblem]) -> SVMFit:
+    """The machines of problems, (T, n)."""
+    fits = [trained("svm_loo", *problem)[:4] for problem in problems]
+    coef, bias, outputs, gap = (torch.stack(x) for x in zip(*fits, strict=True))
+    return SVMFit(coef, bias, outputs, gap)
