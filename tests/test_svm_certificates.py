@@ -180,7 +180,6 @@ def test_raising_the_bound_maximises_it_over_the_columns_read(monkeypatch):
             return new, new_v
 
     monkeypatch.setattr(loo_smo, "DualBound", Watched)
-    monkeypatch.setattr(bound, "_FEW", 0)
     loo_by_smo(K, y, 3.0, False, 1e-3, SMOOptions(working=4, bound=True, gap_ball=True, newton=0))
     assert len(rises) >= 20
     assert max(rises) > 0.5  # of what was left to gain

@@ -30,7 +30,6 @@ from torchloo.svm.smo.rounds import SMOState
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "SMOOptions", "primal_objective"]
 
 BOUND, GAP_BALL = 1, 2  # what SMOState.stopped_by says
-_FEW = 8  # columns over which beta goes one by one
 
 
 class SMOOptions(NamedTuple):
@@ -192,12 +191,12 @@ class DualBound:
         return primal < bound - 1e-9 * primal.abs() - doubt
 
     def _raised(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """beta and v with H maximised over the columns that alpha has read, by a sweep if they are few."""
+        """beta and v with H higher over the columns that alpha has read: by a sweep beside pairs, else maximal."""
         used, W = s.read.to(s.y).topk(int(s.read.sum(1).max()), 1)  # (R, q): 1 and 0
         y, before, box = (x.gather(1, W) for x in (s.y, beta, s.box * s.read))
         h = at_r.gradient(beta, v).gather(1, W)
         Q = at_r.centred(self.K, s.table, W) * y[:, :, None] * y[:, None, :]
-        if W.shape[1] <= _FEW:
+        if self.options.working == 2:
             change = _swept(Q, h, box, before) * used
         else:
             c = -h - (Q @ (before * used)[:, :, None])[:, :, 0]
