@@ -3,13 +3,21 @@
 import pytest
 import torch
 from hypothesis import given, settings
+<<<<<<< HEAD
 from svm_problems import loo_by_smo, problems, rbf, toy
+=======
+from svm_problems import problems, rbf, solved, toy
+>>>>>>> main
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
+<<<<<<< HEAD
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.held_out import BALL, BOUND
+=======
+from torchloo.svm.held_out import BALL, BOUND, KKT
+>>>>>>> main
 from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
@@ -204,7 +212,7 @@ def test_the_maximised_bound_settles_rows_sooner_than_the_gap_ball(monkeypatch):
 def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
     """The optimal value is concave in alpha_r, so y_r f(x_r) falls with it: the path's early stop."""
     K, y, C = problem
-    ((merged, full),) = solve_problems("test", K, y, torch.full((1, len(y)), C, dtype=y.dtype))
+    merged, full = solved(K, y, torch.full_like(y, C))
     held = full.alpha
     target = (held > 1e-6 * held.max()).nonzero()[:, 0]
     margin = 1 + full.margin[target]

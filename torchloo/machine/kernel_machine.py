@@ -1,7 +1,6 @@
 """What every machine has: a kernel, an expansion over support points, and how both are stored."""
 
 import copy
-import math
 import warnings
 from typing import Any, Self
 
@@ -23,17 +22,7 @@ from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine.frozen import FrozenMachine
 from torchloo.machine.predictor import Predictor
 
-__all__ = ["KernelMachine", "log_parameter"]
-
-
-def log_parameter(function: str, **value: Tensor | float) -> nn.Parameter:
-    """The logarithm of a positive hyper-parameter, in float64, so that any optimiser moves it safely."""
-    guard = Guard(function)
-    guard.positive(**value)
-    guard.check()
-    (positive,) = value.values()
-    log = positive.detach().log() if isinstance(positive, Tensor) else math.log(positive)
-    return nn.Parameter(torch.as_tensor(log, dtype=torch.float64).clone())
+__all__ = ["KernelMachine"]
 
 
 class KernelMachine(nn.Module):

@@ -119,16 +119,23 @@ def _outcomes(
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
     if method == "smo":
+<<<<<<< HEAD
         K, y, box = (torch.stack(x) for x in zip(*problems, strict=True))
         fit = _trained([(K, y.double(), box.double()) for K, y, box in problems])
         found = leave_one_out_by_smo(K, y.double(), box.double(), fit, values, epsilon, smo, rows)
         return found.by_problem()
+=======
+        doubles = [(K, y.double(), box.double()) for K, y, box in problems]
+        return [
+            leave_one_out_by_smo(K, y, box, _trained(K, y, box), values, epsilon, smo, rows)
+            for K, y, box in doubles
+        ]
+>>>>>>> main
     machines: dict[int, tuple[Problem, Exact]] = {}
-    for family in families(problems):
-        K, y, _ = problems[family[0]]
-        boxes = torch.stack([problems[number][2] for number in family])
-        solved = solve_problems("svm_loo", K, y.double(), boxes.double())
-        machines.update(zip(family, solved, strict=True))
+    K, y, box = (torch.stack(x) for x in zip(*problems, strict=True))
+    for numbers, problem, full in solve_problems("svm_loo", K, y.double(), box.double()):
+        for b, number in enumerate(numbers.tolist()):
+            machines[number] = Problem(*(x[b] for x in problem)), Exact(*(x[b] for x in full))
     in_turn = [machines[number] for number in range(len(problems))]
     try:
         return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)
@@ -138,8 +145,14 @@ def _outcomes(
         ) from failure
 
 
+<<<<<<< HEAD
 def _trained(problems: Sequence[OneProblem]) -> SVMFit:
     """The machines of problems, (T, n)."""
     fits = [trained("svm_loo", *problem)[:4] for problem in problems]
     coef, bias, outputs, gap = (torch.stack(x) for x in zip(*fits, strict=True))
     return SVMFit(coef, bias, outputs, gap)
+=======
+def _trained(K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
+    """The machine of one problem."""
+    return trained("svm_loo", K[None], y[None], box[None]).machine(0)
+>>>>>>> main
