@@ -4,15 +4,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-<<<<<<< HEAD
 from torchloo.svm import svm
+from torchloo.svm.fit import solve_problems
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
-=======
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
->>>>>>> main
 
 
 def rbf(X: Tensor, lengthscale: float | Tensor = 1.0) -> Tensor:

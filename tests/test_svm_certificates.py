@@ -3,21 +3,12 @@
 import pytest
 import torch
 from hypothesis import given, settings
-<<<<<<< HEAD
-from svm_problems import loo_by_smo, problems, rbf, toy
-=======
-from svm_problems import problems, rbf, solved, toy
->>>>>>> main
+from svm_problems import loo_by_smo, problems, rbf, solved, toy
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
-<<<<<<< HEAD
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.held_out import BALL, BOUND
-=======
-from torchloo.svm.held_out import BALL, BOUND, KKT
->>>>>>> main
 from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks

@@ -191,7 +191,7 @@ class DualBound:
         return primal < bound - 1e-9 * primal.abs() - doubt
 
     def _raised(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """beta and v with H higher over the columns that alpha has read: by a sweep beside pairs, else maximal."""
+        """beta and v with a higher H by the columns alpha has read: a sweep beside pairs, else the best."""
         used, W = s.read.to(s.y).topk(int(s.read.sum(1).max()), 1)  # (R, q): 1 and 0
         y, before, box = (x.gather(1, W) for x in (s.y, beta, s.box * s.read))
         h = at_r.gradient(beta, v).gather(1, W)

@@ -52,7 +52,7 @@ def leave_one_out_by_smo(
     only check 1 is used and no problem stops before epsilon-KKT. `only` (n,) is true for the rows that are
     asked for.
     """
-    K, rounding = _in_double(K)
+    K, rounding, _ = in_double(K)
     alpha = (fit.coef * y).clamp_min(0)
     outputs = fit.outputs.clone()
     doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
@@ -84,12 +84,6 @@ def leave_one_out_by_smo(
     if not values:
         outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
     return RowOutcome(outputs, certified, by, steps, columns, newton, None)
-
-
-def _in_double(K: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernel matrices (T, n, n) in float64 and their e of Note [rounding of K], (T, n)."""
-    matrices, rounding, _ = zip(*(in_double(k) for k in K), strict=True)
-    return (torch.stack(matrices) if len(K) > 1 else matrices[0][None]), torch.stack(rounding)
 
 
 def _solve(
@@ -134,7 +128,7 @@ def leave_clusters_out_by_smo(
 
     Of one machine: K (n, n), the rest (n,).
     """
-    matrix, rounding = _in_double(K[None])
+    matrix, rounding, _ = in_double(K[None])
     labels, member = torch.unique(clusters, return_inverse=True)
     alpha = (fit.coef * y).clamp_min(0)
     inside = torch.arange(len(labels), device=member.device)[:, None] == member  # (G, n)
