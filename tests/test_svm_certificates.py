@@ -3,12 +3,11 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from svm_problems import problems, rbf, toy
+from svm_problems import problems, rbf, solved, toy
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.held_out import BALL, BOUND, KKT
 from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
@@ -205,7 +204,7 @@ def test_the_maximised_bound_settles_rows_sooner_than_the_gap_ball(monkeypatch):
 def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
     """The optimal value is concave in alpha_r, so y_r f(x_r) falls with it: the path's early stop."""
     K, y, C = problem
-    ((merged, full),) = solve_problems("test", K, y, torch.full((1, len(y)), C, dtype=y.dtype))
+    merged, full = solved(K, y, torch.full_like(y, C))
     held = full.alpha
     target = (held > 1e-6 * held.max()).nonzero()[:, 0]
     margin = 1 + full.margin[target]

@@ -68,10 +68,11 @@ def machine(findings: Findings) -> str:
     meaning += ", each class against the others, on average over the classes" * plan.averaged
     several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
     together = ", its cluster left out with it" if findings.lco is not None else ""
+    until = f", until the {choice.stopped} was used up" if choice.stopped else ""
     words = (
         f"A {MACHINES[plan.spec.machine]} with {KERNELS[plan.spec.kernel]}{several}. Its settings were "
         f"chosen by {name}: {meaning}, each row held out in turn{together}. "
-        f"{choice.evaluations} settings were tried."
+        f"{choice.evaluations} settings were tried{until}."
     )
     rows = [[key, number(value), PARAMETERS.get(key, "")] for key, value in findings.parameters]
     if plan.spec.machine == "sparse":
