@@ -95,7 +95,20 @@ def streamed():
             "path": tl.distributed.path(machine, stream, regs=REGS),
             "fit": tl.distributed.fit(machine, stream)(rows()[0]).detach(),
         }
+        tensors = [t[part] for t in rows()]
+        of_tensors = {
+            "path": tl.distributed.path(machine, *tensors[:2], regs=REGS, weight=tensors[2]),
+            "fit": tl.distributed.fit(machine, *tensors)(rows()[0]).detach(),
+        }
+        assert_alike(of_tensors, results[name])
     return results
+
+
+def assert_alike(received, expected):
+    for call, fields in received.items():
+        for one, other in zip(fields, expected[call], strict=True):
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
 @on_the_cpu
@@ -114,6 +127,9 @@ def classes():
         batches = tl.Stream([(X[part], labels[part])], progress=False)
         make = MACHINES[name]
         fitted = tl.distributed.fit(make(), stream)
+        of_tensors = tl.distributed.fit(make(), X[part], labels[part])
+        assert torch.equal(of_tensors.classes, fitted.classes)
+        torch.testing.assert_close(of_tensors(X), fitted(X))
         results[name] = {
             "tensors": [
                 t if t is None else t.detach() for t in tl.distributed.loo(make(), X[part], labels[part])

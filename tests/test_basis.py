@@ -148,7 +148,9 @@ def test_pruned_keeps_the_largest_coefficients_round_after_round():
         left = [left[i] for i in ranked[:stay]]
     expected = (left + order)[:9]
     chosen = basis.pruned(9, reg=0.3, drop=0.2)(RBF(0.9), X, Y, weight)
-    assert chosen.indices.tolist() == expected
+    received = chosen.indices.tolist()
+    assert received[2:] == expected[2:]
+    assert sorted(received[:2]) == sorted(expected[:2])  # beside a bias, two rows have opposite coefficients
 
 
 def test_all_takes_every_row_in_order():

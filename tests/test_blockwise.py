@@ -18,7 +18,7 @@ CLUSTERS = {"rows": None, "ragged": RAGGED, "halves": torch.arange(N) % 2}
 
 @pytest.fixture(autouse=True)
 def _clusters_by_blocks_too(monkeypatch):
-    monkeypatch.setattr("torchloo.machine.least_squares._TOGETHER", 0)
+    monkeypatch.setattr("torchloo.primal.front._TOGETHER", 0)
 
 
 def randn(*shape, seed=0):

@@ -198,7 +198,7 @@ def test_every_changed_value_is_refused(root, capsys, kind):
         (
             ("version",),
             1,
-            f"by torchloo {NOW}, its format has the version 1; torchloo {NOW} reads version 2",
+            f"by torchloo {NOW}, its format has the version 1; torchloo {NOW} reads version 3",
         ),
         (("version",), "new\nline", "has the version unknown"),
     ],

@@ -137,7 +137,7 @@ def compare_path(problem, regs):
 @pytest.fixture(autouse=True, scope="module")
 def _clusters_by_blocks_too():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchloo.machine.least_squares._TOGETHER", 0)
+        patch.setattr("torchloo.primal.front._TOGETHER", 0)
         yield
 
 

@@ -201,7 +201,7 @@ def test_an_interrupted_process_gives_the_splits_it_came_to(results):
         ("kernel", "TypeError: .*SparseLSSVM", None),
         ("columns", "ValueError: .*features, outputs, dtype and bias must be alike", None),
         ("stream's outputs", "ValueError: .*features, outputs, dtype and bias must be alike", None),
-        ("empty shard", "process 1 failed with ValueError: Stream: X must be .*one row", "Stream: X"),
+        ("empty shard", "process 1 failed with ValueError: lssvm: X must be .*one row", "lssvm: X"),
         ("call", r"process 0 called distributed\.loo of tensors and process 1 .*\.lco of tensors$", None),
         ("stream and tensors", "process 0 called .*loo of a Stream and process 1 .*loo of tensors$", None),
         ("loo and gather", r"process 0 called .*loo of tensors and process 1 .*distributed\.gather$", None),

@@ -59,7 +59,7 @@ def _along(machine):
 
 @pytest.fixture(autouse=True)
 def _clusters_by_blocks_too(monkeypatch):
-    monkeypatch.setattr("torchloo.machine.least_squares._TOGETHER", 0)
+    monkeypatch.setattr("torchloo.primal.front._TOGETHER", 0)
 
 
 @pytest.fixture
@@ -131,3 +131,20 @@ def test_float32_serves_where_the_condition_allows_and_else_float64_does(name, s
         MACHINES[name](reg, 0.0).loo(**given((X, y, weight), streamed))
         assert kinds[-1] == expected
         assert kinds.count(torch.float32) <= (5 if expected == torch.float32 else 1)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("offset", "lonely"), [(0.0, False), (100.0, False), (0.0, True)])
+def test_machines_solved_from_a_stream_are_those_of_products_in_float64(name, offset, lonely, in_float64):
+    data, X_new = rows(offset, lonely), rows(offset)[0][:50]
+    spread = data[1].std(0).max() if name != "rls" else data[1].square().mean().sqrt()
+
+    def solved(machine):
+        found = machine.solve(**given(data, streamed=True))
+        return machine.fit(found)(X_new), found.path(_along(machine)).outputs, found.held_out().outputs
+
+    for reg in (1e-4, 1e-2, 1.0, 1e2, 1e4):
+        machine = MACHINES[name](reg, offset)
+        pairs = zip(solved(machine), in_float64(lambda machine=machine: solved(machine)), strict=True)
+        for received, expected in pairs:
+            assert (received - expected).abs().max() <= LIMIT * spread

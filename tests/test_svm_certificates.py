@@ -3,17 +3,19 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from svm_problems import problems, rbf, toy
+from svm_problems import problems, rbf, solved, toy
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.held_out import BALL, BOUND, KKT
 from torchloo.svm.path.unlearn import unlearn
+from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
+from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo import bound, loo_smo
 from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo.rounds import smo
 
 CHECKS = ("check 1: not a support vector", "check 2: the full machine errs", "check 3: Joachims")
 E2 = "E2: norm of the change"
@@ -202,7 +204,7 @@ def test_the_maximised_bound_settles_rows_sooner_than_the_gap_ball(monkeypatch):
 def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
     """The optimal value is concave in alpha_r, so y_r f(x_r) falls with it: the path's early stop."""
     K, y, C = problem
-    ((merged, full),) = solve_problems("test", K, y, torch.full((1, len(y)), C, dtype=y.dtype))
+    merged, full = solved(K, y, torch.full_like(y, C))
     held = full.alpha
     target = (held > 1e-6 * held.max()).nonzero()[:, 0]
     margin = 1 + full.margin[target]
@@ -226,3 +228,33 @@ def test_a_proof_is_believed_where_the_output_is_exactly_zero(proofs):
     exact = svm_loo(K, y, 1.0)
     assert bool(held.certified.all())
     assert held.errors.tolist() == exact.errors.tolist()
+
+
+def test_machines_on_several_kernel_matrices_are_checked_as_each_alone():
+    X, y = toy(14, n=24, d=3)
+    K = torch.stack([rbf(X, 0.7), rbf(X, 2.0), X @ X.T])
+    y = torch.stack([y, -y, torch.where(torch.arange(24) == 5, 1.0, -1.0).double()])
+    box = torch.tensor([[5.0], [0.3], [20.0]], dtype=torch.float64).repeat(1, 24)
+    rounding = torch.rand(3, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1e-6
+    fit = svm(K, y, torch.tensor([5.0, 0.3, 20.0], dtype=torch.float64))
+    alpha, f = fit.coef * y, fit.outputs
+    doubt = value_bound(K, alpha, y * f - 1, box, rounding)
+    by = sufficiency_checks(K, y, alpha, f, box, doubt)
+    for t in range(3):
+        assert_close(doubt[t], value_bound(K[t], alpha[t], y[t] * f[t] - 1, box[t], rounding[t]))
+        assert torch.equal(by[t], sufficiency_checks(K[t], y[t], alpha[t], f[t], box[t], doubt[t]))
+        assert torch.equal(only_of_its_class(y)[t], only_of_its_class(y[t]))
+    assert len(by.unique()) >= 4
+    table, target = torch.arange(3).repeat_interleave(24), torch.arange(24).repeat(3)
+    boxes = box[table].scatter(1, target[:, None], 0.0)
+    end = smo(K, y[table], boxes, torch.zeros_like(boxes), 1.0, table, newton=0)
+    u, labels = end.F + y[table], y[table]
+    held = Held(end.alpha, u, boxes, target, rounding[table], table=table)
+    proof = gap_ball_sign(K, labels, held, end.bias)
+    assert 0 < int((proof.sign == 0).sum()) < 60
+    for t in range(3):
+        of = slice(24 * t, 24 * t + 24)
+        one = Held(end.alpha[of], u[of], boxes[of], target[of], rounding[t])
+        alone = gap_ball_sign(K[t], y[t], one, end.bias[of])
+        assert torch.equal(proof.sign[of], alone.sign)
+        assert_close(proof.gap[of], alone.gap)

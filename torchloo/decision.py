@@ -1,4 +1,4 @@
-"""threshold: where to cut the outputs of a machine, by what it says of rows that it has not seen."""
+"""threshold: where to cut the outputs of a machine, chosen on held-out outputs."""
 
 from collections.abc import Callable
 from typing import Any

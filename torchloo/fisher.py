@@ -1,5 +1,6 @@
 """The kernel Fisher discriminant: the least-squares machine of the kernel matrix K K^T."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from torchloo.problem import Regs, check_dual
 from torchloo.representation import CentredFeatures, Coefficients
 from torchloo.smoothers import Fit
 from torchloo.spectral import from_features
-from torchloo.streaming.stream import Stream
 
 __all__ = ["KFD", "kfd"]
 
@@ -127,7 +127,8 @@ class KFD(LeastSquares):
         """False: whatever the kernel, the features are the columns of K."""
         return False
 
-    def _expansion(self, stream: Stream) -> Expansion:
+    def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
+        """None: the columns of K are as many as the rows."""
         raise TypeError(
             "kfd: a stream needs a machine with few features; use SparseLSSVM(kernel, reg, basis=...) "
             "with y coded as s/s_1 and -s/s_2"

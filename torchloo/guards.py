@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ __all__ = [
     "require_floating",
     "require_inputs",
     "values_visible",
+    "warn_of_cut_graph",
     "whole_number",
 ]
 
@@ -42,6 +44,12 @@ def values_visible(*tensors: Tensor) -> bool:
         if t.is_meta or isinstance(t, FakeTensor) or torch._C._functorch.is_legacy_batchedtensor(t):
             return False
     return True
+
+
+def warn_of_cut_graph(reason: str, *inputs: object, stacklevel: int) -> None:
+    """Warn the caller where inputs belong to a graph, which what is made of them does not."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        warnings.warn(reason, stacklevel=stacklevel + 1)
 
 
 def full_dtype(dtype: torch.dtype) -> torch.dtype:

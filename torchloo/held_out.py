@@ -1,4 +1,4 @@
-"""HeldOut: what a machine says of the points that it has not seen."""
+"""HeldOut: predictions of every row by the machine that has not seen it."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class HeldOut(NamedTuple):
     """
 
     outputs: Tensor
-    """What the machine that never saw row i (or its cluster) says of row i."""
+    """Prediction of row i by the machine that never saw it (or its cluster)."""
 
     residuals: Tensor
     """targets - outputs, from the closed form."""

@@ -24,7 +24,6 @@ from torchloo.problem import Regs
 from torchloo.representation import CentredFeatures, Coefficients
 from torchloo.smoothers import Fit
 from torchloo.spectral import from_features
-from torchloo.streaming.stream import Stream
 
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
 
@@ -296,7 +295,7 @@ class SparseLSSVM(LeastSquares):
         self._keep_uncertainty(solved.dtype, None, None, spread)
         self.kept = expansion.kept
 
-    def _expansion(self, stream: Stream) -> Expansion:
+    def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
         """Features of Note [sparse features], for a basis that does not need all rows to be found."""
         if isinstance(self.rows, Selector):
             raise ValueError(
@@ -306,7 +305,7 @@ class SparseLSSVM(LeastSquares):
         basis = self.basis
         if basis is None:
             assert self.rows is not None
-            basis = stream.head(self._function, self.rows)
+            basis = first(self.rows)
         evaluate, tensors = pure(self.kernel, "forward")
         guard = Guard(self._function)
         with torch.no_grad():
@@ -316,14 +315,22 @@ class SparseLSSVM(LeastSquares):
                 f"{self._function}: basis must be (m, d) for a stream, got shape {tuple(basis.shape)}"
             )
         guard.symmetric(Kzz=Kzz)
-        expansion = self._expanded(guard, Kzz, evaluate, [basis, *tensors])
+        expansion = self._expanded(guard, Kzz, evaluate, [basis, *tensors], basis)
         guard.check()
         return expansion
 
     def _expanded(
-        self, guard: Guard, Kzz: Tensor, evaluate: Callable[..., Tensor], tensors: list[Tensor]
+        self,
+        guard: Guard,
+        Kzz: Tensor,
+        evaluate: Callable[..., Tensor],
+        tensors: list[Tensor],
+        basis: Tensor,
     ) -> Expansion:
-        """Features from kernel columns evaluate(parameters, basis, X), for tensors (basis, *parameters)."""
+        """Features from kernel columns evaluate(parameters, z, X), for tensors (z, *parameters).
+
+        z is the basis, or what a network makes of it.
+        """
         with torch.no_grad():
             L, kept, inverse = _inverted(guard, Kzz)
 
@@ -336,13 +343,13 @@ class SparseLSSVM(LeastSquares):
             basis, *others = given
             return evaluate(others, basis)
 
-        return Expansion(columns, len(L), tensors, gram, L, tensors[0].detach(), kept, inverse)
+        return Expansion(columns, len(L), tensors, gram, L, basis.detach(), kept, inverse)
 
     def _by_features(self, X: Tensor) -> bool:
         """False: whatever the kernel, the features are those of the basis."""
         return False
 
-    def _explicit(
+    def features_of(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
         """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
@@ -364,7 +371,7 @@ class SparseLSSVM(LeastSquares):
             Kzz = self.kernel.between(centres)
         if Kzz.ndim > 2 or inputs.ndim > 2:
             return None
-        return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors])
+        return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors], basis)
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         if self.basis is not None:

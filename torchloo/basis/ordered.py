@@ -66,7 +66,7 @@ class pruned(_InOrder):  # noqa: N801
         left = torch.arange(n, device=K.device).expand_as(factor.rest)
         dropped: list[Tensor] = []
         while left.shape[-1] > 1:
-            size = self._coefficients(K, Y, weight, left).norm(dim=-1)  # (..., r)
+            size = self._coefficients(K, Y, weight, left).square().sum(-1)  # (..., r)
             left = left.take_along_dim(size.argsort(dim=-1, descending=True, stable=True), -1)
             stay = left.shape[-1] - max(1, int(self.drop * left.shape[-1]))
             dropped.append(left[..., stay:])

@@ -13,6 +13,7 @@ from torchloo.commands.class_table import ClassTable
 from torchloo.commands.measures import Measure, Outer, guess, measures
 from torchloo.commands.problem import Answers, Plan, Problem
 from torchloo.commands.tables import Prepared
+from torchloo.commands.uncertainty import Uncertainty
 from torchloo.held_out import HeldOut
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.splits import Split
@@ -34,6 +35,8 @@ class Choice(NamedTuple):
     evaluations: int
     seconds: float
     """About what another such search would take."""
+    stopped: str
+    """Why the search ended early, or nothing."""
 
 
 class Row(NamedTuple):
@@ -73,6 +76,7 @@ class Findings:
     rows: list[Row]
     by_class: ClassTable | None
     """The inner answers class by class; None for regression."""
+    uncertainty: Uncertainty
 
     @property
     def classes(self) -> int:
@@ -113,6 +117,7 @@ def _how(problem: Problem, plan: Plan) -> dict[str, Any]:
         "clusters": problem.clusters,
         "weight": problem.weight,
         "prior": plan.prior,
+        "time_budget": plan.time_of_each,
         "generator": torch.Generator().manual_seed(plan.seed),
         "progress": plan.progress,
     }
@@ -128,7 +133,8 @@ def choose(problem: Problem, plan: Plan) -> Choice:
     )
     seconds = selection.evaluations * _seconds_of_one(selection.machine, problem, plan)
     history = [float(record.value) for record in selection.history]
-    return Choice(selection.machine, float(selection.value), history, int(selection.evaluations), seconds)
+    stopped = selection.table[0]["stopped"]
+    return Choice(selection.machine, selection.value, history, selection.evaluations, seconds, stopped)
 
 
 @torch.no_grad()
@@ -178,6 +184,7 @@ def examine(
     ways = [None if way is None else _of_table(way, y) for way in (loo, lco)]
     classes = len(prepared.schema.labels)
     inner = ways[0] if ways[1] is None else ways[1]
+    assert inner is not None
     return Findings(
         plan=plan,
         prepared=prepared,
@@ -189,7 +196,8 @@ def examine(
         lco=None if lco is None else problem.answers(lco),
         leverage=None if leverage is None else problem.restored(leverage),
         rows=_rows(measures(y, classes), y, ways, outer),
-        by_class=ClassTable.of(inner) if classes and inner is not None else None,
+        by_class=ClassTable.of(inner) if classes else None,
+        uncertainty=Uncertainty.of(inner, classes, problem, plan.spec.rows > 0),
     )
 
 

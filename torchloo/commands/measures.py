@@ -128,7 +128,7 @@ def _auc(held_out: HeldOut) -> Tensor:
 
 
 def guess(y: Tensor) -> HeldOut:
-    """Always saying the mean of the targets, which for classes is to name the commonest one."""
+    """Always predicting the mean of the targets; for classes, the most frequent one."""
     outputs = y.mean(0).expand_as(y)
     ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
     return HeldOut(outputs, y - outputs, y, ones, None, torch.ones_like(y), ones > 1)

@@ -2,9 +2,9 @@
 
 The file is plain data, which torch.load reads with weights_only=True:
 
-    {"format": "torchloo model", "version": 2, "torchloo": "0.1.0",
+    {"format": "torchloo model", "version": 3, "torchloo": "0.1.0",
      "machine": Spec as a dictionary, "schema": Schema as a dictionary, "state": a state_dict,
-     "sha256": the checksum of all the others}
+     "uncertainty": Uncertainty as a dictionary, "sha256": the checksum of all the others}
 
 Whatever `load` takes out of it has been checked: that it is there, its type, its shape, that numbers are
 finite, that the parts fit together, and, by the checksum, that no value has changed since.
@@ -15,57 +15,37 @@ import io
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import torchloo as tl
-from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.commands.schema import Schema, require_fields
 from torchloo.commands.shell import UserError, first_line
+from torchloo.commands.spec import Spec
+from torchloo.commands.uncertainty import TrainingRows, Uncertainty, require_tensor
 from torchloo.machine import KernelMachine
 
-__all__ = ["Spec", "checksum", "load", "save"]
+__all__ = ["Model", "checksum", "load", "save"]
 
-_FORMAT, _VERSION = "torchloo model", 2
-_FIELDS = ("format", "version", "torchloo", "machine", "schema", "state", "sha256")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a machine is made of, before it has seen any data."""
-
-    machine: str
-    kernel: str
-    inputs: int
-    basis: int = 0
-
-    @classmethod
-    def from_dict(cls, plain: object, schema: Schema) -> "Spec":
-        """What was saved beside a schema; ValueError says what is wrong with anything else."""
-        spec = cls(**require_fields("machine", plain, [each.name for each in fields(cls)]))
-        for name, value, known in (("machine", spec.machine, MACHINES), ("kernel", spec.kernel, KERNELS)):
-            if not isinstance(value, str) or value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}")
-        if type(spec.inputs) is not int or spec.inputs != len(schema.inputs):
-            raise ValueError(f"machine: inputs must be {len(schema.inputs)}, as the schema has")
-        if type(spec.basis) is not int or (spec.basis > 0) != (spec.machine == "sparse"):
-            raise ValueError("machine: basis must be positive for a sparse machine, and 0 for others")
-        if spec.machine in TELL_CLASSES_APART and not schema.labels:
-            raise ValueError(f"machine: {spec.machine} needs labels")
-        return spec
-
-    def build(self) -> KernelMachine:
-        """A machine that has not been fitted."""
-        options = {"basis": self.basis} if self.machine == "sparse" else {}
-        return MACHINES[self.machine](KERNELS[self.kernel](self.inputs), **options)
+_FORMAT, _VERSION = "torchloo model", 3
+_FIELDS = ("format", "version", "torchloo", "machine", "schema", "state", "uncertainty", "sha256")
 
 
-def save(path: Path, spec: Spec, schema: Schema, machine: KernelMachine) -> None:
+class Model(NamedTuple):
+    """What predicts new rows."""
+
+    schema: Schema
+    machine: KernelMachine
+    uncertainty: Uncertainty
+
+
+def save(path: Path, spec: Spec, model: Model) -> None:
     """Write a fitted machine and all that `load` needs."""
-    content = {
+    schema, machine, uncertainty = model
+    content: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
         "torchloo": tl.__version__,
@@ -74,7 +54,11 @@ def save(path: Path, spec: Spec, schema: Schema, machine: KernelMachine) -> None
         "state": {
             name: _on_host(value) for name, value in machine.state_dict().items() if name not in machine.spare
         },
+        "uncertainty": uncertainty.as_dict(),
     }
+    kept, support = content["uncertainty"]["rows"], content["state"]["support"]
+    if kept and torch.equal(kept["X"], support):
+        kept["X"] = support  # which is written once
     content["sha256"] = checksum(content)
     buffer = io.BytesIO()  # torch's own writing to a path fails on a full disk without saying so
     torch.save(content, buffer)
@@ -108,8 +92,8 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
         yield f"{value!r} ".encode()
 
 
-def load(path: Path, device: str) -> tuple[Schema, KernelMachine]:
-    """The schema and the fitted machine of a file; UserError for whatever `save` cannot have written."""
+def load(path: Path, device: str) -> Model:
+    """The model of a file; UserError for whatever `save` cannot have written."""
     content = _content(path)
     try:
         require_fields("the model", content, _FIELDS)
@@ -118,13 +102,14 @@ def load(path: Path, device: str) -> tuple[Schema, KernelMachine]:
         schema = Schema.from_dict(content["schema"])
         spec = Spec.from_dict(content["machine"], schema)
         machine = spec.build()
-        _require_state(spec, schema, machine, content["state"])
+        uncertainty = Uncertainty.from_dict(content["uncertainty"], schema, spec.rows)
+        _require_state(spec, schema, machine, content["state"], uncertainty.rows)
         if checksum(content) != content["sha256"]:
             raise ValueError("its checksum does not match")
     except ValueError as error:
         raise UserError(f"{_not_ours(path)}, or it is damaged: {first_line(error)}") from error
     machine.load_state_dict(content["state"])
-    return schema, machine.to(device)
+    return Model(schema, machine.to(device), uncertainty)
 
 
 def _not_ours(path: Path) -> str:
@@ -158,12 +143,14 @@ def _content(path: Path) -> dict[str, Any]:
     return plain
 
 
-def _require_state(spec: Spec, schema: Schema, machine: KernelMachine, state: object) -> None:
-    """Refuse a state that is not the one of such a machine, fitted; ValueError says why."""
+def _require_state(
+    spec: Spec, schema: Schema, machine: KernelMachine, state: object, rows_kept: TrainingRows | None
+) -> None:
+    """Refuse a state that is not the one of such a machine, fitted to such rows; ValueError says why."""
     logarithms = dict(machine.named_parameters())
     values = require_fields("state", state, [*logarithms, *machine._fitted, "_extra_state"])
     for name, parameter in logarithms.items():
-        _require_tensor(name, values[name], tuple(parameter.shape))
+        require_tensor(f"state: {name}", values[name], tuple(parameter.shape), torch.float64)
         positive = values[name].exp()
         if not (positive.isfinite() & (positive > 0)).all():
             raise ValueError(f"state: {name} must be the logarithm of a positive number")
@@ -180,22 +167,12 @@ def _require_state(spec: Spec, schema: Schema, machine: KernelMachine, state: ob
         "kept": (rows,),
     }
     for name in machine._fitted:
-        _require_tensor(name, values[name], shapes[name], torch.bool if name == "kept" else torch.float64)
+        dtype = torch.bool if name == "kept" else torch.float64
+        require_tensor(f"state: {name}", values[name], shapes[name], dtype)
+    if rows_kept and not linear and not spec.basis and not torch.equal(rows_kept[0], values["support"]):
+        raise ValueError("rows: X must be the support of the machine")
 
 
 def _rows_of(support: object) -> int:
     """How many rows a machine is built on; only of one neither sparse nor linear is it free."""
     return max(1, support.shape[0]) if isinstance(support, torch.Tensor) and support.ndim else 1
-
-
-def _require_tensor(
-    name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
-) -> None:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.device.type != "cpu":
-        raise ValueError(f"state: {name} must be a dense tensor")
-    if value.dtype != dtype or value.shape != shape:
-        raise ValueError(
-            f"state: {name} must be {dtype} of shape {shape}, got {value.dtype} of shape {tuple(value.shape)}"
-        )
-    if not value.isfinite().all():
-        raise ValueError(f"state: {name} must be finite")

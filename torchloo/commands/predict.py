@@ -14,6 +14,7 @@ from torchloo.commands.shell import (
     UserError,
     comma_separated,
     first_line,
+    positive,
     require_other_file,
     writable,
     write,
@@ -31,6 +32,8 @@ def add(commands: Any) -> None:
         help="predict new rows with a model of torchloo select",
         description="Predict the rows of a table with a model that torchloo select has written. The table "
         "must have the model's input columns; a target column may be there, and is then compared with. "
+        "Beside each predicted number stand the ends of an interval that a new target lies in (jackknife+), "
+        "beside each class the probabilities of all classes, calibrated on held-out rows. "
         "Classes that a spreadsheet would run as a formula, such as =A1, are written with a single quote in "
         "front.",
     )
@@ -46,6 +49,12 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--ignore-extra", action="store_true", help="take no notice of columns that the model does not know"
     )
+    parser.add_argument(
+        "--level",
+        type=_level,
+        metavar="P",
+        help="how often a new target is to lie in its interval (default: 0.9)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.set_defaults(run=run)
 
@@ -55,23 +64,34 @@ def run(args: argparse.Namespace) -> int:
     require_other_file(args.out, args.model, args.data)
     require_device(args.device)
     pd = pandas()
-    schema, machine = load(args.model, args.device)
+    schema, machine, uncertainty = load(args.model, args.device)
+    if args.level is not None and uncertainty.rows is None:
+        of = "it predicts classes" if schema.labels else "it has not kept its rows, which were too many"
+        raise UserError(f"--level: the model has no intervals, as {of}")
     frame, notes = read_table(args.data, schema.text, schema.decimals)
     X = torch.tensor(schema.design(frame, args.ignore_extra), device=args.device)
     try:
         with torch.no_grad():
             outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
+        _require_finite(outputs)
+        beside = uncertainty.columns(schema, machine, X, outputs, args.level or 0.9)
     except (ValueError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
-    _require_finite(outputs)
     compared = []
     if schema.target in frame.columns and not frame[schema.target].isna().any():
-        compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs))
-    columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs)}
+        compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs, beside))
+    columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs), **beside}
     write(args.out, comma_separated(pd.DataFrame(columns)).encode())
     rows = "1 row" if len(frame) == 1 else f"{len(frame)} rows"
     print("\n".join([f"{rows} predicted: {args.out}", *(f"  note: {note}" for note in notes), *compared]))
     return 0
+
+
+def _level(text: str) -> float:
+    """An argument that is a number between 0 and 1."""
+    if (value := positive(text)) >= 1:
+        raise argparse.ArgumentTypeError(f"must be below 1, such as 0.9, got {text!r}")
+    return value
 
 
 def require_device(device: str) -> None:
@@ -101,9 +121,13 @@ def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
     return prediction | {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
 
 
-def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray) -> str:
+def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray, beside: dict[str, np.ndarray]) -> str:
     """How the predictions compare with a target column of the same table."""
     if not schema.labels:
-        return f"beside its column {schema.target!r}: RMSE {np.sqrt(np.mean((y - outputs) ** 2)):.4g}"
+        said = f"beside its column {schema.target!r}: RMSE {np.sqrt(np.mean((y - outputs) ** 2)):.4g}"
+        if not beside:
+            return said
+        inside = (beside["lower"] <= y) & (y <= beside["upper"])
+        return f"{said}, {int(inside.sum())} of {len(y)} in their intervals ({inside.mean():.1%})"
     wrong = (y > 0) != (outputs >= 0) if y.ndim == 1 else y.argmax(1) != outputs.argmax(1)
     return f"beside its column {schema.target!r}: {int(wrong.sum())} of {len(y)} wrong ({wrong.mean():.1%})"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchloo as tl
-from torchloo.commands.models import Spec
+from torchloo.commands.spec import Spec
 from torchloo.commands.tables import Prepared
 from torchloo.held_out import HeldOut
 
@@ -29,8 +29,15 @@ class Plan:
     device: str
     progress: bool
     standardise: bool
+    time_budget: float | None = None
+    """Seconds for searches, of the choice and of the outer estimate together."""
     several_classes: bool = False
     """One column of targets for each of more than two classes."""
+
+    @property
+    def time_of_each(self) -> float | None:
+        """Seconds for the choice, and as many for the outer estimate if there is one."""
+        return None if self.time_budget is None else self.time_budget / (2 if self.outer else 1)
 
     @property
     def criterion_function(self) -> Any:

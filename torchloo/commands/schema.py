@@ -31,6 +31,7 @@ __all__ = [
     "numbers",
     "require_complete",
     "require_fields",
+    "row_number",
     "texts",
     "with_dates",
 ]
@@ -67,7 +68,8 @@ class Column:
             row = int(unknown.argmax())
             known = listed(list(self.levels))
             raise TableError(
-                f"column {self.name!r} has the value {str(text[row])!r} in row {row + 1}; known: {known}"
+                f"column {self.name!r} has the value {str(text[row])!r} in row "
+                f"{row_number(series, row)}; known: {known}"
             )
         return (text[:, None] == np.array(self.levels[len(self.levels) == 2 :])).astype(float)
 
@@ -125,7 +127,8 @@ class Schema:
         if (position < 0).any():
             row = int((position < 0).argmax())
             raise TableError(
-                f"target {self.target!r} has the value {str(labels[row])!r} in row {row + 1}; "
+                f"target {self.target!r} has the value {str(labels[row])!r} in row "
+                f"{row_number(values, row)}; "
                 f"the machine knows {listed(list(self.labels))}"
             )
         columns = one_vs_rest(position, range(len(self.labels)), dtype=torch.float64).numpy()
@@ -231,6 +234,11 @@ def _require_distinct(name: str, values: Collection[str]) -> None:
         raise ValueError(f"schema: {name} must be distinct")
 
 
+def row_number(values: "pd.DataFrame | pd.Series", place: int) -> int:
+    """The number in the file, from 1, of the row at a place of a table that may lack some of its rows."""
+    return int(values.index[place]) + 1
+
+
 def require_complete(frame: "pd.DataFrame", names: list[str]) -> None:
     """No missing values, no infinities."""
     missing = {name: frame[name].isna().to_numpy() for name in names}
@@ -240,11 +248,12 @@ def require_complete(frame: "pd.DataFrame", names: list[str]) -> None:
         others = f" (and in {len(bad) - 1} more columns)" if len(bad) > 1 else ""
         raise TableError(
             f"missing values: {int(flags.sum())} in column {name!r}, the first in row "
-            f"{int(flags.argmax()) + 1}{others}; fill them in, or select with --missing drop or mean"
+            f"{row_number(frame, int(flags.argmax()))}{others}; fill them in, or select with --missing drop "
+            "or mean"
         )
     for name in names:
         if frame[name].dtype.kind == "f" and not np.isfinite(values := frame[name].to_numpy()).all():
-            row = int((~np.isfinite(values)).argmax()) + 1
+            row = row_number(frame, int((~np.isfinite(values)).argmax()))
             raise TableError(f"column {name!r} is infinite in row {row}")
 
 
@@ -288,7 +297,7 @@ def days(series: "pd.Series") -> np.ndarray:
         row = int(wrong.argmax())
         raise TableError(
             f"column {series.name!r} must hold dates such as 2020-01-31, got {str(series.iloc[row])!r} in "
-            f"row {row + 1}"
+            f"row {row_number(series, row)}"
         )
     since = moments - pandas().Timestamp(0, tz="UTC")
     return (since / pandas().Timedelta(days=1)).to_numpy(dtype=float)
@@ -306,7 +315,8 @@ def numbers(series: "pd.Series") -> np.ndarray:
     if np.isnan(values).any():
         row = int(np.isnan(values).argmax())
         raise TableError(
-            f"column {series.name!r} must hold numbers, got {str(series.iloc[row])!r} in row {row + 1}"
+            f"column {series.name!r} must hold numbers, got {str(series.iloc[row])!r} in row "
+            f"{row_number(series, row)}"
         )
     return values
 

@@ -1,6 +1,7 @@
 """`torchloo select`: from a table to a chosen machine, an honest estimate and a report."""
 
 import argparse
+import math
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from torchloo import report
 from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.commands.findings import Findings, choose, estimate, examine
 from torchloo.commands.measures import measures
-from torchloo.commands.models import Spec, save
+from torchloo.commands.models import Model, save
 from torchloo.commands.predict import require_device
 from torchloo.commands.problem import Plan, Problem
 from torchloo.commands.reading import read_table
@@ -33,9 +34,11 @@ from torchloo.commands.shell import (
     positive,
     whole,
 )
+from torchloo.commands.spec import Spec
 from torchloo.commands.splitting import outer_splits
 from torchloo.commands.tables import Prepared, Roles, prepare
 from torchloo.commands.telling import described, held_out, summary
+from torchloo.commands.uncertainty import MOST_ROWS
 from torchloo.report import pictures, wording
 
 __all__ = ["add", "run"]
@@ -85,6 +88,13 @@ def add(commands: Any) -> None:
         metavar="S",
         help="strength of a prior that keeps the kernel's settings near their start, such as 1, against "
         "over-fitting of the criterion (default: none)",
+    )
+    parser.add_argument(
+        "--time-budget",
+        type=positive,
+        metavar="S",
+        help="seconds after which searches stop with the best so far: half of them for the choice, half for "
+        "the outer estimate if there is one (default: none)",
     )
     parser.add_argument("--clusters", metavar="COLUMN", help="rows with the same value are left out together")
     parser.add_argument("--weights", metavar="COLUMN", help="a positive weight for each row")
@@ -138,12 +148,16 @@ def run(args: argparse.Namespace) -> int:
     args.machine, why = _machine(args, len(prepared.y))
     prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
     plan = _plan(args, prepared)
+    if not prepared.schema.labels and not plan.spec.rows:
+        note = f"no prediction intervals: a model would need all of its {len(prepared.y)} rows for them"
+        prepared = prepared._replace(notes=(*prepared.notes, note))
     print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
         findings = _find(prepared, plan, check)
     page = report.page(findings, report.Source(args.data.name, _command(args))) if args.report else None
     with new_folder(out) as part:
-        save(part / "model.pt", plan.spec, prepared.schema, findings.choice.machine)
+        model = Model(prepared.schema, findings.choice.machine, findings.uncertainty)
+        save(part / "model.pt", plan.spec, model)
         (part / "held_out.csv").write_bytes(comma_separated(held_out(findings)).encode())
         if page is not None:
             (part / "report.html").write_text(page, encoding="utf-8")
@@ -192,7 +206,7 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
     if args.device == "cpu":
         _require_memory(args.machine, args.kernel, n)
     return Plan(
-        spec=Spec(args.machine, args.kernel, d, basis),
+        spec=Spec(args.machine, args.kernel, d, basis, 0 if classes else _rows_kept(args, n)),
         criterion=criterion,
         search=args.search or ("gradient" if differentiable else "nelder-mead"),
         prior=args.prior,
@@ -201,8 +215,15 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
         device=args.device,
         progress=args.progress,
         standardise=args.kernel != "boolean",
+        time_budget=args.time_budget,
         several_classes=classes > 2,
     )
+
+
+def _rows_kept(args: argparse.Namespace, n: int) -> int:
+    """How many rows a model of numbers keeps for intervals: all, or none where that would be too costly."""
+    explicit = args.machine == "sparse" or args.kernel == "linear"
+    return n if n <= MOST_ROWS["explicit" if explicit else "dense"] else 0
 
 
 def _basis(args: argparse.Namespace, prepared: Prepared) -> int:
@@ -259,7 +280,7 @@ def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
         splits = outer_splits(prepared, problem, plan)
         choice = choose(problem, plan)
         check()
-        _announce(len(splits), choice.seconds)
+        _announce(len(splits), choice.seconds, plan.time_of_each)
         outer = estimate(problem, plan, splits, measures(problem.y, len(prepared.schema.labels)))
         check()
         return examine(prepared, plan, problem, choice, outer)
@@ -267,9 +288,9 @@ def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
         raise UserError(first_line(error)) from error
 
 
-def _announce(splits: int, seconds: float) -> None:
+def _announce(splits: int, seconds: float, most: float | None) -> None:
     """Say beforehand what will take long."""
-    if (total := splits * seconds) > _LONG:
+    if (total := min(splits * seconds, most or math.inf)) > _LONG:
         shown = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
         print(f"outer estimate: {splits} selections, about {shown} (--outer 0 leaves it out)", flush=True)
 
@@ -318,6 +339,7 @@ def _command(args: argparse.Namespace) -> str:
         "criterion",
         "search",
         "prior",
+        "time_budget",
         "clusters",
         "weights",
         "missing",
@@ -328,7 +350,7 @@ def _command(args: argparse.Namespace) -> str:
     ):
         value = getattr(args, name)
         if value is not None:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name.replace('_', '-')}", str(value)]
     for name in args.drop:
         words += ["--drop", name]
     return shlex.join(words)

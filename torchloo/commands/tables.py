@@ -21,6 +21,7 @@ from torchloo.commands.schema import (
     is_number,
     numbers,
     require_complete,
+    row_number,
     texts,
     with_dates,
 )
@@ -81,7 +82,7 @@ def prepare(
     inputs = [name for name in frame.columns if name not in special and name not in roles.drop]
     dates = [name for name in inputs if is_date(frame[name])]
     frame = with_dates(frame, dates)
-    frame, rows, dropped = _with_rows(frame, special, inputs, missing)
+    frame, dropped = _with_rows(frame, special, inputs, missing)
     frame, fills, filled_in = _with_fills(frame, inputs, missing)
     require_complete(frame, special + inputs)
     labels, notes = _classes(frame[roles.target], roles)
@@ -112,21 +113,23 @@ def prepare(
     if clusters is None:
         notes += _copies(frame[[column.name for column in columns] + [roles.target]])
     y = schema.codes(frame[roles.target])
-    return Prepared(schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes), rows)
+    return Prepared(
+        schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes), frame.index.to_numpy() + 1
+    )
 
 
 def _with_rows(
     frame: "pd.DataFrame", special: list[str], inputs: list[str], missing: str
-) -> tuple["pd.DataFrame", np.ndarray, list[str]]:
-    """The rows to learn from, their numbers in the table, and how many others there are."""
+) -> tuple["pd.DataFrame", list[str]]:
+    """The rows to learn from, their index being their places in the table, and how many others there are."""
     needed = {"error": [], "drop": special + inputs, "mean": special}[missing]
     complete = frame[needed].notna().all(axis=1).to_numpy()
-    rows = np.flatnonzero(complete) + 1
-    if len(rows) < FEWEST_ROWS:
-        raise TableError(f"{len(rows)} rows have no missing values; at least {FEWEST_ROWS} are needed")
-    lost = len(frame) - len(rows)
+    kept = int(complete.sum())
+    if kept < FEWEST_ROWS:
+        raise TableError(f"{kept} rows have no missing values; at least {FEWEST_ROWS} are needed")
+    lost = len(frame) - kept
     notes = [f"{lost} of {len(frame)} rows are left out for their missing values"] if lost else []
-    return frame[complete].reset_index(drop=True) if lost else frame, rows, notes
+    return frame[complete] if lost else frame, notes
 
 
 def _with_fills(
@@ -245,11 +248,12 @@ def _require_one_kind(series: "pd.Series") -> None:
     if not numeric.all():
         row = int((~numeric).argmax())
         raise TableError(
-            f"column {series.name!r} mixes numbers with text, {series.iloc[row]!r} in row {row + 1}; {remedy}"
+            f"column {series.name!r} mixes numbers with text, {series.iloc[row]!r} in row "
+            f"{row_number(series, row)}; {remedy}"
         )
     if not fitting(series):
         first = [int(series.str.contains(mark, regex=False).argmax()) for mark in MARKS]
-        shown = " and ".join(f"{series.iloc[row]!r} in row {row + 1}" for row in first)
+        shown = " and ".join(f"{series.iloc[row]!r} in row {row_number(series, row)}" for row in first)
         raise TableError(
             f"column {series.name!r} mixes decimal commas with decimal points, {shown}; {remedy}"
         )
@@ -284,5 +288,7 @@ def _weights(series: "pd.Series") -> np.ndarray:
     values = numbers(series)
     if (values <= 0).any():
         row = int((values <= 0).argmax())
-        raise TableError(f"weights {series.name!r} must be positive, got {values[row]:g} in row {row + 1}")
+        raise TableError(
+            f"weights {series.name!r} must be positive, got {values[row]:g} in row {row_number(series, row)}"
+        )
     return values

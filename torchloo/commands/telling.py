@@ -58,6 +58,7 @@ def summary(findings: Findings) -> str:
         settings += f", lengthscales {findings.lengthscales.min():.3g} to {findings.lengthscales.max():.3g}"
     name = plan.criterion + f" (mean over {findings.classes} classes)" * plan.averaged
     chosen = f"chosen: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
+    chosen += f", ended by the {choice.stopped}" if choice.stopped else ""
     head = ["", "guessing", "leave-one-out"]
     head += ["leave-cluster-out"] * (first.lco is not None)
     head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]

@@ -10,17 +10,16 @@ from torchloo.distributed.alike import require_alike
 from torchloo.distributed.processes import Processes
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
+from torchloo.primal.block import Rows, Shard, require_alone
 from torchloo.primal.collective import require_same
 from torchloo.primal.solved import StreamFit
-from torchloo.problem import Regs
-from torchloo.streaming.stream import Stream
 
 __all__ = ["fit", "gather", "lco", "loo", "path", "solve", "sum_gradients"]
 
 M = TypeVar("M", bound=LeastSquares)
 
 
-def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit:
+def solve(machine: LeastSquares, stream: Rows, group: Any = None) -> StreamFit:
     """The machine of the rows of all processes, each with a stream of its own; see `StreamFit`.
 
     One all-reduce of the normal equations, of m^2 numbers. `held_out` and `path` of the StreamFit give
@@ -33,54 +32,60 @@ def solve(machine: LeastSquares, stream: Stream, group: Any = None) -> StreamFit
         stream: rows of this process.
         group: a process group; None: all processes.
     """
-    processes = Processes("distributed.solve", group)
+    return machine.solve(_shared("distributed.solve", machine, stream, None, None, group))
+
+
+def _shared(
+    function: str,
+    machine: LeastSquares,
+    X: Tensor | Rows,
+    y: Tensor | None,
+    weight: Tensor | None,
+    group: Any,
+    *required: Any,
+) -> Rows:
+    """The rows of this process beside those of the others, once machines were seen to be alike."""
+    rows = "a Stream" if isinstance(X, Rows) else "tensors"
+    processes = Processes(function, group).named(f"{function} of {rows}")
     require_alike(processes, machine)
-    return machine.solve_rows(stream, processes)
 
-
-def _stream(machine: LeastSquares, X: Tensor | Stream, y: Tensor | None, weight: Tensor | None) -> Stream:
-    if isinstance(X, Stream):
-        machine.require_only_stream(y, weight)
+    def own() -> Rows:
+        for problem, given in required:
+            if given is None:
+                raise TypeError(f"{function}: {problem}, got None")
+        if not isinstance(X, Rows):
+            return Shard(X, y, weight)
+        require_alone(function, y, weight)
         return X
-    return Stream(X, y, weight, progress=False)
+
+    return processes.together(own).shared(processes)
 
 
 def fit(
-    machine: M, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
+    machine: M, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
 ) -> M:
     """Fit the machine, in every process, to the rows of all processes; arguments as in `loo`."""
-    processes = Processes("distributed.fit", group)
-    require_alike(processes, machine)
-    stream = processes.together(lambda: _stream(machine, X, y, weight))
-    return machine.fit(machine.solve_rows(stream, processes))
+    return machine.fit(_shared("distributed.fit", machine, X, y, weight, group))
 
 
 def path(
     machine: LeastSquares,
-    X: Tensor | Stream,
+    X: Tensor | Rows,
     y: Tensor | None = None,
     regs: Tensor | None = None,
     clusters: object | None = None,
     weight: Tensor | None = None,
     group: Any = None,
 ) -> HeldOut:
-    """Held-out rows of this process for every regularisation; see `StreamFit.path`."""
-    processes = Processes("distributed.path", group)
-    require_alike(processes, machine)
-
-    def own() -> tuple[Stream, Tensor]:
-        if regs is None:
-            raise TypeError("distributed.path: regs must be regularisations (R,) or (R, c), got None")
-        return _stream(machine, X, y, weight), regs
-
-    stream, given = processes.together(own)
-    regs_of_path = Regs(given, path=True)
-    return machine.solve_rows(stream, processes, regs_of_path, single=True).held_out(clusters)
+    """Held-out rows of this process for every regularisation; otherwise as `loo` and `lco`."""
+    required = ("regs must be regularisations (R,) or (R, c)", regs)
+    rows = _shared("distributed.path", machine, X, y, weight, group, required)
+    return machine.path(rows, regs=regs, clusters=clusters)
 
 
 def loo(
     machine: LeastSquares,
-    X: Tensor | Stream,
+    X: Tensor | Rows,
     y: Tensor | None = None,
     weight: Tensor | None = None,
     group: Any = None,
@@ -101,12 +106,12 @@ def loo(
     Cost: n_r m^2 and m^3; memory 4 n_r m numbers, 6 n_r m with the backward; of a stream, that of
     `StreamFit`. Communication: an all-reduce of m^2 numbers forward, and one backward.
     """
-    return _held_out("distributed.loo", machine, X, y, weight, None, group)
+    return machine.loo(_shared("distributed.loo", machine, X, y, weight, group))
 
 
 def lco(
     machine: LeastSquares,
-    X: Tensor | Stream,
+    X: Tensor | Rows,
     y: Tensor | None = None,
     clusters: object = None,
     weight: Tensor | None = None,
@@ -117,31 +122,9 @@ def lco(
     Clusters with more rows than the machine has features, and those whose closed form would cancel,
     take m^2 numbers each.
     """
-    return _held_out("distributed.lco", machine, X, y, weight, clusters, group)
-
-
-def _held_out(
-    function: str,
-    machine: LeastSquares,
-    X: Tensor | Stream,
-    y: Tensor | None,
-    weight: Tensor | None,
-    clusters: object | None,
-    group: Any,
-) -> HeldOut:
-    rows = "a Stream" if isinstance(X, Stream) else "tensors"
-    processes = Processes(function, group).named(f"{function} of {rows}")
-    require_alike(processes, machine)
-    processes.together(lambda: _require_clusters(function, clusters))
-    if isinstance(X, Stream):
-        stream = processes.together(lambda: _stream(machine, X, y, weight))
-        return machine.solve_rows(stream, processes, single=True).held_out(clusters)
-    return machine.solve_shard(X, y, weight, processes).held_out(clusters)
-
-
-def _require_clusters(function: str, clusters: object | None) -> None:
-    if clusters is None and function == "distributed.lco":
-        raise TypeError("distributed.lco: clusters must be integer labels, got None; use loo")
+    required = ("clusters must be integer labels; use loo without", clusters)
+    rows = _shared("distributed.lco", machine, X, y, weight, group, required)
+    return machine.lco(rows, clusters=clusters)
 
 
 def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> None:

@@ -1,36 +1,32 @@
 """What every machine of least squares has: closed forms of rows in memory, and of streams."""
 
+from collections.abc import Callable
 from typing import Any, Self, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchloo import csr
-from torchloo.classes import is_label, sorted_labels
 from torchloo.dual import Dual
 from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.kernels.pure import pure
-from torchloo.machine.kernel_machine import KernelMachine, log_parameter
+from torchloo.machine.kernel_machine import KernelMachine
 from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
+from torchloo.positive import Positive, log_of
 from torchloo.precision import full_precision
-from torchloo.primal.backward import Graph
-from torchloo.primal.block import Memory
-from torchloo.primal.collective import Alone, shared_labels
+from torchloo.primal.block import Rows
+from torchloo.primal.front import solve_rows, solve_tensors
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
-from torchloo.problem import Regs, check_rows
+from torchloo.problem import Regs
 from torchloo.representation import CentredFeatures
 from torchloo.smoothers import Fit, loo_features
 from torchloo.spectral import from_features, from_kernel_matrix
-from torchloo.streaming.stream import Stream
 
 __all__ = ["LeastSquares"]
-
-# Rows times features up to which clusters, of whatever sizes, are left out all at once: each size is a batch.
-_TOGETHER = 1 << 22
 
 
 class LeastSquares(KernelMachine):
@@ -44,6 +40,9 @@ class LeastSquares(KernelMachine):
     """
 
     has_bias: bool
+    reg = Positive(
+        "regularisation: how strongly the machine is kept from following single rows", lambda reg: reg
+    )
     reg_per_output = False
     spare = ("noise", "points", "spread")
 
@@ -63,7 +62,7 @@ class LeastSquares(KernelMachine):
         reg_per_output: bool = False,
     ) -> None:
         super().__init__(kernel, classes)
-        self.log_reg = log_parameter(type(self).__name__, reg=reg)
+        self.log_reg = nn.Parameter(log_of(type(self).__name__, "reg", reg))
         for name in self.spare:
             self.register_buffer(name, None)
         self._again = Remembered()
@@ -75,11 +74,6 @@ class LeastSquares(KernelMachine):
         self.reg_per_output = reg_per_output
 
     @property
-    def reg(self) -> Tensor:
-        """Regularisation, exp(log_reg)."""
-        return self.log_reg.exp()
-
-    @property
     def _penalty(self) -> Tensor | Regs:
         """What the machine is solved with."""
         return Regs(self.reg, path=False) if self.reg_per_output else self.reg
@@ -88,19 +82,18 @@ class LeastSquares(KernelMachine):
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Fit: ...
 
     @overload
-    def solve(self, X: Stream) -> StreamFit: ...
+    def solve(self, X: Rows) -> StreamFit: ...
 
     def solve(
-        self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None
+        self, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Fit | StreamFit:
         """The solved machine, differentiable in X, y, weight and all parameters.
 
         ``solved = machine.solve(X, y)`` and ``solved(X_new)`` are a differentiable head: outputs at new
         inputs, with the graph through both. From a `Stream`, which brings y and weight, a StreamFit.
         """
-        if isinstance(X, Stream):
-            self.require_only_stream(y, weight)
-            return self.solve_rows(X, Alone())
+        if isinstance(X, Rows):
+            return solve_rows(self, X, y, weight, self._penalty)
         return self._solved(X, y, weight, self._penalty)
 
     def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
@@ -109,7 +102,7 @@ class LeastSquares(KernelMachine):
         fit = self._solve(guard, X, Y, weight, reg, support)
         return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
-    def loo(self, X: Tensor | Stream, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
+    def loo(self, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it; differentiable.
 
         From a `Stream`, whose rows are not differentiated; see `StreamFit.held_out`.
@@ -118,7 +111,7 @@ class LeastSquares(KernelMachine):
 
     def lco(
         self,
-        X: Tensor | Stream,
+        X: Tensor | Rows,
         y: Tensor | None = None,
         clusters: object = None,
         weight: Tensor | None = None,
@@ -153,14 +146,14 @@ class LeastSquares(KernelMachine):
         of s rows s^3 + n s (s p min(s, p)); memory that of the problem. See Note [overlapping sets] in
         leave_out_sets.py.
         """
-        if isinstance(X, Stream):
+        if isinstance(X, Rows):
             raise TypeError(f"{self._function}: lso needs rows in memory, got a Stream; use lco")
         guard, Y, flat = self._checked(X, y)
         return self._solve(guard, X, Y, weight, self._penalty).held_out(flat=flat, sets=sets)
 
     def _held_out(
         self,
-        X: Tensor | Stream,
+        X: Tensor | Rows,
         y: Tensor | None,
         weight: Tensor | None,
         clusters: object | None,
@@ -168,11 +161,10 @@ class LeastSquares(KernelMachine):
     ) -> HeldOut:
         """All values of one call are looked at together, at its end."""
         reg = self._penalty if regs is None else regs
-        if isinstance(X, Stream):
-            self.require_only_stream(y, weight)
-            return self.solve_rows(X, Alone(), reg, single=True).held_out(clusters)
+        if isinstance(X, Rows):
+            return solve_rows(self, X, y, weight, reg).held_out(clusters)
         guard, Y, flat = self._checked(X, y)
-        rows = self._rows(guard, X, Y, weight, flat, clusters, reg)
+        rows = solve_tensors(self, guard, X, Y, weight, flat, clusters, reg)
         if rows is not None:
             return rows.held_out(clusters)
         if clusters is None and isinstance(reg, Tensor) and self._by_features(X):
@@ -182,7 +174,7 @@ class LeastSquares(KernelMachine):
 
     def path(
         self,
-        X: Tensor | Stream,
+        X: Tensor | Rows,
         y: Tensor | None = None,
         regs: Tensor | None = None,
         clusters: object | None = None,
@@ -197,7 +189,7 @@ class LeastSquares(KernelMachine):
 
     def solve_path(
         self,
-        X: Tensor | Stream,
+        X: Tensor | Rows,
         y: Tensor | None = None,
         regs: Tensor | None = None,
         weight: Tensor | None = None,
@@ -217,9 +209,8 @@ class LeastSquares(KernelMachine):
         Reference: Pahikkala, Boberg and Salakoski (2006), eq. 5.
         """
         path = self._path_of(regs)
-        if isinstance(X, Stream):
-            self.require_only_stream(y, weight)
-            return self.solve_rows(X, Alone(), path)
+        if isinstance(X, Rows):
+            return solve_rows(self, X, y, weight, path)
         return self._solved(X, y, weight, path)
 
     def _path_of(self, regs: Tensor | None) -> Regs:
@@ -227,84 +218,12 @@ class LeastSquares(KernelMachine):
             raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
         return Regs(regs, path=True)
 
-    def _rows(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        flat: bool,
-        clusters: object | None,
-        reg: Tensor | Regs,
-    ) -> StreamFit | None:
-        """The machine solved from rows in memory by their features, where it has fewer of them than rows.
-
-        None for batches of problems, for more features than rows, and where values cannot be looked at.
-        """
-        one = X.ndim == -self._row_axis and (weight is None or weight.ndim == 1) and self._is_one(reg)
-        if not one or not values_visible(X, Y, self.log_reg):
-            return None
-        found = self._explicit(guard, X, Y, weight)
-        if found is None or found[1].count + self.has_bias >= len(X):
-            return None
-        several = isinstance(reg, Regs)
-        if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
-            return None
-        return self._in_memory(guard, *found, Y, weight, flat, Alone(), reg)
-
-    def _is_one(self, reg: Tensor | Regs) -> bool:
+    def is_one(self, reg: Tensor | Regs) -> bool:
         """Whether there is no batch of regularisations; that of the machine matters on a path too."""
         own = self.log_reg.ndim == self.reg_per_output
         return own if isinstance(reg, Tensor) or not reg.path else True
 
-    def solve_shard(self, X: Tensor, y: Any, weight: Tensor | None, others: Alone) -> StreamFit:
-        """The machine of the rows (n_r, d) of all processes, of which these are in the memory of this one."""
-        targets = y
-        if others.count > 1 and not self.has_given_classes:
-            own_labels = others.together(
-                lambda: sorted_labels(self._function, "y", y) if is_label(y) else None
-            )
-            classes = shared_labels(self._function, others, own_labels, len(X))
-            if classes is not None:
-                targets, _ = others.together(lambda: self._coded(Guard(self._function), X, y, classes))
-
-        def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
-            guard, Y, flat = self._checked(X, targets)
-            if X.ndim != -self._row_axis or not self._is_one(self._penalty):
-                raise ValueError(
-                    f"{self._function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
-                )
-            found = self._explicit(guard, X, Y, weight)
-            if found is None:
-                raise TypeError(
-                    f"{self._function}: rows can be shared out only for a machine with few features: a "
-                    f"linear kernel, or SparseLSSVM(kernel, reg, basis=...); got {self}"
-                )
-            check_rows(guard, found[0], Y, 1.0 if self.reg_per_output else self.reg, weight)
-            guard.check()
-            return guard, *found, Y, flat
-
-        guard, inputs, expansion, Y, flat = others.together(own)
-        return self._in_memory(guard, inputs, expansion, Y, weight, flat, others, self._penalty)
-
-    def _in_memory(
-        self,
-        guard: Guard,
-        inputs: Tensor,
-        expansion: Expansion,
-        Y: Tensor,
-        weight: Tensor | None,
-        flat: bool,
-        others: Alone,
-        reg: Tensor | Regs,
-    ) -> StreamFit:
-        problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
-        memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat)
-        graph = Graph(inputs, problem.Y, problem.weight)
-        reg = reg if isinstance(reg, Regs) else problem.reg
-        return StreamFit(self, guard, memory, expansion, reg, others, graph, others.call, single=True)
-
-    def _explicit(
+    def features_of(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
         """Rows (n, d) with their graph and features, where the machine has such and there is no batch."""
@@ -314,7 +233,7 @@ class LeastSquares(KernelMachine):
         return None if Z.ndim > 2 else (Z, Expansion(transposed, Z.shape[-1]))
 
     def fit(
-        self, X: Tensor | Stream | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
+        self, X: Tensor | Rows | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Self:
         """Store the coefficients of the solved machine; an error leaves it as it was.
 
@@ -327,9 +246,8 @@ class LeastSquares(KernelMachine):
         """
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
-            if isinstance(X, Stream | StreamFit):
-                self.require_only_stream(y, weight)
-                solved = self.solve(X) if isinstance(X, Stream) else X
+            if isinstance(X, Rows | StreamFit):
+                solved = solve_rows(self, X, y, weight, self._penalty)
                 self._keep(solved)
                 classes = self.classes if self.has_given_classes else solved.stream.classes
             else:
@@ -433,30 +351,8 @@ class LeastSquares(KernelMachine):
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
         self._keep_uncertainty(solved.dtype, None, None, solved.spread)
 
-    def solve_rows(
-        self, stream: Stream, others: Alone, reg: Tensor | Regs | None = None, single: bool = False
-    ) -> StreamFit:
-        """The machine solved from its own rows, and those that the other processes have.
-
-        With its own regularisation, or others; `single` where only held-out rows are asked for, whose
-        products may be float32.
-        """
-        if self.has_given_classes:
-            stream = stream.with_classes(self.classes)
-        elif others.count > 1:
-            own = others.together(lambda: stream.labels(self._function))
-            stream = stream.with_classes(shared_labels(self._function, others, own, stream.n or 0))
-        expansion = others.together(lambda: self._expansion(stream))
-        reg = self._penalty if reg is None else reg
-        return StreamFit(self, Guard(self._function), stream, expansion, reg, others, single=single)
-
-    def require_only_stream(self, y: object, weight: object) -> None:
-        """Raise where targets or weights are given beside a stream, which brings them."""
-        if y is not None or weight is not None:
-            raise TypeError(f"{self._function}: a stream brings its own y and weight; leave them None")
-
-    def _expansion(self, stream: Stream) -> Expansion:
-        """The features of the rows of a stream."""
+    def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
+        """The features of rows that come in blocks, of which `first` gives as many as are asked for."""
         if not self.kernel.is_linear:
             raise TypeError(
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "

@@ -1,4 +1,4 @@
-"""What a solved machine says of new inputs."""
+"""Predictions of a solved machine at new inputs."""
 
 import itertools
 from collections.abc import Callable, Sequence

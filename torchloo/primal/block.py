@@ -1,12 +1,41 @@
-"""Blocks of rows, and rows in memory as a source of them."""
+"""Blocks of rows, what brings them, and rows in memory as a source of them."""
 
+import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 from tqdm import tqdm
 
-__all__ = ["Block", "Memory", "Rows"]
+from torchloo.primal.collective import Alone
+
+__all__ = ["Block", "Blocks", "Memory", "Rows", "Shard", "require_alone"]
+
+
+class Rows:
+    """What machines take in place of X: rows that bring their targets and weights."""
+
+    others = Alone()
+    """The processes that hold the other rows."""
+
+    def shared(self, others: Alone) -> Self:
+        """The same rows beside those of other processes."""
+        twin = copy.copy(self)
+        twin.others = others
+        return twin
+
+
+def require_alone(function: str, y: object, weight: object) -> None:
+    """Raise where targets or weights are given beside rows that bring them."""
+    if y is not None or weight is not None:
+        raise TypeError(f"{function}: a stream brings its own y and weight; leave them None")
+
+
+class Shard(Rows):
+    """Tensors X (n_r, d), y and weight of this process, which keep their graph."""
+
+    def __init__(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
+        self.X, self.y, self.weight = X, y, weight
 
 
 class Block(NamedTuple):
@@ -27,8 +56,8 @@ class Block(NamedTuple):
         return slice(self.start, self.start + len(self.X))
 
 
-class Rows(Protocol):
-    """Where rows come from: `Memory`, or a Stream."""
+class Blocks(Protocol):
+    """Where blocks come from: `Memory`, or a Stream."""
 
     block: int | None
     """Rows in a block; None leaves the choice to the machine."""
@@ -80,10 +109,11 @@ class Memory:
 
     block: int | None = None
     lasting = True
-    classes = None
 
-    def __init__(self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool) -> None:
-        self.X, self.Y, self.weight, self.flat = X, Y, weight, flat
+    def __init__(
+        self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool, classes: Tensor | None = None
+    ) -> None:
+        self.X, self.Y, self.weight, self.flat, self.classes = X, Y, weight, flat, classes
         self.n: int | None = len(X)
 
     @property

@@ -21,7 +21,7 @@ from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
-from torchloo.primal.block import Block, Rows
+from torchloo.primal.block import Block, Blocks
 from torchloo.primal.collective import Alone, require_own, require_same
 from torchloo.primal.machines import Expansion, ImpreciseError, Machines, one_machine, path_machines
 from torchloo.primal.moments import Moments
@@ -64,7 +64,6 @@ class StreamFit:
         others: the processes that hold the other rows.
         graph: rows in memory with the graph that they belong to.
         call: name of the public call, where it is not one of this object.
-        single: whether products of float32 rows may be float32, where that is accurate enough.
     """
 
     kept: list[Tensor] | None
@@ -74,13 +73,12 @@ class StreamFit:
         self,
         machine: "LeastSquares",
         guard: Guard,
-        stream: Rows,
+        stream: Blocks,
         expansion: Expansion,
         reg: Tensor | Regs,
         others: Alone,
         graph: Graph | None = None,
         call: str = "",
-        single: bool = False,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if isinstance(reg, Tensor) and reg.ndim:
@@ -90,7 +88,7 @@ class StreamFit:
         self.graph, self._call = graph or Graph(), call
         self.wants_graph, self.kept, self._guard = False, None, guard
         self._owner, self._solved_with = machine, _settings(machine)
-        expansion.kind = torch.float32 if single else torch.float64
+        expansion.kind = torch.float32  # if the rows are, and that is accurate enough
         values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
         with torch.no_grad():
             self._least_reg = values.double().min() if values.numel() else None
@@ -310,12 +308,7 @@ class StreamFit:
 
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
-        self._called("held_out")
-        try:
-            return self._held_out(clusters, out)
-        except ImpreciseError:
-            self._in_double()
-            return self._held_out(clusters, out)
+        return self._called("held_out")._held_out(clusters, out)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -331,6 +324,7 @@ class StreamFit:
         `coef`, `offset` and what `held_out` gives have the axis R in front of all others.
         """
         twin = copy.copy(self)
+        twin.expansion = copy.copy(self.expansion)  # which may go on in another precision
         twin._regularise(Regs(regs, path=True))
         return twin
 
@@ -353,6 +347,13 @@ class StreamFit:
         return self.moments.centre / self.moments.weight
 
     def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
+        try:
+            return self._left_out(clusters, out)
+        except ImpreciseError:
+            self._in_double()
+            return self._left_out(clusters, out)
+
+    def _left_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
         machines = self._machine
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)

@@ -53,8 +53,8 @@ def page(findings: Findings, source: Source) -> str:
 <body>
 <h1>Predicting {target}</h1>
 <p class="sub">{kind} from {text(source.file)}: {n} rows, {d} input{"s" * (d > 1)}</p>
-{"".join(sections)}<footer>Written by torchloo {tl.__version__}. Leave-one-out is exact: what is said of a row
-is what the machine trained without it would say.</footer>
+{"".join(sections)}<footer>Written by torchloo {tl.__version__}. Leave-one-out is exact: the held-out
+prediction of a row is that of the machine trained without it.</footer>
 </body>
 </html>
 """
@@ -64,7 +64,7 @@ def _files(findings: Findings, source: Source) -> str:
     leverage = "" if findings.leverage is None else " and its leverage"
     words = (
         "<code>model.pt</code> is the machine, for <code>torchloo predict</code>. "
-        f"<code>held_out.csv</code> has for every row what was said of it unseen, its residual{leverage}. "
+        f"<code>held_out.csv</code> has the held-out prediction of every row, its residual{leverage}. "
         "The same command gives the same again:"
     )
     command = re.sub(r"(--[a-z]+)", r'<span class="option">\1</span>', text(source.command))

@@ -68,10 +68,11 @@ def machine(findings: Findings) -> str:
     meaning += ", each class against the others, on average over the classes" * plan.averaged
     several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
     together = ", its cluster left out with it" if findings.lco is not None else ""
+    until = f", until the {choice.stopped} was used up" if choice.stopped else ""
     words = (
         f"A {MACHINES[plan.spec.machine]} with {KERNELS[plan.spec.kernel]}{several}. Its settings were "
-        f"chosen by {name}: {meaning}, each row being predicted unseen{together}. "
-        f"{choice.evaluations} settings were tried."
+        f"chosen by {name}: {meaning}, each row held out in turn{together}. "
+        f"{choice.evaluations} settings were tried{until}."
     )
     rows = [[key, number(value), PARAMETERS.get(key, "")] for key, value in findings.parameters]
     if plan.spec.machine == "sparse":
@@ -88,12 +89,12 @@ def _relevance(findings: Findings) -> str:
         return ""
     relevance = 1 - np.exp(-0.5 / findings.lengthscales**2)  # what the kernel loses over one deviation
     order, names = np.argsort(-relevance)[:_MOST_BARS], findings.prepared.schema.inputs
-    svg = pictures.bars([names[j] for j in order], relevance[order], "likeness that is lost")
+    svg = pictures.bars([names[j] for j in order], relevance[order], "relevance")
     which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
     caption = (
-        f"{which} inputs by relevance: how much less alike two rows are for differing in this input by one "
-        "standard deviation, from 0 (the input is not used) to 1 (nothing is learnt of one from the other). "
-        "Inputs that tell the same share their relevance between them."
+        f"{which} inputs by relevance: how much the kernel between two rows falls when they differ in this "
+        "input by one standard deviation, from 0 (the input is ignored) to 1 (the rows are unrelated). "
+        "Inputs that carry the same information share their relevance."
     )
     return figure(svg, caption)
 
@@ -117,6 +118,6 @@ def _path(findings: Findings) -> str:
     name, _ = CRITERIA[findings.plan.criterion]
     caption = (
         f"{name} for other values of reg, all else as chosen; the dashed line is the value chosen. Far "
-        "to the left the machine follows single rows too closely, far to the right it follows none."
+        "to the left the machine overfits, far to the right it underfits."
     )
     return figure(pictures.reg_curve(*findings.path, dict(findings.parameters)["reg"], name), caption)

@@ -23,12 +23,12 @@ def summary(findings: Findings) -> str:
     if findings.classes:
         lead = (
             f"On {new}, the machine is wrong in <strong>{text(value)}</strong> of the cases; "
-            f"always naming the commonest class would be wrong in {text(guess)}."
+            f"always predicting the most frequent class would be wrong in {text(guess)}."
         )
     else:
         lead = (
             f"On {new}, the machine is off by about <strong>{text(value)}</strong> (root mean square); "
-            f"always saying the mean would be off by {text(guess)}."
+            f"always predicting the mean would be off by {text(guess)}."
         )
     tiles = [tile(value, f"{main.measure.name}, {way}", main=True)]
     tiles += [tile(_best(row)[0], f"{row.measure.name}, {_best(row)[1]}") for row in findings.rows[1:]]
@@ -51,45 +51,45 @@ def estimates(findings: Findings) -> str:
     inner = findings.way
     if outer is None:
         words = (
-            "There is no outer estimate, as none was asked for. The settings were chosen by the very rows "
-            f"that these numbers come from, so {inner} is a little optimistic."
+            "No outer estimate was requested. The hyper-parameters were chosen on the very rows that these "
+            f"numbers come from, so {inner} is a little optimistic."
         )
         return section(_TITLE, _estimate_table(findings), paragraph(words))
     name, number = findings.rows[0].measure.name, len(outer.scores)
     words = (
-        f"The <strong>outer estimate</strong> is the one to quote. {_put_aside(findings, number)}, all "
-        "was done anew without (standardising, choosing the settings, training), and what had been put "
-        "aside was predicted. ± is the standard error of the mean. The inner estimate, by "
+        f"The <strong>outer estimate</strong> is the one to quote. {_set_aside(findings, number)}, all "
+        "steps were repeated on the rest (standardising, choosing the hyper-parameters, training), and the "
+        "rows set aside were predicted. ± is the standard error of the mean. The inner estimate, by "
         f"{inner} at the chosen settings, is optimistic, as the settings were chosen to make it good."
     )
-    if _flattered(findings.rows[0], outer):
+    if _overfits(findings.rows[0], outer):
         words += (
-            " Here the two lie far apart: the settings follow accidents of these rows. A kernel with "
-            "fewer settings (<code>--kernel rbf</code>), or a prior on them (<code>--prior 1</code>), may "
-            "do better on new ones."
+            " Here the two lie far apart: the hyper-parameters overfit these rows. A kernel with fewer of "
+            "them (<code>--kernel rbf</code>), or a prior on them (<code>--prior 1</code>), may generalise "
+            "better."
         )
     caption = (
         f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: "
         f"the inner estimate, by {inner}. The further the dashed line lies on the better "
-        "side, the more the choice has flattered itself."
+        "side, the more the hyper-parameters overfit."
     )
     svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
 
 
-def _flattered(row: Row, outer: Outer) -> bool:
+def _overfits(row: Row, outer: Outer) -> bool:
     """Whether the outer estimate is worse than the inner one by much, and not by chance."""
     worse = outer.mean - _inner(row)
     return worse > 3 * outer.stderr and worse > 0.15 * _inner(row)
 
 
-def _put_aside(findings: Findings, splits: int) -> str:
+def _set_aside(findings: Findings, splits: int) -> str:
     clusters = findings.prepared.clusters
     if clusters is None:
-        return f"{splits} times, a tenth of the rows was put aside"
+        return f"{splits} times, a tenth of the rows was set aside"
     if splits == len(np.unique(clusters)):
-        return f"Each of the {splits} clusters was put aside in turn"
-    return f"{splits} times, a tenth of the clusters was put aside"
+        return f"Each of the {splits} clusters was set aside in turn"
+    return f"{splits} times, a tenth of the clusters was set aside"
 
 
 def _estimate_table(findings: Findings) -> str:
@@ -112,13 +112,13 @@ def clusters(findings: Findings) -> str:
     words = (
         f"Leaving out one row at a time, the {main.measure.name} is {main.measure.show(main.loo)}; leaving "
         f"out the whole cluster of the row, it is {main.measure.show(main.lco)}. Where the second is much "
-        "worse, rows of one cluster resemble one another: then leave-one-out tells how well the machine "
-        "does on further rows of known clusters, and only leave-cluster-out how well on new clusters."
+        "worse, rows of one cluster resemble one another: then leave-one-out estimates the performance on "
+        "further rows of known clusters, and only leave-cluster-out that on new clusters."
     )
     names, member, counts = np.unique(clusters, return_inverse=True, return_counts=True)
     lco, loo = (_loss(findings, answers, member) for answers in (findings.lco, findings.loo))
     order = np.argsort(-lco, kind="stable")[:_MOST_CLUSTERS]
-    label = "share of wrong answers" if findings.classes else "root mean square of the residuals"
+    label = "error rate" if findings.classes else "root mean square of the residuals"
     rows = [f"{names[k]} ({counts[k]})" for k in order]
     svg = pictures.bars(rows, lco[order], label, ("leave-cluster-out", "leave-one-out"), loo[order])
     which = (
@@ -132,7 +132,7 @@ def clusters(findings: Findings) -> str:
 
 
 def _loss(findings: Findings, answers: Answers, member: np.ndarray) -> np.ndarray:
-    """What each cluster is off by: the share of wrong answers, or the root mean square residual."""
+    """The error of each cluster: its error rate, or the root mean square residual."""
     if findings.classes:
         wrong = findings.said(answers) != findings.prepared.target
         return np.bincount(member, wrong) / np.bincount(member)

@@ -1,6 +1,6 @@
 """The pictures of the report: small functions from numbers to SVG text.
 
-Words stay text, in the fonts of whoever looks at them.
+Labels stay text, in the fonts of the reader.
 """
 
 import importlib
@@ -155,7 +155,7 @@ def reg_curve(regs: np.ndarray, values: np.ndarray, chosen: float, name: str) ->
 
 
 def agreement(target: np.ndarray, output: np.ndarray) -> str:
-    """What was said of each row against what it is; the diagonal is perfect agreement."""
+    """Held-out predictions against true values; the diagonal is perfect agreement."""
     both = np.concatenate([target, output])
     low, high = both.min(), both.max()
     margin = 0.04 * (high - low)
@@ -168,7 +168,7 @@ def agreement(target: np.ndarray, output: np.ndarray) -> str:
         axes.set_ylim(*ends)
         axes.set_aspect("equal")
         axes.set_xlabel("true value")
-        axes.set_ylabel("said without having seen the row")
+        axes.set_ylabel("held-out prediction")
         axes.legend(loc="upper left")
     return canvas.svg
 
@@ -184,8 +184,8 @@ def roc(curves: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> str:
         axes.set_xlim(-0.01, 1.01)
         axes.set_ylim(-0.01, 1.01)
         axes.set_aspect("equal")
-        axes.set_xlabel("share of the other rows called by mistake")
-        axes.set_ylabel("share of the class's rows found")
+        axes.set_xlabel("false positive rate")
+        axes.set_ylabel("true positive rate")
         axes.legend(loc="lower right")
     return canvas.svg
 
@@ -222,7 +222,7 @@ def residuals(output: np.ndarray, residual: np.ndarray) -> str:
         axes = canvas.axes
         axes.axhline(0, color=ORANGE, linewidth=1.2, zorder=0)
         _points(axes, output, residual)
-        axes.set_xlabel("said without having seen the row")
+        axes.set_xlabel("held-out prediction")
         axes.set_ylabel("residual")
     return canvas.svg
 
@@ -244,7 +244,7 @@ def leverage(values: np.ndarray, residual: np.ndarray, numbers: np.ndarray) -> s
             )
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("leverage: how much the row decides what is said of it")
+        axes.set_xlabel("leverage: how much the row determines its own fit")
         axes.set_ylabel("size of the held-out residual")
     return canvas.svg
 

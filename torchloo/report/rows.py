@@ -1,4 +1,4 @@
-"""Row by row: what was said of each row unseen, against what it is."""
+"""Row by row: held-out predictions against true values."""
 
 import numpy as np
 
@@ -14,12 +14,13 @@ _MOST_COLUMNS = 8  # of a table of answers that fits the page
 
 
 def agreement(findings: Findings) -> str:
-    """Leave-one-out outputs against targets, or a table of answers and ROC curves."""
+    """Held-out outputs against targets, or a confusion table and ROC curves."""
     if not findings.classes:
         svg = pictures.agreement(findings.prepared.y, findings.inner.outputs)
         caption = (
-            "Each point is a row: across, its true value; upwards, what the machine says of it without "
-            f"having seen it{_cluster(findings)} ({findings.way}). The closer to the line, the better."
+            "Each point is a row: its true value on the horizontal axis, the prediction by a machine that "
+            f"had not seen it{_cluster(findings)} on the vertical one ({findings.way}). The closer to the "
+            "line, the better."
         )
         return section("Row by row", figure(svg, caption, square=True))
     return section("Row by row", _answers(findings), _curves(findings))
@@ -30,7 +31,7 @@ def _cluster(findings: Findings) -> str:
 
 
 def _answers(findings: Findings) -> str:
-    """True classes against what was said."""
+    """True classes against predicted ones."""
     labels, of = findings.prepared.schema.labels, findings.by_class
     assert of is not None
     if len(labels) > _MOST_COLUMNS:
@@ -42,9 +43,9 @@ def _answers(findings: Findings) -> str:
         kinds.update({(i, j + 1): "hit" if i == j else "miss" for j, k in enumerate(counts) if k})
     words = (
         f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
-        "Each line is a true class, each column an answer: right ones are blue, wrong ones orange."
+        "Each line is a true class, each column a predicted one: right ones are blue, wrong ones orange."
     )
-    head = ["true class", *(f"said {label}" for label in labels), "wrong"]
+    head = ["true class", *(f"predicted {label}" for label in labels), "wrong"]
     return paragraph(words) + table(head, rows, kinds)
 
 
@@ -69,9 +70,8 @@ def _curves(findings: Findings) -> str:
     which = "ROC curves of the" if len(shown) > 1 else f"ROC curve of class {labels[1]} by the"
     which = f"ROC curves of the first {len(shown)} classes by the" if len(shown) < len(scores) else which
     caption = (
-        f"{which} {findings.way} outputs. Moving the threshold finds more rows of a class, at the price of "
-        "calling more of the others by mistake. The nearer to the upper left corner, the better; the "
-        "dashed line is guessing."
+        f"{which} {findings.way} outputs. A lower threshold finds more rows of a class, at the price of "
+        "more false positives. The nearer to the upper left corner, the better; the dashed line is guessing."
     )
     return figure(pictures.roc(curves), caption, square=True)
 
@@ -81,9 +81,9 @@ def residuals(findings: Findings) -> str:
     parts = [_spread(findings)]
     if findings.leverage is not None:
         caption = (
-            f"Leverage against the size of the residual, by {findings.way}; the farthest rows bear their "
-            "numbers. A row with a leverage near 1 mostly decides for itself what is said of it. If its "
-            "residual is large too, it deserves a look."
+            f"Size of the residual against leverage, by {findings.way}; the most extreme rows are labelled "
+            "with their numbers. A row with a leverage near 1 mostly determines its own fit. If its residual "
+            "is large too, it deserves a look."
         )
         svg = pictures.leverage(findings.leverage, findings.inner.size, findings.prepared.rows)
         parts.append(figure(svg, caption))
@@ -96,14 +96,14 @@ def _spread(findings: Findings) -> str:
     outputs = findings.inner.outputs
     if not labels:
         caption = (
-            "Residuals: the true value less what was said of the row unseen. They should scatter evenly "
-            "about the line; a bend means that something is missed, a funnel that some rows are harder."
+            "Residuals: the true value minus the held-out prediction. They should scatter evenly about the "
+            "line; a bend means that the machine misses some structure, a funnel that the noise varies."
         )
         return figure(pictures.residuals(outputs, findings.inner.residuals), caption)
     if len(labels) == 2:
         groups = [(f"class {label}", outputs[target == label]) for label in labels]
         caption = (
-            f"Outputs for the rows of each class, by {findings.way}. Above zero the machine says "
+            f"Outputs for the rows of each class, by {findings.way}. Above zero the machine predicts "
             f"{labels[1]}, below zero {labels[0]}; where the colours overlap, "
             "the classes are hard to tell apart."
         )
@@ -122,7 +122,7 @@ def _worst(findings: Findings) -> str:
     name, values = "size of residual", findings.inner.size
     if findings.classes > 2:
         name, values = "lead of the true class", -findings.badness
-    head = ["row", "true", "said unseen", name] + ["leverage"] * (leverage is not None)
+    head = ["row", "true", "held-out prediction", name] + ["leverage"] * (leverage is not None)
     rows = []
     for i in order:
         pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]

@@ -9,24 +9,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from torchloo.classes import is_label
+from torchloo.guards import warn_of_cut_graph
 
-__all__ = ["Arrays", "Batches", "Raw", "Rows"]
+__all__ = ["Array", "Arrays", "Batches", "Raw"]
 
-Rows = Tensor | np.ndarray
+Array = Tensor | np.ndarray
 """Rows in a tensor or in an array, memory-mapped or not."""
 
 Raw = tuple[Tensor, Tensor, Tensor | None]
 """X (b, *event), y (b,) or (b, c), and the weights (b,) where there are any."""
 
 
-def _pick(array: Rows, index: slice | Tensor) -> Tensor:
+def _pick(array: Array, index: slice | Tensor) -> Tensor:
     """Rows of a tensor, or a copy of those of an array."""
     if isinstance(array, Tensor):
         return array.detach()[index.to(array.device) if isinstance(index, Tensor) else index]
     return torch.from_numpy(np.array(array[index.numpy() if isinstance(index, Tensor) else index]))
 
 
-def _check_shapes(function: str, X: Rows, y: Rows, weight: Rows | None, where: str = "") -> None:
+def _check_shapes(function: str, X: Array, y: Array, weight: Array | None, where: str = "") -> None:
     if X.ndim < 2 or 0 in X.shape:
         raise ValueError(
             f"{function}: X must be (n, d) or (n, *event) with at least one row, got {tuple(X.shape)}{where}"
@@ -44,14 +45,20 @@ def _check_shapes(function: str, X: Rows, y: Rows, weight: Rows | None, where: s
 class Arrays:
     """X, y and weight as tensors or arrays."""
 
-    def __init__(self, X: Rows, y: Rows | None, weight: Rows | None = None) -> None:
+    def __init__(self, X: Array, y: Array | None, weight: Array | None = None) -> None:
         for name, given in (("y", y), ("weight", weight)):
-            if not isinstance(given, Rows) and (name == "y" or given is not None):
+            if not isinstance(given, Array) and (name == "y" or given is not None):
                 raise TypeError(f"Stream: {name} must be a tensor or an array, got {type(given).__name__}")
         if isinstance(X, Tensor) and X.layout is not torch.strided:
             raise TypeError(f"Stream: X must be dense, got layout {X.layout}")
         assert y is not None
         _check_shapes("Stream", X, y, weight)
+        warn_of_cut_graph(
+            "Stream: no gradient reaches its rows, some of which require one; give the tensors to the "
+            "machine itself, or detach them",
+            *(X, y, weight),
+            stacklevel=3,
+        )
         self.X, self.y, self.weight = X, y, weight
         self.n: int | None = len(X)
         self.flat = y.ndim == 1

@@ -11,14 +11,14 @@ from tqdm import tqdm
 
 from torchloo.classes import coded, is_label, require_few, require_two
 from torchloo.guards import Guard, full_dtype, require_inputs, whole_number
-from torchloo.primal.block import Block
+from torchloo.primal.block import Block, Rows
 from torchloo.primal.files import Field, mapped_files
-from torchloo.streaming.sources import Arrays, Batches, Raw, Rows
+from torchloo.streaming.sources import Array, Arrays, Batches, Raw
 
 __all__ = ["Stream"]
 
 
-class Stream:
+class Stream(Rows):
     """Rows for a least-squares machine, read in blocks, once for every pass over them.
 
     Give it to `fit`, `solve`, `loo`, `lco` or `path` of a machine in place of X; `StreamFit` says what
@@ -47,9 +47,9 @@ class Stream:
 
     def __init__(
         self,
-        X: Rows | Iterable[Any],
-        y: Rows | None = None,
-        weight: Rows | None = None,
+        X: Array | Iterable[Any],
+        y: Array | None = None,
+        weight: Array | None = None,
         *,
         block: int | None = None,
         device: torch.device | str | None = None,
@@ -57,7 +57,7 @@ class Stream:
     ) -> None:
         self.block = None if block is None else whole_number("Stream", "block", block)
         self.device, self.progress = device, progress
-        self._source = Arrays(X, y, weight) if isinstance(X, Rows) else Batches(X, y, weight)
+        self._source = Arrays(X, y, weight) if isinstance(X, Array) else Batches(X, y, weight)
         self._classes: Tensor | None = None
 
     lasting = False

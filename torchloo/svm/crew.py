@@ -58,7 +58,11 @@ class Crew:
             self.pipes.append(here)
             # A child that held the other ends of pipes would never learn that the caller is gone.
             child = fork.Process(target=_serve, args=(there, self.pipes, files, self.taken), daemon=True)
-            child.start()
+            with warnings.catch_warnings():
+                # Python 3.12 and later warn of any fork beside threads; a child has one thread, and uses
+                # none of the caller's.
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+                child.start()
             there.close()
             self.children.append(child)
 

@@ -55,7 +55,8 @@ def share_out(
     items: Sequence[Item], most: int, device: torch.device, workers: int = 0
 ) -> list[Sequence[Item]]:
     """Consecutive items in parts of at most `most`; on a CPU enough parts for all threads or workers."""
-    shares = _PARTS * (min(workers, _cores()) or torch.get_num_threads()) if device.type == "cpu" else 1
+    hands = min(workers, _cores()) if workers else torch.get_num_threads()
+    shares = _PARTS * hands if device.type == "cpu" else 1
     size = max(1, min(most, -(-len(items) // shares)))
     return [items[i : i + size] for i in range(0, len(items), size)]
 

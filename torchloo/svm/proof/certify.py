@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.solve.exact import duality_gap
+from torchloo.svm.stacked import dot
 
 __all__ = [
     "Held",
@@ -90,7 +91,7 @@ class Held(NamedTuple):
     """r, (B,)."""
 
     rounding: Tensor
-    """e of Note [rounding of K], (m,); its largest is that of all variables, listed or not."""
+    """e of Note [rounding of K], (m,) or (B, m); its largest is that of all variables, listed or not."""
 
     own: Tensor | None = None
     """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
@@ -101,11 +102,19 @@ class Held(NamedTuple):
     standing: Standing | None = None
     """None: all variables are listed."""
 
+    table: Tensor | None = None
+    """Which of several kernel matrices (T, m, m) each solution is of, (B,); None: there is one, (m, m)."""
+
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`, if all variables are listed."""
-        box = self.box if self.box.ndim == 1 else self.box[rows]
-        own, held = (None if x is None else x[rows] for x in (self.own, self.held))
-        return Held(self.alpha[rows], self.u[rows], box, self.target[rows], self.rounding, own, held)
+        box, rounding = (x if x.ndim == 1 else x[rows] for x in (self.box, self.rounding))
+        own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
+        alpha, u, target = self.alpha[rows], self.u[rows], self.target[rows]
+        return Held(alpha, u, box, target, rounding, own, held, table=table)
+
+    def of_kernel(self, x: Tensor) -> Tensor:
+        """What belongs to the kernel matrix of each solution, (B, ...) of (T, ...); x if there is one."""
+        return x if self.table is None else x[self.table]
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
@@ -113,7 +122,7 @@ class Held(NamedTuple):
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""
-        total = self.alpha @ self.rounding
+        total = dot(self.alpha, self.rounding)
         return total if self.standing is None else total + self.standing.doubt
 
     def weight(self) -> Tensor:
@@ -168,7 +177,7 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
     bias = bias_of_free(y - held.u, free)
     none = bias.isnan().nonzero()[:, 0]
     if len(none):
-        bias[none] = midpoint_bias(y, held.take(none))
+        bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
     return bias
 
 
@@ -201,25 +210,27 @@ class Proof(NamedTuple):
 
 
 def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
-    """The sign of f*(x_r) by Note [gap ball]."""
-    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target))
+    """The sign of f*(x_r) by Note [gap ball]; y is (m,) or (B, m), K as `held.table` says."""
+    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target, held.table))
     rows = (proof.sign == 0).nonzero()[:, 0]
     if len(rows):
-        proof.sign[rows] = _sign_by_each_distance(K, y, held.take(rows), proof.gap[rows])
+        labels = y if y.ndim == 1 else y[rows]
+        proof.sign[rows] = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])
     return proof
 
 
-def reach_of(K: Tensor, target: Tensor) -> Tensor:
+def reach_of(K: Tensor, target: Tensor, table: Tensor | None = None) -> Tensor:
     """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
-    norm = K.diagonal().clamp_min(0).sqrt()
-    return _LONGER * (norm.amax() + norm[target])  # k'_ii <= (|phi_i| + |phi_r|)^2
+    norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    largest, own = norm.amax(-1), norm[target] if table is None else norm[table, target]
+    return _LONGER * (own + (largest if table is None else largest[table]))  # k'_ii <= (|phi_i| + |phi_r|)^2
 
 
 def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor) -> Proof:
     """Note [gap ball] with one rho for all i, which proves nearly every sign."""
     doubt = held.doubt()
     gap, slip = _optimality(y, held, bias, doubt)
-    most = held.rounding.amax() * doubt
+    most = held.rounding.amax(-1) * doubt
     scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)).maximum(u_r.abs())
     rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * most
     count, slack = held.positive_count(y), held.slack()
@@ -240,12 +251,16 @@ def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tenso
 
 
 def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
-    """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball]; (m,)."""
+    """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball].
+
+    (..., m), as all arguments are; K is (..., m, m).
+    """
     alpha = alpha.clamp_min(0).minimum(box)
-    E = rounding * (rounding @ alpha)
-    gap = duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E)
-    norm = K.diagonal().clamp_min(0).sqrt()
-    return gap.sqrt() * _LONGER * (norm.amax() + norm) + 2 * E.amax() + _CLOSE
+    E = rounding * (rounding * alpha).sum(-1, keepdim=True)
+    gap = (duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E))[..., None]
+    norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    reach = _LONGER * (norm.amax(-1, keepdim=True) + norm)
+    return gap.sqrt() * reach + 2 * E.amax(-1, keepdim=True) + _CLOSE
 
 
 def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,10 +274,10 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
     E = doubt[:, None] * held.rounding
-    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), held.alpha @ y
+    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, y)
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.standing is not None:
-        past = (held.standing.violation + held.rounding.amax() * doubt).clamp_min_(0)
+        past = (held.standing.violation + held.rounding.amax(-1) * doubt).clamp_min_(0)
         gap += past * held.standing.box
         imbalance += held.standing.pull
         slip = slip.maximum(held.standing.violation)
@@ -276,11 +291,13 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
-    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * held.rounding.amax() * held.doubt()
+    largest = held.rounding.amax(-1, keepdim=True)  # (1,) or (B, 1)
+    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * largest.squeeze(-1) * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
-    k = K.diagonal()
-    spread = k + k[held.target][:, None] - 2 * K[held.target]  # (B, m) k'
-    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * held.rounding.amax().square())).sqrt()
+    k = held.of_kernel(K.diagonal(dim1=-2, dim2=-1))  # (m,) or (B, m)
+    k_r = K[held.target] if held.table is None else K[held.table, held.target]  # (B, m)
+    spread = k + held.of_target(k)[:, None] - 2 * k_r  # k'
+    rho = (gap[:, None] * (spread.clamp_min(0) + 4 * largest.square())).sqrt()
     rho += rounding[:, None]
     count, slack = held.positive_count(y), held.slack()
     above = held.weigh(s - rho <= 0) < count - slack

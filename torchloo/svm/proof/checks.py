@@ -19,9 +19,10 @@ __all__ = [
 def sufficiency_checks(
     K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor, doubt: Tensor
 ) -> Tensor:
-    """Which check settles each row, as a code of held_out.RESOLVED_BY; -1 if none does; (n,).
+    """Which check settles each row, as a code of held_out.RESOLVED_BY; -1 if none does; (..., n).
 
-    None does that says so only because outputs are off, which they may be by the `doubt` (n,).
+    None does that says so only because outputs are off, which they may be by the `doubt` (..., n). All
+    arguments are (..., n), K is (..., n, n): one machine, or a batch of them.
 
     Check 3 assumes that the machine without r has a free support vector too. Where it has none
     (small C, balanced classes) its bias is an interval and the check can be wrong about the
@@ -29,65 +30,66 @@ def sufficiency_checks(
     """
     free = strictly_inside(alpha, box)
     norm = check_norm(K, y, alpha, outputs, box, doubt)
-    by = torch.full(y.shape, -1, device=y.device)
-    by[norm] = code.NORM
-    by[norm & check_joachims(K, y, alpha, outputs, free)] = code.JOACHIMS
-    by[check_error(y, outputs, doubt)] = code.ERRS
-    by[check_correct_unused(alpha) & (y * outputs > doubt)] = code.UNUSED
-    return by
+    by = torch.full(y.shape, -1, device=y.device).masked_fill_(norm, code.NORM)
+    by.masked_fill_(norm & check_joachims(K, y, alpha, outputs, free), code.JOACHIMS)
+    by.masked_fill_(check_error(y, outputs, doubt), code.ERRS)
+    return by.masked_fill_(check_correct_unused(alpha) & (y * outputs > doubt), code.UNUSED)
 
 
 def only_of_its_class(y: Tensor) -> Tensor:
-    """Rows without which one class is left, (n,): what is left says the other label."""
+    """Rows without which one class is left, (..., n): what is left says the other label."""
     positive = y > 0
-    return torch.where(positive, positive.sum() == 1, (~positive).sum() == 1)
+    count = positive.sum(-1, keepdim=True)
+    return torch.where(positive, count == 1, count == y.shape[-1] - 1)
 
 
 def strictly_inside(alpha: Tensor, box: Tensor) -> Tensor:
     """Which alpha are free, to 7 digits of the largest one: boxes may be far larger than any alpha."""
-    margin = 1e-7 * torch.minimum(box, alpha.amax())
+    margin = 1e-7 * torch.minimum(box, alpha.amax(-1, keepdim=True))
     return (alpha > margin) & (alpha < box - margin)
 
 
 def check_correct_unused(alpha: Tensor) -> Tensor:
-    """Check 1: a row with alpha = 0 is classified without it as with it, so correctly; (n,)."""
+    """Check 1: a row with alpha = 0 is classified without it as with it, so correctly; (..., n)."""
     return alpha <= 0
 
 
 def check_error(y: Tensor, outputs: Tensor, doubt: Tensor) -> Tensor:
-    """Check 2: a row that the full machine gets wrong, beyond the doubt (n,), stays so without it; (n,)."""
+    """Check 2: a row that the full machine gets wrong, beyond the doubt, stays so without it; (..., n)."""
     return y * outputs < -doubt
 
 
 def check_joachims(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, free: Tensor) -> Tensor:
-    """Check 3 (Joachims 2000): correct if 2 alpha_r R^2 + xi_r < 1, given a free support vector; (n,).
+    """Check 3 (Joachims 2000): correct if 2 alpha_r R^2 + xi_r < 1, given a free support vector; (..., n).
 
     R^2 bounds k(x, x) - k(x, x') over the data.
     """
-    spread = (K.diagonal()[:, None] - K).amax()
+    spread = (K.diagonal(dim1=-2, dim2=-1) - K.amin(-1)).amax(-1, keepdim=True)
     slack = (1 - y * outputs).clamp_min(0)
-    return (2 * alpha * spread + slack < 1) & free.any()
+    return (2 * alpha * spread + slack < 1) & free.any(-1, keepdim=True)
 
 
 def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor, doubt: Tensor) -> Tensor:
-    """E2: correct, because w cannot move far enough when alpha_r goes; (n,).
+    """E2: correct, because w cannot move far enough when alpha_r goes; (..., n).
 
     With e = y_r f_r > 0, c_i = y_r (y_i - f_i + f_r), A_i = sqrt(alpha_r k'_ii) and
     v_i = max(sqrt e, A_i / 2), r is correct without itself if the points i != r with
     c_i + v_i^2 - A_i v_i - e <= 0 weigh less than those of its class. A duality gap D adds sqrt(D k'_ii) to
-    how far u_i - u_r can go, and rounding of K puts e and c in doubt: twice the `doubt` (n,) of a decision
-    value covers both.
+    how far u_i - u_r can go, and rounding of K puts e and c in doubt: twice the `doubt` of a decision value
+    covers both.
     """
     e = y * outputs
-    rows = ((e > 0) & (alpha > 0)).nonzero()[:, 0]  # check 1 knows the others
-    k = K.diagonal()
-    A = K[rows].mul_(-2).add_(k).add_(k[rows, None]).clamp_min_(0)  # (B, n) k'
-    A.mul_(alpha[rows, None]).sqrt_()
-    v = torch.maximum(e[rows, None].sqrt(), A / 2)
+    row = ((e > 0) & (alpha > 0)).nonzero(as_tuple=True)  # check 1 knows the others
+    r, machine = row[-1][:, None], row[:-1]  # an index (B, 1) of a row, and of what belongs to its machine
+    k = K.diagonal(dim1=-2, dim2=-1)
+    A = K[row].mul_(-2).add_(k[machine]).add_(k[row][:, None]).clamp_min_(0)  # (B, n) k'
+    A.mul_(alpha[row][:, None]).sqrt_()
+    v = torch.maximum(e[row][:, None].sqrt(), A / 2)
     # c + v^2 - A v - e, where c - e = y_r (y - f)
-    excess = v.mul_(v - A).addcmul_(y[rows, None], y - outputs)
-    high = (excess > 2 * doubt[rows, None]).scatter_(1, rows[:, None], True)  # NaN is not, r does not count
-    low = (~high).to(box.dtype) @ box
-    own_class = torch.where(y > 0, box @ (y > 0).to(box.dtype), box @ (y < 0).to(box.dtype)) - box
-    passed = low < own_class[rows] - 1e-9 * box.min()
-    return torch.zeros_like(y, dtype=torch.bool).index_put((rows,), passed)
+    excess = v.mul_(v - A).addcmul_(y[row][:, None], (y - outputs)[machine])
+    high = (excess > 2 * doubt[row][:, None]).scatter_(1, r, True)  # NaN is not, r does not count
+    low = torch.where(high, 0.0, box[machine]).sum(1)
+    positive, negative = ((box * side).sum(-1, keepdim=True) for side in (y > 0, y < 0))
+    own_class = torch.where(y > 0, positive, negative) - box
+    passed = low < own_class[row] - 1e-9 * box.amin(-1)[machine]
+    return torch.zeros_like(y, dtype=torch.bool).index_put(row, passed)

@@ -85,7 +85,7 @@ class FreeSets:
         k = self.K.diagonal()
         lifted = self.K + torch.diag_embed(_RIDGE * k.clamp_min(_SHORT * k.mean()))
         try:
-            tableau = pivot_transform(lifted, torch.ones_like(k), common)
+            tableau = pivot_transform(lifted[None], torch.ones_like(k)[None], common[None])
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             self.size = 0
             return

@@ -1,0 +1,126 @@
+"""What a model knows of its own errors: probabilities of classes, and the rows that intervals come from."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import torchloo as tl
+from torchloo.calibration import Platt, Temperature
+from torchloo.commands.problem import Problem
+from torchloo.commands.schema import Schema, require_fields
+from torchloo.held_out import HeldOut
+
+__all__ = ["MOST_ROWS", "TrainingRows", "Uncertainty", "require_tensor"]
+
+MOST_ROWS = {"dense": 5_000, "explicit": 100_000}
+"""Rows up to which a model keeps them for intervals: of a machine on its rows, or on few features."""
+
+
+class TrainingRows(NamedTuple):
+    """The rows of a regression, from which `tl.intervals.jackknife_plus` finds the machines without each."""
+
+    X: Tensor
+    """Inputs as the machine sees them, (n, d)."""
+    y: Tensor
+    """(n,)."""
+    weight: Tensor
+    """(n,)."""
+    clusters: Tensor
+    """Labels (n,) of what is left out together, each row its own where there are no clusters."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> "TrainingRows":
+        """The rows that a machine was fitted to, on the host."""
+        n = len(problem.y)
+        weight = torch.ones_like(problem.y) if problem.weight is None else problem.weight
+        clusters = torch.arange(n) if problem.clusters is None else problem.clusters
+        return cls(problem.X.cpu(), problem.y.cpu(), weight.cpu(), clusters)
+
+    @classmethod
+    def from_dict(cls, plain: object, rows: int, inputs: int) -> "TrainingRows":
+        """What was saved; ValueError says what is wrong with anything else."""
+        values = cls(**require_fields("rows", plain, cls._fields))
+        shapes = {"X": (rows, inputs), "y": (rows,), "weight": (rows,), "clusters": (rows,)}
+        for name, value in values._asdict().items():
+            dtype = torch.int64 if name == "clusters" else torch.float64
+            require_tensor(f"rows: {name}", value, shapes[name], dtype)
+        if not (values.weight > 0).all():
+            raise ValueError("rows: weight must be positive")
+        if (values.clusters == values.clusters[0]).all():
+            raise ValueError("rows: clusters must be two at least")
+        return values
+
+    def intervals(self, machine: Any, X: Tensor, level: float) -> np.ndarray:
+        """Lower and upper ends, (2, q), of what a new target lies between at the level."""
+        own, targets, weight = (t.to(X.device) for t in (self.X, self.y, self.weight))
+        clusters = None if len(self.clusters.unique()) == len(self.clusters) else self.clusters
+        ends = tl.intervals.jackknife_plus(machine, own, targets, X, level, clusters, weight=weight)
+        return torch.stack(ends).cpu().numpy()
+
+
+class Uncertainty(NamedTuple):
+    """Of classes the calibration, of numbers the rows; None where there is none."""
+
+    calibration: Platt | Temperature | None
+    rows: TrainingRows | None
+
+    @classmethod
+    def of(cls, held_out: HeldOut, classes: int, problem: Problem, keep_rows: bool) -> "Uncertainty":
+        """From held-out rows of the table, and the rows themselves."""
+        calibration = tl.calibrate(held_out).cpu() if classes else None
+        return cls(calibration, TrainingRows.of(problem) if keep_rows else None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for torch.save."""
+        state = {} if self.calibration is None else self.calibration.state_dict()
+        numbers = {name: float(value) for name, value in state.items()}
+        return {"calibration": numbers, "rows": {} if self.rows is None else self.rows._asdict()}
+
+    @classmethod
+    def from_dict(cls, plain: object, schema: Schema, rows: int) -> "Uncertainty":
+        """What `as_dict` gave for so many rows; ValueError says what is wrong with anything else."""
+        values = require_fields("uncertainty", plain, ("calibration", "rows"))
+        of_classes = _calibration(values["calibration"], len(schema.labels))
+        if not rows:
+            require_fields("rows", values["rows"], ())
+            return cls(of_classes, None)
+        return cls(of_classes, TrainingRows.from_dict(values["rows"], rows, len(schema.inputs)))
+
+    def columns(
+        self, schema: Schema, machine: Any, X: Tensor, outputs: np.ndarray, level: float
+    ) -> dict[str, np.ndarray]:
+        """What stands beside predictions: an interval for each, or the probability of every class."""
+        if self.rows is not None:
+            return dict(zip(("lower", "upper"), self.rows.intervals(machine, X, level), strict=True))
+        if self.calibration is None:
+            return {}
+        with torch.no_grad():
+            chance = self.calibration(torch.from_numpy(outputs)).numpy()
+        if chance.ndim == 1:
+            chance = np.stack([1 - chance, chance], 1)
+        return {f"probability {label}": chance[:, k] for k, label in enumerate(schema.labels)}
+
+
+def _calibration(plain: object, classes: int) -> Platt | Temperature | None:
+    if not classes:
+        require_fields("calibration", plain, ())
+        return None
+    kind = Platt if classes == 2 else Temperature
+    numbers = require_fields("calibration", plain, list(kind().state_dict()))
+    if not all(type(number) is float and np.isfinite(number) for number in numbers.values()):
+        raise ValueError("calibration must be finite numbers")
+    return kind(**numbers)
+
+
+def require_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Demand a dense, finite tensor of a shape and dtype; ValueError says what is wrong with another."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        raise ValueError(f"{name} must be a dense tensor")
+    if value.dtype != dtype or value.shape != shape:
+        raise ValueError(
+            f"{name} must be {dtype} of shape {shape}, got {value.dtype} of shape {tuple(value.shape)}"
+        )
+    if not value.isfinite().all():
+        raise ValueError(f"{name} must be finite")

@@ -1,0 +1,128 @@
+"""Where machines hand over their rows: tensors, streams, and those that several processes share.
+
+A machine says what the features of its rows are: `features_of` of tensors, `features_of_rows` of blocks.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torchloo.classes import is_label, sorted_labels
+from torchloo.guards import Guard, values_visible
+from torchloo.primal.backward import Graph
+from torchloo.primal.block import Memory, Rows, Shard, require_alone
+from torchloo.primal.collective import Alone, shared_labels
+from torchloo.primal.machines import Expansion
+from torchloo.primal.solved import StreamFit
+from torchloo.problem import Regs, check_rows
+from torchloo.streaming.stream import Stream
+
+if TYPE_CHECKING:
+    from torchloo.machine import LeastSquares
+
+__all__ = ["solve_rows", "solve_tensors"]
+
+# Rows times features up to which clusters, of whatever sizes, are left out all at once: each size is a batch.
+_TOGETHER = 1 << 22
+
+
+def solve_rows(
+    machine: "LeastSquares", rows: Rows | StreamFit, y: object, weight: object, reg: Tensor | Regs
+) -> StreamFit:
+    """The machine solved from rows that bring their targets and weights, and from those of other processes.
+
+    What was solved already is given back.
+    """
+    rows.others.together(lambda: require_alone(machine._function, y, weight))
+    if isinstance(rows, StreamFit):
+        return rows
+    if isinstance(rows, Shard):
+        return _of_shard(machine, rows, reg)
+    assert isinstance(rows, Stream)
+    return _of_stream(machine, rows, reg)
+
+
+def _of_stream(machine: "LeastSquares", stream: Stream, reg: Tensor | Regs) -> StreamFit:
+    function, others = machine._function, stream.others
+    if machine.has_given_classes:
+        stream = stream.with_classes(machine.classes)
+    elif others.count > 1:
+        own = others.together(lambda: stream.labels(function))
+        stream = stream.with_classes(shared_labels(function, others, own, stream.n or 0))
+    first = partial(stream.head, function)
+    expansion = others.together(lambda: machine.features_of_rows(first))
+    return StreamFit(machine, Guard(function), stream, expansion, reg, others)
+
+
+def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> StreamFit:
+    function, others, X, y, weight = machine._function, shard.others, shard.X, shard.y, shard.weight
+    classes = None
+    if not machine.has_given_classes:
+        found = others.together(lambda: sorted_labels(function, "y", y) if is_label(y) else None)
+        classes = shared_labels(function, others, found, len(X))
+
+    def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
+        targets = y if classes is None else machine._coded(Guard(function), X, y, classes)[0]
+        guard, Y, flat = machine._checked(X, targets)
+        if X.ndim != -machine._row_axis or not machine.is_one(reg):
+            raise ValueError(
+                f"{function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
+            )
+        found = machine.features_of(guard, X, Y, weight)
+        if found is None:
+            raise TypeError(
+                f"{function}: rows can be shared out only for a machine with few features: a linear kernel, "
+                f"or SparseLSSVM(kernel, reg, basis=...); got {machine}"
+            )
+        check_rows(guard, found[0], Y, reg.unit if isinstance(reg, Regs) else reg, weight)
+        guard.check()
+        return guard, *found, Y, flat
+
+    guard, inputs, expansion, Y, flat = others.together(own)
+    return _in_memory(machine, guard, inputs, expansion, Y, weight, reg, flat, others, classes)
+
+
+def solve_tensors(
+    machine: "LeastSquares",
+    guard: Guard,
+    X: Tensor,
+    Y: Tensor,
+    weight: Tensor | None,
+    flat: bool,
+    clusters: object | None,
+    reg: Tensor | Regs,
+) -> StreamFit | None:
+    """The machine solved from tensors by their features, where it has fewer of them than rows.
+
+    None for batches of problems, for more features than rows, and where values cannot be looked at.
+    """
+    one = X.ndim == -machine._row_axis and (weight is None or weight.ndim == 1) and machine.is_one(reg)
+    if not one or not values_visible(X, Y, machine.log_reg):
+        return None
+    found = machine.features_of(guard, X, Y, weight)
+    if found is None or found[1].count + machine.has_bias >= len(X):
+        return None
+    several = isinstance(reg, Regs)
+    if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
+        return None
+    return _in_memory(machine, guard, *found, Y, weight, reg, flat, Alone(), None)
+
+
+def _in_memory(
+    machine: "LeastSquares",
+    guard: Guard,
+    inputs: Tensor,
+    expansion: Expansion,
+    Y: Tensor,
+    weight: Tensor | None,
+    reg: Tensor | Regs,
+    flat: bool,
+    others: Alone,
+    classes: Tensor | None,
+) -> StreamFit:
+    problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
+    memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat, classes)
+    graph = Graph(inputs, problem.Y, problem.weight)
+    reg = reg if isinstance(reg, Regs) else problem.reg
+    return StreamFit(machine, guard, memory, expansion, reg, others, graph, others.call)
