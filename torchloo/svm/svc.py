@@ -65,6 +65,7 @@ class SVC(KernelMachine):
     """
 
     _function = "svc"
+    _with_graph = "loo or lco, whose outputs are differentiable"
     C = Positive("how much the machine pays for each row on the wrong side", torch.reciprocal)
 
     def __init__(self, kernel: Kernel, C: Tensor | float = 1.0, *, classes: Any = None) -> None:
