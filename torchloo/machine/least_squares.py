@@ -147,7 +147,7 @@ class LeastSquares(KernelMachine):
         leave_out_sets.py.
         """
         if isinstance(X, Rows):
-            raise TypeError(f"{self._function}: lso needs tensors, got a {type(X).__name__}; use lco")
+            raise TypeError(f"{self._function}: lso needs rows in memory, got a Stream; use lco")
         guard, Y, flat = self._checked(X, y)
         return self._solve(guard, X, Y, weight, self._penalty).held_out(flat=flat, sets=sets)
 
