@@ -1,5 +1,8 @@
 """What kernels, criteria and options declare of themselves is complete, and all that the others go by."""
 
+import argparse
+import shlex
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -279,3 +282,32 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
         assert said in page
     assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
     assert len(pd.read_csv("predictions.csv")) == 40
+
+
+def parsed(line):
+    return vars(cli._parser().parse_args(line))
+
+
+def test_the_command_of_the_report_is_that_of_all_options():
+    """With every option of `select` given, also those to come, its command means the same."""
+    parser = parsed(["select", "d.csv", "--target", "y"])["parser"]
+    written = {"help", "out", "report", "progress"}
+    options = [action for action in parser._actions if action.dest not in written]
+    line = ["select", "some/where/d e.csv"]
+    for action in options:
+        if action.option_strings:
+            texts = {"time_budget": "2.5", "prior": "0.5", "device": "cpu", "drop": "-x y"}
+            given = texts.get(action.dest, [*(action.choices or "3")][-1])
+            line += [f"{action.option_strings[-1]}={given}"]
+    line += ["--drop", "b", "--out", "elsewhere", "--no-progress"]
+    first = parsed(line)
+    command = shlex.split(first["parser"].command(argparse.Namespace(**first)))
+    assert command[:3] == ["torchloo", "select", "d e.csv"]
+    again = parsed(command[1:])
+    names = {action.dest for action in options} - {"data"}
+    assert {"target", "machine", "time_budget", "seed", "device"} <= names
+    for name in names:
+        assert again[name] == first[name], name
+        assert again[name] is not None
+    assert again["drop"] == ["-x y", "b"]
+    assert again["out"] is None
