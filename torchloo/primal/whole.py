@@ -27,7 +27,8 @@ no factor is differentiated, and no product is larger than V v. With a graph the
 themselves, give derivatives of every order.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,7 +118,8 @@ class _Coefficients(Function):
             return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None
 
 
-class Normal(NamedTuple):
+@dataclass(frozen=True)
+class Normal:
     """Rows in memory and their normal equations, whatever the regularisation and the targets."""
 
     V: Tensor
@@ -197,7 +199,8 @@ def _solved(
     return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
-class Primal(NamedTuple):
+@dataclass(frozen=True)
+class Primal:
     """A factorised primal problem: its solution, and P by blocks on demand.
 
     `dual` and the blocks are divided by `reg`, which makes them those of the dual form.
