@@ -4,6 +4,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from torchloo.svm import svm
+from torchloo.svm.fit import solve_problems
+from torchloo.svm.rows import RowOutcome
+from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.solve.exact import Exact
+from torchloo.svm.solve.merge import Problem
+
 
 def rbf(X: Tensor, lengthscale: float | Tensor = 1.0) -> Tensor:
     return torch.exp(-(X[:, None] - X[None]).square().sum(-1) / (2 * lengthscale**2))
@@ -15,6 +22,12 @@ def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor,
     y = torch.where(X[:, 0] + noise * torch.randn(n, generator=g) > 0, 1.0, -1.0).double()
     y[0], y[1], y[2], y[3] = 1, 1, -1, -1
     return X, y
+
+
+def solved(K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
+    """One problem K (n, n), y and box (n,), merged, and its solution."""
+    ((_, problem, full),) = solve_problems("test", K[None], y[None], box[None])
+    return Problem(*(x[0] for x in problem)), Exact(*(x[0] for x in full))
 
 
 @st.composite
@@ -36,3 +49,13 @@ def problems(draw, most: int = 25) -> tuple[Tensor, Tensor, float]:
         X[:] = 1
     K = X @ X.T if draw(st.booleans()) else rbf(X)
     return K, y, 10 ** draw(st.floats(-4, 6))
+
+
+def loo_by_smo(
+    K: Tensor, y: Tensor, C: float, values: bool, epsilon: float, options: SMOOptions | None = None
+) -> RowOutcome:
+    """Leave-one-out of one machine by the SMO."""
+    fit = svm(K[None], y[None], C)
+    box = torch.full_like(y[None], C)
+    found = leave_one_out_by_smo(K[None], y[None], box, fit, values, epsilon, options or SMOOptions())
+    return found.by_problem()[0]

@@ -17,6 +17,7 @@ from torchloo.svm.proof.checks import check_correct_unused, check_error, check_n
 from torchloo.svm.solve import exact
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
+from torchloo.svm.solve.merge import Problem
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 
@@ -577,10 +578,10 @@ def test_a_kernel_is_replaced_within_its_rounding_only():
 
 
 def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
-    def only_small_boxes(problems):
-        found = zip(problems, solve_exactly(problems), strict=True)
-        wrong = {"slip": 1.0, "margin": torch.full_like(problems[0].y, -1.0)}
-        return [full if problem.box.max() < 50 else full._replace(**wrong) for problem, full in found]
+    def only_small_boxes(problem):
+        full = solve_exactly(problem)
+        wrong = full._replace(slip=torch.ones_like(full.slip), margin=torch.full_like(full.margin, -1.0))
+        return full.where(problem.box.amax(1) < 50, wrong)
 
     monkeypatch.setattr("torchloo.svm.fit.solve_exactly", only_small_boxes)
     X, y = toy(27)
@@ -592,14 +593,20 @@ def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
     assert [entry.value < torch.inf for entry in chosen.history] == [False, True]
 
 
+def _problem(K, y, box):
+    """One problem as the solvers take it."""
+    every, one = torch.arange(len(y)), torch.ones(1, dtype=torch.float64)
+    return Problem(K[None], y[None], box[None], box[None], every[None], one, torch.zeros_like(y)[None])
+
+
 def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is(monkeypatch):
     """Cholesky as it comes may doubt what pivots in their best order do not."""
     monkeypatch.setattr(exact.Bordered, "independent", lambda self, _: self.size > 0)
     K, y = torch.ones(3, 3, dtype=torch.float64), torch.tensor([1.0, -1.0, 1.0]).double()
-    box, alpha = torch.ones_like(y), torch.full_like(y, 0.5)
-    free, upper = torch.tensor([True, True, False]), torch.tensor([False, False, True])
-    received = exact._drop_dependent(K, y, box, free, upper, alpha)
-    assert all(torch.equal(*pair) for pair in zip(received, (free, upper, alpha), strict=True))
+    free, upper = torch.tensor([[True, True, False]]), torch.tensor([[False, False, True]])
+    sets = exact.Sets(torch.full((1, 3), 0.5).double(), torch.zeros(1).double(), free, upper)
+    received = exact._drop_dependent(_problem(K, y, torch.ones_like(y)), sets)
+    assert all(torch.equal(*pair) for pair in zip(received, sets, strict=True))
 
 
 @pytest.mark.parametrize(("C", "lengthscale"), [(4.46, 8.3), (1.0, 20.0)])
@@ -643,9 +650,10 @@ def test_a_nearly_singular_free_set_has_margin_zero_and_balance():
     y[10:] = 1
     free = torch.arange(25) < 6
     box = torch.full_like(y, 3e4)
-    solution = exact._active_set_solution(rbf(X, 30.0), y, box, free, ~free)
-    assert float(solution.margin[free].abs().max()) <= 1e-8
-    assert abs(float(solution.alpha @ y)) <= 1e-6
+    sets = exact.Sets(box[None], torch.zeros(1).double(), free[None], ~free[None])
+    solution = exact._active_set_solution(_problem(rbf(X, 30.0), y, box), sets)
+    assert float(solution.margin[0, free].abs().max()) <= 1e-8
+    assert abs(float(solution.alpha[0] @ y)) <= 1e-6
 
 
 def test_labels_too_near_zero_to_be_proved_are_followed_to_the_end():
@@ -673,11 +681,11 @@ def test_what_is_added_to_an_indefinite_kernel_is_told(monkeypatch):
 
     solve, tries = fit.solve_exactly, []
 
-    def fails_once(problems):
-        tries.append(problems[0].K.diagonal().mean().item())
+    def fails_once(problem):
+        tries.append(problem.K[0].diagonal().mean().item())
         if len(tries) == 1:
             raise torch.linalg.LinAlgError("not positive definite")
-        return solve(problems)
+        return solve(problem)
 
     X, y = toy(36)
     K = rbf(X)

@@ -6,18 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from svm_problems import rbf, toy
+from svm_problems import rbf, solved, toy
 from torch.testing import assert_close
 
 from torchloo.svm import svm_lco, svm_loo
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.proof.active import proved_sign, value_error
 from torchloo.svm.proof.certify import Held, gap_ball_sign
 
 
 def _solved(K, y, C):
-    ((problem, full),) = solve_problems("test", K, y, torch.full_like(y, C)[None])
-    return problem, full
+    return solved(K, y, torch.full_like(y, C))
 
 
 def _held(problem, alpha, box=None):

@@ -170,9 +170,9 @@ def test_bad_arguments_of_svm_loo_are_named_with_what_was_received(change, error
 
 @pytest.mark.parametrize("function", [svm_loo, svm_lco])
 def test_errors_of_method_smo_name_the_function_that_was_called(function, monkeypatch):
-    def unsolved(problems):
-        wrong = {"slip": 1.0, "margin": torch.full_like(problems[0].y, -1.0)}
-        return [full._replace(**wrong) for full in solve_exactly(problems)]
+    def unsolved(problem):
+        full = solve_exactly(problem)
+        return full._replace(slip=torch.ones_like(full.slip), margin=torch.full_like(full.margin, -1.0))
 
     monkeypatch.setattr("torchloo.svm.fit.solve_exactly", unsolved)
     clusters = [range(4)] if function is svm_lco else []

@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from svm_problems import rbf, toy
+from svm_problems import rbf, solved, toy
 from torch.testing import assert_close
 
 from torchloo.svm import held_out as code
 from torchloo.svm import svm_loo
-from torchloo.svm.fit import solve_problems
 from torchloo.svm.path import unlearn
 from torchloo.svm.path.layout import Layout
 from torchloo.svm.proof.certify import (
@@ -28,7 +27,7 @@ def _machine(seed, n=60, C=3.0):
     K = rbf(X, 1.2)
     generator = torch.Generator().manual_seed(seed)
     box = C * (0.5 + torch.rand(n, generator=generator, dtype=torch.float64))
-    ((problem, full),) = solve_problems("test", K, y, box[None])
+    problem, full = solved(K, y, box)
     return problem, full, generator
 
 
@@ -96,9 +95,7 @@ def _ends(problem, full, generator, noise):
     target = (full.alpha > 1e-9).nonzero()[:, 0]
     boxes = problem.box.repeat(len(target), 1)
     boxes[torch.arange(len(target)), target] = 0
-    ends = torch.stack(
-        [solve_problems("test", K, y, row[None].clamp_min(1e-12))[0][1].alpha for row in boxes]
-    )
+    ends = torch.stack([solved(K, y, row.clamp_min(1e-12))[1].alpha for row in boxes])
     ends[torch.arange(len(target)), target] = 0
     differs = ((ends - full.alpha).abs() > 1e-9).scatter(1, target[:, None], False)
     layout = Layout(problem, full, (differs.any(0) | full.free).nonzero()[:, 0])

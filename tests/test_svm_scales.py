@@ -66,7 +66,7 @@ def test_a_smooth_kernel_whose_small_directions_count_is_solved():
     y = torch.where(torch.arange(42) % 2 == 0, 1.0, -1.0).double()
     K = torch.exp(-torch.cdist(X, X).square() / 1400)
     weight = torch.where(y > 0, 61.0, 1.0).double()
-    ((problem, full),) = solve_problems("test", K, y, (14.0 * weight)[None])
+    ((_, problem, full),) = solve_problems("test", K[None], y[None], (14.0 * weight)[None])
     assert exact.relative_gap(problem, full) <= 1e-8
 
 
@@ -79,9 +79,10 @@ def test_what_rounding_leaves_open_is_a_warning_that_names_the_gap():
 
 def test_relative_gap_counts_what_passes_a_bound():
     K, y = unscaled(0, 1.0)
-    ((problem, full),) = solve_problems("test", K, y, torch.ones_like(y)[None])
+    ((_, problem, full),) = solve_problems("test", K[None], y[None], torch.ones_like(y)[None])
     assert exact.relative_gap(problem, full) <= 1e-12
-    beyond = full._replace(alpha=full.alpha + 0.5 * problem.box * full.upper * (problem.y > 0), slip=0.5)
+    past = full.alpha + 0.5 * problem.box * full.upper * (problem.y > 0)
+    beyond = full._replace(alpha=past, slip=full.slip + 0.5)
     assert exact.relative_gap(problem, beyond) > 1e-3
 
 
@@ -91,24 +92,47 @@ def test_bordered_solves_for_points_whose_lengths_span_eight_orders():
     K = X @ X.T
     a = torch.randn(2, 6, generator=generator).double() / K.diagonal().sqrt()
     b = torch.tensor([0.3, -2.0]).double()
-    found_b, found_a = Bordered(K).solve(a.sum(1), a @ K + b[:, None])
-    assert_close(found_b, b, rtol=1e-9, atol=1e-9)
-    assert_close(found_a, a, rtol=1e-8, atol=0)
+    found_b, found_a = Bordered(K[None]).solve(a.sum(1)[None], (a @ K + b[:, None])[None])
+    assert_close(found_b[0], b, rtol=1e-9, atol=1e-9)
+    assert_close(found_a[0], a, rtol=1e-8, atol=0)
+
+
+def test_bordered_systems_of_several_sizes_are_solved_as_each_alone():
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(3, 7, 9, generator=generator).double()
+    K, real = X @ X.mT, torch.arange(7) < torch.tensor([[7], [4], [1]])
+    top, rhs = (
+        torch.randn(3, 2, generator=generator).double(),
+        torch.randn(3, 2, 7, generator=generator).double(),
+    )
+    system = Bordered(K, real)
+    b, a = system.solve(top, rhs)
+    corner, edge, inner = system.inverse()
+    for i, s in enumerate([7, 4, 1]):
+        M = torch.nn.functional.pad(K[i, :s, :s], (1, 0, 1, 0), value=1.0)
+        M[0, 0] = 0
+        inverse = torch.linalg.inv(M)
+        expected = inverse @ torch.cat([top[i, None], rhs[i, :, :s].T])
+        assert_close(torch.cat([b[i, None], a[i, :, :s].T]), expected, rtol=1e-8, atol=1e-8)
+        assert_close(corner[i], inverse[0, 0], rtol=1e-8, atol=1e-8)
+        assert_close(edge[i, :s], inverse[0, 1:], rtol=1e-8, atol=1e-8)
+        assert_close(inner[i, :s, :s], inverse[1:, 1:], rtol=1e-8, atol=1e-8)
+        assert not bool(inner[i, s:].any() | inner[i, :, s:].any() | edge[i, s:].any() | a[i, :, s:].any())
 
 
 def test_a_short_point_is_independent_of_a_long_one_and_a_combination_is_not():
     X = torch.tensor([[1e4, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
-    system = Bordered((X @ X.T).double())
+    system = Bordered((X @ X.T).double()[None])
     assert not system.regular(1e-8)
-    kept = system.independent(1e-8)
+    kept = system.independent(1e-8)[0]
     assert int(kept.sum()) == 4
     assert bool(kept[0])
-    assert Bordered((X @ X.T).double()[:3, :3]).regular(1e-8)
+    assert Bordered((X @ X.T).double()[None, :3, :3]).regular(1e-8)
 
 
 def test_copies_of_the_origin_depend_on_each_other():
     X = torch.tensor([[0.0], [0.0], [1e3], [1.0]]).double()
-    assert int(Bordered(X @ X.T).independent(1e-8).sum()) == 2
+    assert int(Bordered((X @ X.T)[None]).independent(1e-8).sum()) == 2
 
 
 def test_an_accurate_product_keeps_what_cancels():
@@ -122,6 +146,8 @@ def test_an_indefinite_matrix_within_rounding_is_factored():
     K.diagonal().sub_(torch.tensor([0.0, 1e-15, 1e-15]))
     assert bool(Dense(K).factor(torch.zeros(3, dtype=torch.float64)))
     assert not bool(Dense(-K).factor(torch.zeros(3, dtype=torch.float64)))
+    several = Dense(torch.stack([K, -K, torch.eye(3).double()]))
+    assert several.factor(torch.zeros(3, 3, dtype=torch.float64)).tolist() == [True, False, True]
 
 
 def test_the_last_digit_is_nearer_than_the_first_steps():
@@ -129,7 +155,7 @@ def test_the_last_digit_is_nearer_than_the_first_steps():
     K, box = K / K.diagonal().mean(), 100 * K.diagonal().mean() * torch.ones_like(y)
     gaps = []
     for steps in (5, 12, 100):
-        alpha, _, _, bias = to_the_last_digit(K, y, box, steps=steps)
+        alpha, _, _, bias = (x[0] for x in to_the_last_digit(K[None], y[None], box[None], steps=steps))
         margin = y * (K @ (alpha * y) + bias) - 1
         gaps.append(float(exact.duality_gap(alpha, margin, box) / alpha.sum()))
     assert all(later <= earlier for earlier, later in pairwise(gaps))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import ILL_CONDITIONED, SINGLE, condition, lower_factor, trusted
+from torchloo.factors import ILL_CONDITIONED, SINGLE, inverse_factor, inverse_factor_of, trusted
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
@@ -174,6 +174,16 @@ class Machines:
     fold: bool = False
     """Whether it may be used."""
 
+    @property
+    def each(self) -> list[tuple[int, int, slice]]:
+        """All regularisations: r, j, and the outputs that share it."""
+        R, own = self.regs.shape
+        return [(r, j, self.outputs_of(j)) for r in range(R) for j in range(own)]
+
+    def outputs_of(self, j: int) -> slice:
+        """The outputs that have the regularisations (R,) of column j."""
+        return slice(None) if self.regs.shape[1] == 1 else slice(j, j + 1)
+
     def rotated(self, X: Tensor, fold: bool = True, ones: bool = False) -> Tensor:
         """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for."""
         columns = self.expansion.columns(X)
@@ -276,17 +286,15 @@ def one_machine(
     """
     C = moments.S.clone()
     C.diagonal().add_(reg)
-    unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
     f = torch.ones_like(C[None, :1])
 
-    def with_factor(L: Tensor) -> tuple[Machines, Tensor]:
-        rotation = torch.linalg.solve_triangular(L, unit, upper=False)
+    def with_inverse(rotation: Tensor) -> tuple[Machines, Tensor]:
         q = (rotation @ moments.T).mT.unsqueeze(0)
         return _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
 
-    L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
-    machines, fine = with_factor(L)
-    estimate, narrow = condition(L, machines.rotation), expansion.kind != torch.float64
+    rotation, estimate, info = inverse_factor(C)
+    machines, fine = with_inverse(rotation)
+    narrow = expansion.kind != torch.float64
     limit = SINGLE if narrow else ILL_CONDITIONED
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
@@ -294,10 +302,10 @@ def one_machine(
         raise ImpreciseError
     least = torch.full_like(reg, 1 / SINGLE) if narrow else trusted(estimate)
     if not well_conditioned:
-        L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
-        machines, fine = with_factor(L)
+        unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
+        rotation, least = inverse_factor_of(torch.cat([triangle(), reg.sqrt() * unit]), guard)
+        machines, fine = with_inverse(rotation)
         machines.refined, machines.fold = False, guard.asks(fine)
-        least = trusted(condition(L, machines.rotation).sqrt())
     else:
         guard.require(info == 0, NOT_DEFINITE)
     machines.least = least.reshape(1, 1)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.rows import taken_apart
+from torchloo.svm.rows import stacks
 from torchloo.svm.solve.exact import Exact, duality_gap, relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import Problem, merge_duplicates
+from torchloo.svm.stacked import times_vector
 
 __all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
 
@@ -21,7 +22,7 @@ _USEFUL = 1e-3  # of one that certificates can still work with
 _DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
 _TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
-_BLOCK = 512  # rows of K compared at once with its columns
+_BLOCK = 2**21  # entries of K compared at once with their mirror images
 
 
 class SVMFit(NamedTuple):
@@ -65,6 +66,10 @@ class SVMFit(NamedTuple):
             return K_new @ self.coef + self.bias[..., None, :]
         return (K_new @ self.coef[..., None])[..., 0] + self.bias[..., None]
 
+    def machine(self, number: int) -> "SVMFit":
+        """One of several machines (B, n)."""
+        return SVMFit(self.coef[number], self.bias[number], self.outputs[number], self.gap[number])
+
     def to(self, dtype: torch.dtype) -> "SVMFit":
         """In a dtype."""
         coef, bias, outputs, gap = (field.to(dtype) for field in self[:4])
@@ -105,50 +110,117 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     K, y, C, weight = checked("svm", K, y, C, weight)
     box = C[..., None] * weight
     with torch.no_grad():
-        fits = [trained("svm", *problem)[:4] for problem in taken_apart(K, y, box)]
+        parts = [trained("svm", *part) for part in stacks(K, y, box)]
         coef, bias, outputs, gap = (
-            torch.stack(x).reshape(y.shape[:-1] + x[0].shape).to(K.dtype) for x in zip(*fits, strict=True)
+            torch.cat(x).reshape(y.shape[:-1] + x[0].shape[1:]).to(K.dtype)
+            for x in zip(*(part[:4] for part in parts), strict=True)
         )
     return SVMFit(coef, bias, outputs, gap)
 
 
 def trained(function: str, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    """The machine of a problem K (n, n), y (n,), box (n,), checked, in float64; errors name the function."""
+    """The machines of B problems K (B, n, n), y, box (B, n) in float64; errors name the function."""
     matrix = in_double(K)
-    ((problem, full),) = _solve_problems(function, K, matrix, y.double(), box.double()[None])
-    share = problem.row_box / problem.box[problem.variable]
-    coef = (full.alpha * problem.y)[problem.variable] * share / problem.scale
-    u = problem.K @ (full.alpha * problem.y)
-    nothing = torch.zeros(1, dtype=torch.long, device=K.device)
-    whole = Held(full.alpha[None], u[None], problem.box, nothing, problem.rounding)
-    bias = held_out_bias(problem.y, whole)[0]
+    fits = y.new_empty(len(y), 2 * y.shape[1] + 2, dtype=torch.float64)
+    for rows, problem, full in _solve_problems(function, K, matrix, y.double(), box.double()):
+        fits[rows] = torch.cat(_fields(problem, full), 1)
+    coef, outputs, rest = fits.split([y.shape[1], y.shape[1], 2], 1)
+    bias, gap = rest.unbind(1)
+    return SVMFit(coef, bias if matrix.shift is None else bias - (matrix.shift * coef).sum(1), outputs, gap)
+
+
+def _fields(problem: Problem, full: Exact) -> tuple[Tensor, ...]:
+    """Coefficients (B, n), outputs (B, n), bias and gap (B, 1) of machines by their rows."""
+    v = problem.variable
+    share = problem.row_box / problem.box.gather(1, v)
+    coef = (full.alpha * problem.y).gather(1, v) * share / problem.scale[:, None]
+    u = times_vector(problem.K, full.alpha * problem.y)
+    nothing = torch.zeros_like(v[:, 0])
+    bias = held_out_bias(problem.y, Held(full.alpha, u, problem.box, nothing, problem.rounding))[:, None]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    outputs = (u + bias)[problem.variable]
-    return SVMFit(coef, bias if matrix.shift is None else bias - matrix.shift @ coef, outputs, gap)
+    return coef, (u + bias).gather(1, v), bias, gap[:, None]
 
 
-def solve_problems(function: str, K: Tensor, y: Tensor, boxes: Tensor) -> list[tuple[Problem, Exact]]:
-    """Merge and solve exactly for each of the boxes (B, n), if K, as it came in, is a kernel matrix."""
-    return _solve_problems(function, K, in_double(K), y, boxes)
+Solved = tuple[Tensor, Problem, Exact]
+"""Which problems of a batch are solved here, (B,), merged, and their solutions."""
 
 
-def _solve_problems(
-    function: str, given: Tensor, matrix: InDouble, y: Tensor, boxes: Tensor
-) -> list[tuple[Problem, Exact]]:
-    """`solve_problems` for a K that was given as it is, and in float64."""
-    problems = merge_duplicates(matrix.K, y, boxes, matrix.rounding)
-    if not _is_definite(problems[0]):
-        problems = _off_by(problems, -_require_semidefinite(function, given, matrix))
+def solve_problems(function: str, K: Tensor, y: Tensor, box: Tensor) -> list[Solved]:
+    """Merge and solve exactly B problems (B, n, n), (B, n), if each K, as it came in, is a kernel matrix.
+
+    Problems of one number of variables are solved as one.
+    """
+    return _solve_problems(function, K, in_double(K), y, box)
+
+
+def _solve_problems(function: str, given: Tensor, matrix: InDouble, y: Tensor, box: Tensor) -> list[Solved]:
+    """`solve_problems` for kernel matrices that were given as they are, and in float64."""
+    groups = merge_duplicates(matrix.K, y, box, matrix.rounding)
+    solved = []
+    for rows, merged in groups:
+        source = _Source(function, given, matrix, rows)
+        parts = _solve_definite(source, _checked_definite(source, merged))
+        solved += [(rows[own], problem, full) for own, problem, full in parts]
+    return solved
+
+
+class _Source(NamedTuple):
+    """Where merged problems come from, to tell what is wrong with it."""
+
+    function: str
+    given: Tensor
+    """Kernel matrices as they came in, (B, n, n)."""
+    matrix: InDouble
+    rows: Tensor
+    """Those that are meant."""
+
+    def take(self, rows: Tensor) -> "_Source":
+        return self._replace(rows=self.rows[rows])
+
+    def require_semidefinite(self) -> Tensor:
+        """The smallest eigenvalues, (B,); an error names one if that K is not even a rounded kernel matrix.
+
+        Rounded to float32, if that is what its entries say.
+        """
+        K, given = self.matrix.K[self.rows], self.given[self.rows]
+        least, size = torch.linalg.eigvalsh(K)[:, 0], K.diagonal(dim1=1, dim2=2).abs().amax(1)
+        single = (given.float() == given).all(2).all(1)
+        largest = given.diagonal(dim1=1, dim2=2).amax(1).double()
+        unit = (torch.finfo(torch.float32).eps * largest).masked_fill(~single, 0)
+        rounding = self.matrix.rounding[self.rows].amax(1).square()
+        allowed = torch.maximum(_DOUBLE * size, K.shape[-1] * torch.maximum(unit, rounding)).clamp_min(_TINY)
+        worst = least + allowed
+        if bool((worst < 0).any()):
+            raise ValueError(f"{self.function}: {_indefinite(float(least[worst.argmin()]))}")
+        return least
+
+
+def _checked_definite(source: _Source, problem: Problem) -> Problem:
+    """With more rounding where a K is not positive definite; an error if that is not rounding."""
+    rows = (~_is_definite(problem)).nonzero()[:, 0]
+    if not len(rows):
+        return problem
+    least = source.take(rows).require_semidefinite()
+    return problem._replace(rounding=problem.rounding.index_add(0, rows, _off_by(problem, rows, -least)))
+
+
+def _solve_definite(source: _Source, problem: Problem) -> list[Solved]:
+    """The solutions; a K that rounding has made too indefinite for that leaves the batch and is lifted."""
+    every = torch.arange(len(problem.y), device=problem.y.device)
     try:
-        solutions = solve_exactly(problems)
+        full = solve_exactly(problem)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        problems = _made_definite(function, problems, -2 * _require_semidefinite(function, given, matrix))
-        solutions = _solve_again(function, problems)
-    if not all(full.optimal for full in solutions):
-        _require_semidefinite(function, given, matrix)
-    gap = max(relative_gap(problem, full) for problem, full in zip(problems, solutions, strict=True))
-    _require_solved(function, gap)
-    return list(zip(problems, solutions, strict=True))
+        if len(every) > 1:
+            halves = every.chunk(2)
+            parts = [(half, _solve_definite(source.take(half), problem.take(half))) for half in halves]
+            return [(half[own], problem, full) for half, part in parts for own, problem, full in part]
+        problem = _made_definite(source, problem, -2 * source.require_semidefinite())
+        full = _solve_again(source.function, problem)
+    open_ones = (~full.optimal).nonzero()[:, 0]
+    if len(open_ones):
+        source.take(open_ones).require_semidefinite()
+    _require_solved(source.function, float(relative_gap(problem, full).max()))
+    return [(every, problem, full)]
 
 
 def _require_solved(function: str, gap: float) -> None:
@@ -166,69 +238,57 @@ def _require_solved(function: str, gap: float) -> None:
     )
 
 
-def _made_definite(function: str, problems: list[Problem], ridge: float) -> list[Problem]:
-    """With a K that rounding has made indefinite lifted by the ridge, after the copies were found."""
-    if not ridge > 0:
-        return problems
+def _made_definite(source: _Source, problem: Problem, ridge: Tensor) -> Problem:
+    """With a K that rounding has made indefinite lifted by the ridge (1,), after the copies were found."""
     warnings.warn(
-        f"{function}: rounding has made K indefinite; {ridge:.1e} was added to its diagonal. "
+        f"{source.function}: rounding has made K indefinite; {float(ridge):.1e} was added to its diagonal. "
         "Compute K in float64 or scale the inputs to avoid this",
         RuntimeWarning,
         stacklevel=4,
     )
-    K = problems[0].K.clone()
-    K.diagonal().add_(ridge / problems[0].scale)
-    return _off_by([problem._replace(K=K) for problem in problems], ridge)
+    K = problem.K.clone()
+    K.diagonal(dim1=1, dim2=2).add_((ridge / problem.scale)[:, None])
+    every = torch.zeros_like(problem.variable[:, 0])
+    return problem._replace(K=K, rounding=problem.rounding + _off_by(problem, every, ridge))
 
 
-def _off_by(problems: list[Problem], much: float) -> list[Problem]:
-    """With so much more rounding of the entries of K."""
-    rounding = problems[0].rounding + (much / problems[0].scale).clamp_min(0).sqrt()
-    return [problem._replace(rounding=rounding) for problem in problems]
+def _off_by(problem: Problem, rows: Tensor, much: Tensor) -> Tensor:
+    """What is added to e of Note [rounding of K] for entries that are off by so much (B,) more, (B, m)."""
+    more = (much / problem.scale[rows]).clamp_min(0).sqrt()
+    return more[:, None].expand(-1, problem.y.shape[1])
 
 
-def _solve_again(function: str, problems: list[Problem]) -> list[Exact]:
-    """The solutions, or an error for the user."""
+def _solve_again(function: str, problem: Problem) -> Exact:
+    """The solution, or an error for the user."""
     try:
-        return solve_exactly(problems)
+        return solve_exactly(problem)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         raise ValueError(
             f"{function}: K is too ill-conditioned to solve; use float64 or a smaller C"
         ) from failure
 
 
-def _is_definite(problem: Problem) -> bool:
-    """Whether K, whose different rows `problem` has, is positive definite but for rounding, by one Cholesky.
+def _is_definite(problem: Problem) -> Tensor:
+    """Whether each K is positive definite but for rounding, (B,), by one Cholesky.
 
     Nothing that is proved of an SVM would be true of another K: its dual has no single maximum. Of a large K
     some rows have to do; what they do not show comes to light where the solver fails.
     """
-    m = len(problem.y)
+    m = problem.y.shape[1]
     some = slice(None, None, -(-m // _SEEN))
-    seen, largest = problem.K[some, some], problem.K.diagonal().amax()
-    return _definite(seen, _DOUBLE * largest) or _definite(seen, m * problem.rounding.amax().square())
+    seen, largest = problem.K[:, some, some], problem.K.diagonal(dim1=1, dim2=2).amax(1)
+    definite = _definite(seen, _DOUBLE * largest)
+    rows = (~definite).nonzero()[:, 0]
+    if len(rows):
+        definite[rows] = _definite(seen[rows], m * problem.rounding[rows].amax(1).square())
+    return definite
 
 
-def _definite(K: Tensor, ridge: Tensor) -> bool:
-    """Whether K is positive definite with the ridge on its diagonal."""
+def _definite(K: Tensor, ridge: Tensor) -> Tensor:
+    """Whether each K is positive definite with the ridge (B,) on its diagonal, (B,)."""
     lifted = K.clone()
-    lifted.diagonal().add_(ridge)
-    return not bool(torch.linalg.cholesky_ex(lifted).info)
-
-
-def _require_semidefinite(function: str, given: Tensor, matrix: InDouble) -> float:
-    """The smallest eigenvalue; an error names it if K is no kernel matrix, nor one that was rounded.
-
-    To float32, if that is what its entries say.
-    """
-    K = matrix.K
-    least, size = float(torch.linalg.eigvalsh(K)[0]), float(K.diagonal().abs().amax())
-    single = bool((given.float() == given).all())
-    unit = torch.finfo(torch.float32).eps * float(given.diagonal().amax()) if single else 0.0
-    allowed = max(_DOUBLE * size, len(K) * max(unit, float(matrix.rounding.amax()) ** 2), _TINY)
-    if least < -allowed:
-        raise ValueError(f"{function}: {_indefinite(least)}")
-    return least
+    lifted.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+    return torch.linalg.cholesky_ex(lifted).info == 0
 
 
 def _indefinite(least: float) -> str:
@@ -251,12 +311,13 @@ def _check_weight(guard: Guard, K: Tensor, weight: Tensor) -> None:
 
 
 def _is_symmetric(K: Tensor) -> Tensor:
-    """Whether K (n, n) is symmetric but for rounding, (); block by block, as large temporaries are slow."""
-    low, high = torch.aminmax(K)
+    """Whether each K (B, n, n) is symmetric but for rounding, (B,); by blocks, which is faster."""
+    n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
+    low, high = K.amin((1, 2)), K.amax((1, 2))
     apart = torch.zeros_like(low)
-    for i in range(0, len(K), _BLOCK):
-        block = K[i : i + _BLOCK, i:] - K[i:, i : i + _BLOCK].mT
-        apart = apart.maximum(block.abs_().amax())
+    for i in range(0, n, size):
+        block = K[:, i : i + size, i:] - K[:, i:, i : i + size].mT
+        apart = apart.maximum(block.abs_().amax((1, 2)))
     return apart <= 1e-6 * torch.maximum(high, -low)
 
 
@@ -288,7 +349,7 @@ def checked(
     if not K.numel():
         raise ValueError(f"{function}: K must not be an empty batch, got shape {tuple(K.shape)}")
     matrices = K.detach().reshape(-1, n, n)
-    guard.require(torch.stack([_is_symmetric(k) for k in matrices]), "K must be symmetric")
+    guard.require(_is_symmetric(matrices), "K must be symmetric")
     guard.require(
         K.diagonal(dim1=-2, dim2=-1) >= 0, lambda: _indefinite(float(torch.linalg.eigvalsh(matrices).min()))
     )

@@ -15,6 +15,7 @@ from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
+from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.without import left_of, solve_without
 
@@ -72,7 +73,8 @@ def _outcome(problem: OneProblem, labels: Tensor, method: str, epsilon: float, t
     """Leave-cluster-out of one problem."""
     K, y, box = problem[0], problem[1].double(), problem[2].double()
     if method == "smo":
-        return leave_clusters_out_by_smo(K, y, box, trained("svm_lco", K, y, box), labels, epsilon)
+        full = trained("svm_lco", K[None], y[None], box[None]).machine(0)
+        return leave_clusters_out_by_smo(K, y, box, full, labels, epsilon)
     return _leave_clusters_out_exactly(K, y, box, labels, trace)
 
 
@@ -80,7 +82,8 @@ def _leave_clusters_out_exactly(
     K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
-    ((problem, full),) = solve_problems("svm_lco", K, y, box[None])
+    ((_, problem, full),) = solve_problems("svm_lco", K[None], y[None], box[None])
+    problem, full = Problem(*(x[0] for x in problem)), Exact(*(x[0] for x in full))
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))

@@ -118,18 +118,15 @@ def _outcomes(
     smo: SMOOptions,
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
+    K, y, box = (torch.stack(x) for x in zip(*problems, strict=True))
+    y, box = y.double(), box.double()
     if method == "smo":
-        doubles = [(K, y.double(), box.double()) for K, y, box in problems]
-        return [
-            leave_one_out_by_smo(K, y, box, trained("svm_loo", K, y, box), values, epsilon, smo, rows)
-            for K, y, box in doubles
-        ]
+        fit = trained("svm_loo", K, y, box)
+        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows).by_problem()
     machines: dict[int, tuple[Problem, Exact]] = {}
-    for family in families(problems):
-        K, y, _ = problems[family[0]]
-        boxes = torch.stack([problems[number][2] for number in family])
-        solved = solve_problems("svm_loo", K, y.double(), boxes.double())
-        machines.update(zip(family, solved, strict=True))
+    for numbers, problem, full in solve_problems("svm_loo", K, y, box):
+        for b, number in enumerate(numbers.tolist()):
+            machines[number] = Problem(*(x[b] for x in problem)), Exact(*(x[b] for x in full))
     in_turn = [machines[number] for number in range(len(problems))]
     try:
         return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)

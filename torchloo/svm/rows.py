@@ -1,6 +1,6 @@
 """Outcomes by rows: from what is known of each problem of a batch to one SVMHeldOut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,13 +9,15 @@ from torch import Tensor
 from torchloo.svm.gradient import Deferred, outputs_with_gradient
 from torchloo.svm.held_out import SVMHeldOut, rounded
 
-__all__ = ["OneProblem", "RowOutcome", "assembled", "families", "taken_apart"]
+__all__ = ["OneProblem", "RowOutcome", "assembled", "families", "stacks", "taken_apart"]
+
+_TOGETHER = 2**20  # entries of the kernel matrices of a stack
 
 OneProblem = tuple[Tensor, Tensor, Tensor]
 
 
 class RowOutcome(NamedTuple):
-    """Outcome for each of the n rows of one problem."""
+    """Outcome for each of the n rows of one problem, (n,), or of several, (T, n)."""
 
     outputs: Tensor
     certified: Tensor
@@ -25,6 +27,11 @@ class RowOutcome(NamedTuple):
     newton: Tensor
     machines: Deferred | None
     """The held-out machines for the backward; None if not asked for."""
+
+    def by_problem(self) -> "list[RowOutcome]":
+        """Of an outcome of T problems, (T, n), each on its own."""
+        fields = zip(*self[:6], strict=True)
+        return [RowOutcome(*(*of_one, self.machines)) for of_one in fields]
 
 
 def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:
@@ -46,6 +53,20 @@ def _entries(batch: Tensor, ndim: int = 2) -> list[Tensor]:
     if batch.ndim == ndim:
         return [batch]
     return [entry for part in batch.unbind() for entry in _entries(part, ndim)]
+
+
+def stacks(K: Tensor, y: Tensor, box: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The problems of a batch, in order, as stacks K (B, n, n), y and box (B, n) that fit."""
+    n = y.shape[-1]
+    matrices, labels, boxes = K.detach().reshape(-1, n, n), y.reshape(-1, n), box.detach().reshape(-1, n)
+    number = torch.arange(len(matrices), device="cpu").reshape(K.shape[:-2]).expand(y.shape[:-1]).flatten()
+    size = max(1, _TOGETHER // n**2)
+    for part, y_part, box_part in zip(number.split(size), labels.split(size), boxes.split(size), strict=True):
+        first = int(part[0])
+        # A copy only where matrices are not one after the other.
+        follows = bool((part == torch.arange(first, first + len(part), device="cpu")).all())
+        K_part = matrices[first : first + len(part)] if follows else matrices[part.to(K.device)]
+        yield K_part, y_part, box_part
 
 
 def families(problems: Sequence[OneProblem]) -> list[list[int]]:

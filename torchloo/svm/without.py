@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.smo.rounds import SMOState, seed_without, smo
-from torchloo.svm.solve.exact import ATTEMPTS, Exact, solve_exactly, solve_from
+from torchloo.svm.solve.exact import ATTEMPTS, Exact, Sets, solve_exactly, solve_from
 from torchloo.svm.solve.merge import Problem
 
 __all__ = ["Without", "left_of", "solve_without"]
@@ -65,16 +65,18 @@ def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
     if violation <= _EXACT:
         return end.alpha[b]
     some = box > 0
-    smaller = problem._replace(K=problem.K[some][:, some], y=problem.y[some], box=box[some])
+    K, y = problem.K[some][:, some][None], problem.y[some][None]
+    smaller = Problem(*(x[None] for x in problem))._replace(K=K, y=y, box=box[some][None])
     near, limit = end.alpha[b][some], box[some]
     try:
         if violation <= _CLOSE:
             free, upper = (near > 0) & (near < limit), near >= limit
-            solution = solve_from(smaller, near, end.bias[b], free, upper, attempts)
+            sets = Sets(near[None], end.bias[b][None], free[None], upper[None])
+            solution = solve_from(smaller, sets, attempts)
         else:
-            (solution,) = solve_exactly([smaller])
+            solution = solve_exactly(smaller)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return end.alpha[b]
     if not solution.slip <= violation:
         return end.alpha[b]
-    return torch.zeros_like(box).masked_scatter(some, solution.alpha.clamp_min(0).minimum(limit))
+    return torch.zeros_like(box).masked_scatter(some, solution.alpha[0].clamp_min(0).minimum(limit))

@@ -49,15 +49,6 @@ class Base(NamedTuple):
     size: Tensor
     """Diagonal of K, at least its mean, which is 1, (T, l + 2)."""
 
-    @staticmethod
-    def stack(bases: list["Base"], A: Tensor) -> "Base":
-        """Bases of one size as one; A (T, m + 2, l + 2) holds their tableaux already."""
-        if len(bases) == 1:
-            return bases[0]
-        tableaux, *others = zip(*bases, strict=True)
-        _, *parts = zip(*tableaux, strict=True)
-        return Base(Tableau(A, *map(torch.cat, parts)), *map(torch.cat, others))
-
     @classmethod
     def build(
         cls,
@@ -69,18 +60,18 @@ class Base(NamedTuple):
         box: Tensor,
         k: Tensor,
     ) -> "Base":
-        """One solution: masks of its sets, alpha, y f - 1 and the diagonal of K (m,), bounds (2, m)."""
-        columns = tableau.order[0, : tableau.sign.shape[1] - 2]
-        free, upper, alpha, margin, k = (x.index_select(0, columns) for x in (free, upper, alpha, margin, k))
-        box = box.index_select(1, columns)
+        """Masks of the sets, alpha, y f - 1 and the diagonals of K (T, m), bounds (2, T, m)."""
+        columns = tableau.order[:, : tableau.sign.shape[1] - 2]
+        free, upper, alpha, margin, k = (x.gather(1, columns) for x in (free, upper, alpha, margin, k))
+        box = box.gather(2, columns.expand(2, -1, -1))
         inf = torch.full_like(alpha, torch.inf)
-        of_free = torch.stack([alpha - box[1], alpha - box[0]])  # (2, l), z = -alpha
+        of_free = torch.stack([alpha - box[1], alpha - box[0]])  # (2, T, l), z = -alpha
         of_bounded = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
         low, high = torch.where(free, of_free, of_bounded)
         low, high = low.clamp_max(-TOUCH), high.clamp_min(TOUCH)
-        distance = torch.stack([pad(low, (0, 2), value=-torch.inf), pad(high, (0, 2), value=torch.inf)])
+        distance = torch.stack([pad(low, (0, 2), value=-torch.inf), pad(high, (0, 2), value=torch.inf)], 1)
         return cls(
-            tableau, distance[None], pad(box, (0, 2))[None], pad(k.clamp_min(1.0), (0, 2), value=1.0)[None]
+            tableau, distance, pad(box.transpose(0, 1), (0, 2)), pad(k.clamp_min(1.0), (0, 2), value=1.0)
         )
 
 

@@ -26,8 +26,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-__all__ = ["Tableau", "bordered_inverse", "pivot_transform"]
+from torchloo.svm.solve.systems import Bordered
+from torchloo.svm.stacked import block_of
+
+__all__ = ["Tableau", "pivot_transform"]
 
 
 class Tableau(NamedTuple):
@@ -45,41 +49,41 @@ class Tableau(NamedTuple):
     order: Tensor
     """The variables in the order of the columns, then those without one, (T, m)."""
 
-    def find(self, variable: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column of variables of the first problem; column l + 1 where there is none."""
+    def find(self, table: Tensor, variable: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column of variables of the problems `table`, (N,) all; column l + 1 where there is none."""
         columns = self.sign.shape[1] - 2
-        place = self.order[0].argsort()[variable]
+        place = self.order.argsort(1)[table, variable]
         return place + 2 * (place >= columns), place.masked_fill(place >= columns, columns + 1)
 
 
-def bordered_inverse(K_free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks of [0 1^T; 1 K]^-1 for the free rows: corner (), edge (s,), inner (s, s).
+def _exchange(K: Tensor, least: int, s: int, is_free: Tensor, border: Tensor) -> Tensor:
+    """Make of the first l rows of K (T, l, m), free sets first, those of A but for the labels, in place.
 
-    Inverts the positive definite K + c 1 1^T, c the mean diagonal, which leaves inner and edge
-    as they are and lowers the corner by c: one Cholesky.
+    `is_free` (T, m) is the mask of sets of `least` to s variables, `border` (T, m) are the ones beside K, 0
+    for the free. Returns the rows of b, [R_bS Z_b], (T, m).
     """
-    c = K_free.diagonal().mean().clamp_min(torch.finfo(K_free.dtype).tiny)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(K_free + c))
-    row = inverse.sum(-1)
-    total = row.sum()
-    return c - 1 / total, row / total, inverse - row[:, None] * (row / total)
-
-
-def _exchange(K: Tensor, s: int, border: Tensor) -> Tensor:
-    """Make of the first l rows of K (l, m), the free set first, those of A but for the labels, in place.
-
-    `border` (m - s,) are the ones beside K_SN. Returns the row of b, [R_bS Z_b], (m,).
-    """
-    corner, edge, inner = bordered_inverse(K[:s, :s])  # R = [corner edge^T; edge inner]
-    K_SN, near = K[:s, s:], len(K) - s
-    Z = torch.addmm(edge[:, None] * border, inner, K_SN)
-    Z_b = corner * border + edge @ K_SN
-    T = K[s:, s:].addr_(border[:near], Z_b, alpha=-1)
-    T.addmm_(K_SN[:, :near].T, Z, alpha=-1)
-    K[s:, :s] = Z[:, :near].T
-    K[:s, s:] = Z
-    K[:s, :s] = -inner
-    return torch.cat([edge, Z_b])
+    free = is_free[:, :s]
+    corner, edge, inner = Bordered(K[:, :s, :s], free).inverse()  # R = [corner edge^T; edge inner]
+    ragged, near, border = least < s, K.shape[1] - least, border[:, least:]
+    K_SN = K[:, :s, least:]
+    if ragged:
+        K_SN = K_SN * (free[:, :, None] & ~is_free[:, None, least:])
+    Z = torch.baddbmm(edge[:, :, None] * border[:, None], inner, K_SN)
+    Z_b = torch.addcmul((edge[:, None] @ K_SN)[:, 0], corner[:, None], border)
+    T = K[:, least:, least:].addcmul_(border[:, :near, None], Z_b[:, None], value=-1)
+    T.baddbmm_(K_SN[:, :, :near].mT, Z, alpha=-1)
+    of_b = pad(Z_b, (least, 0))
+    of_b[:, :s] += edge
+    if not ragged:
+        K[:, s:, :s] = Z[:, :, :near].mT
+        K[:, :s, s:] = Z
+        K[:, :s, :s] = -inner
+        return of_b
+    rows = pad(Z, (least, 0))  # (T, s, m), those of A for the free
+    rows[:, :, :s] -= inner
+    K[:, :s] = torch.where(free[:, :, None], rows, K[:, :s])
+    K[:, :, :s] = torch.where(free[:, None], rows[:, :, : K.shape[1]].mT, K[:, :, :s])
+    return of_b
 
 
 def pivot_transform(
@@ -89,33 +93,31 @@ def pivot_transform(
     border: Tensor | None = None,
     order: Tensor | None = None,
     columns: int | None = None,
-    out: Tensor | None = None,
 ) -> Tableau:
-    """The tableau of Note [tableau] for the free set given as a mask; K_SS + const must be regular.
+    """The tableaux of Note [tableau] for the free sets given as masks; their equations must be regular.
 
     Args:
-        K, y: kernel matrix (m, m) and labels (m,).
-        free: mask of the free set S, (m,).
+        K, y: kernel matrices (T, m, m) and labels (T, m).
+        free: masks of the free sets S, (T, m).
         border: replaces the ones beside K (times y: the coefficients of the equality), for a last
-            column that is not a training point, (m,).
-        order: the variables, those of S first, (m,); default S, then the others.
+            column that is not a training point, (T, m).
+        order: the variables, those of S first, (T, m); default S, then the others.
         columns: how many of them have a column; default all.
-        out: zeros (m + 2, columns + 2) for the tableau; default new ones.
 
     Cost 2 m s l for s free variables and l columns. Memory: twice that of the tableau.
     """
-    m, s = K.shape[-1], int(free.sum())
-    order = free.argsort(descending=True, stable=True) if order is None else order
+    m, (least, most) = K.shape[-1], torch.stack(torch.aminmax(free.sum(1))).tolist()
+    order = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True) if order is None else order
     columns = m if columns is None else columns
-    rows = K.index_select(0, order[:columns]).index_select(1, order)  # (l, m)
-    of_b = _exchange(rows, s, K.new_ones(m - s) if border is None else border[order[s:]])
-    y = y[order]
-    rows.mul_(y).mul_(y[:columns, None])
-    A = K.new_zeros(m + 2, columns + 2) if out is None else out
-    A[:columns, :columns] = rows[:, :columns].T
-    A[columns + 2 :, :columns] = rows[:, columns:].T
-    sign = K.new_ones(columns + 2)
-    sign[:s] = -1
-    equality = K.new_zeros(columns + 2)
-    equality[:columns] = (y * of_b)[:columns]
-    return Tableau(A[None], sign[None], equality[None], order[None])
+    rows = block_of(K, order[:, :columns], order)  # (T, l, m)
+    is_free = free.gather(1, order)
+    border = torch.ones_like(y) if border is None else border.gather(1, order)
+    of_b = _exchange(rows, least, most, is_free, border.masked_fill(is_free, 0))
+    y = y.gather(1, order)
+    rows.mul_(y[:, None]).mul_(y[:, :columns, None])
+    A = K.new_zeros(len(K), m + 2, columns + 2)
+    A[:, :columns, :columns] = rows[:, :, :columns].mT
+    A[:, columns + 2 :, :columns] = rows[:, :, columns:].mT
+    is_free, of_b = is_free[:, :columns], (y * of_b)[:, :columns]
+    sign = pad(torch.where(is_free, -1.0, 1.0).to(K), (0, 2), value=1.0)
+    return Tableau(A, sign, pad(of_b, (0, 2)), order)

@@ -100,23 +100,22 @@ def _unlearn(tasks: list[Task], values: bool, coefficients: bool, whole: bool) -
     outcomes: dict[int, Unlearned] = {}
     for group in _groups(tasks):
         members = [tasks[t] for t in group]
-        tableaux, stacked = _tableaux(members, values, whole)
-        bases = [
-            perturbed_base(task.problem, task.full, A) for task, A in zip(members, tableaux, strict=True)
-        ]
-        base = Base.stack(bases, stacked)
-        places = [A.find(task.target) for task, A in zip(members, tableaux, strict=True)]
-        row, column = (torch.cat(x) for x in zip(*places, strict=True))
-        counts = [len(task.target) for task in members]
+        tableau = _tableaux(members, values, whole)
+        problem = Problem(*(torch.stack(x) for x in zip(*(task.problem for task in members), strict=True)))
+        full = Exact(*(torch.stack(x) for x in zip(*(task.full for task in members), strict=True)))
+        base = perturbed_base(problem, full, tableau)
+        tableaux = [Tableau(*(x[t : t + 1] for x in tableau)) for t in range(len(members))]
         table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
+        row, column = tableau.find(table, torch.cat([task.target for task in members]))
+        counts = [len(task.target) for task in members]
         ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
         for t, tableau, own in zip(group, tableaux, ends.split(counts), strict=True):
             outcomes[t] = _certified(tasks[t], tableau, own, coefficients)
     return [outcomes[t] for t in range(len(tasks))]
 
 
-def _tableaux(tasks: list[Task], values: bool, whole: bool) -> tuple[list[Tableau], Tensor]:
-    """Tableaux with equally many columns, and all of them as one tensor (T, m + 2, l + 2)."""
+def _tableaux(tasks: list[Task], values: bool, whole: bool) -> Tableau:
+    """Tableaux with equally many columns."""
     m = len(tasks[0].problem.y)
     orders, wanted = [], 0
     for task in tasks:
@@ -125,12 +124,10 @@ def _tableaux(tasks: list[Task], values: bool, whole: bool) -> tuple[list[Tablea
         wanted = max(wanted, first)
     near = max(_NEAREST, m // _SHARE)
     columns = m if whole or m <= _FEW else min(m, wanted + near)
-    A = tasks[0].problem.K.new_zeros(len(tasks), m + 2, columns + 2)
-    tableaux = [
-        pivot_transform(task.problem.K, task.problem.y, task.full.free, None, order, columns, out)
-        for task, order, out in zip(tasks, orders, A, strict=True)
-    ]
-    return tableaux, A
+    K, y, free = (
+        torch.stack(x) for x in zip(*((t.problem.K, t.problem.y, t.full.free) for t in tasks), strict=True)
+    )
+    return pivot_transform(K, y, free, None, torch.stack(orders), columns)
 
 
 def _by_margin(task: Task, targets_too: bool) -> tuple[Tensor, int]:
@@ -184,7 +181,7 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     Favourably: margins of the lower set up, of the upper set down, boxes of the free set wider, so
     that the full solution stays optimal. (Perturbing the data beforehand costs hundreds of events.)
     """
-    m = len(problem.y)
+    m = problem.y.shape[1]
     generator = torch.Generator("cpu").manual_seed(0)
     jitter = torch.rand(2, m, generator=generator, dtype=full.alpha.dtype, device="cpu")
     jitter = _PERTURBATION * (0.5 + jitter.to(full.alpha.device))
@@ -194,5 +191,5 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     widen = full.free * problem.box.clamp_max(1e3)
     low = full.alpha.clamp_max(0) * full.free - widen * jitter[0]
     high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box) + widen * jitter[1]
-    box = torch.stack([low, high])
-    return Base.build(tableau, full.free, full.upper, full.alpha, margin, box, problem.K.diagonal())
+    diagonal = problem.K.diagonal(dim1=1, dim2=2)
+    return Base.build(tableau, full.free, full.upper, full.alpha, margin, torch.stack([low, high]), diagonal)

@@ -23,9 +23,9 @@ Rounding of K, by at most d_i d_j here, Note [rounding of K], adds d_i (d . alph
 import torch
 from torch import Tensor
 
-from torchloo.svm.path.tableau import bordered_inverse
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.accurate import in_parts
+from torchloo.svm.solve.systems import Bordered
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 
@@ -111,7 +111,7 @@ def _of_one(
 def _change(K_free: Tensor, d: Tensor, residual: Tensor) -> Tensor | None:
     """The bound of |dz| of Note [active sets] for |rho| + e (s + 1,); None where R is no inverse."""
     try:
-        corner, edge, inner = bordered_inverse(K_free)
+        corner, edge, inner = (x[0] for x in Bordered(K_free[None]).inverse())
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return None
     s = len(edge)

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.solve.exact import duality_gap
+from torchloo.svm.stacked import dot
 
 __all__ = [
     "Held",
@@ -121,7 +122,7 @@ class Held(NamedTuple):
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""
-        total = _dot(self.alpha, self.rounding)
+        total = dot(self.alpha, self.rounding)
         return total if self.standing is None else total + self.standing.doubt
 
     def weight(self) -> Tensor:
@@ -150,11 +151,6 @@ class Held(NamedTuple):
         return 1e-9 * least + 1e-15 * total
 
 
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """The inner product of each x (B, m) with y (m,), or with its own, (B, m); (B,)."""
-    return x @ y if y.ndim == 1 else (x * y).sum(-1)
-
-
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """The two values of s (B, m) between which the weight from below passes `count` (B,).
 
@@ -181,7 +177,7 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
     bias = bias_of_free(y - held.u, free)
     none = bias.isnan().nonzero()[:, 0]
     if len(none):
-        bias[none] = midpoint_bias(y, held.take(none))
+        bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
     return bias
 
 
@@ -278,7 +274,7 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
     E = doubt[:, None] * held.rounding
-    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), _dot(held.alpha, y)
+    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, y)
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.standing is not None:
         past = (held.standing.violation + held.rounding.amax(-1) * doubt).clamp_min_(0)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.stacked import times_vector
+
 __all__ = ["Parts", "accurate_product", "in_parts"]
 
 
@@ -36,6 +38,7 @@ def in_parts(x: Tensor) -> Parts:
 
 
 def accurate_product(K: Tensor, a: Tensor) -> Tensor:
-    """K a for K (n, m) and a (m,): the sum over the leading bits is exact, the rest is small."""
+    """K a for K (..., n, m) and a (..., m): the sum over the leading bits is exact, the rest is small."""
     K_parts, a_parts = in_parts(K), in_parts(a)
-    return K_parts.lead @ a_parts.lead + (K_parts.rest @ a_parts.lead + K @ a_parts.rest)
+    small = times_vector(K_parts.rest, a_parts.lead) + times_vector(K, a_parts.rest)
+    return times_vector(K_parts.lead, a_parts.lead) + small

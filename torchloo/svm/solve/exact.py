@@ -1,9 +1,10 @@
-"""The full machine exactly: from an approximate solution to the optimal active set."""
+"""The full machines exactly: from approximate solutions to the optimal active sets, all at once."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchloo.svm.path.follow import follow
 from torchloo.svm.path.state import Base
@@ -11,9 +12,11 @@ from torchloo.svm.path.tableau import pivot_transform
 from torchloo.svm.solve.accurate import accurate_product
 from torchloo.svm.solve.interior import first_solutions, to_the_last_digit
 from torchloo.svm.solve.merge import Problem
+from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered
+from torchloo.svm.stacked import block_of, rows_of, set_of, times_vector
 
-__all__ = ["ATTEMPTS", "Exact", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
+__all__ = ["ATTEMPTS", "Exact", "Sets", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
 
 _SLIP = 1e-9  # how far rounding may carry a solution past its bounds
 _CLOSE = 1e-6  # how far, if the sets are open to rounding
@@ -25,35 +28,78 @@ _REFINEMENTS = 2
 
 
 class Exact(NamedTuple):
-    """An optimal solution and its active set; the free set is never empty and always regular."""
+    """Optimal solutions of B machines and their active sets; free sets are never empty and always regular."""
 
     alpha: Tensor
-    """Coefficients, (m,)."""
+    """Coefficients, (B, m)."""
 
     bias: Tensor
-    """Offset, ()."""
+    """Offsets, (B,)."""
 
     margin: Tensor
-    """y f - 1, (m,)."""
+    """y f - 1, (B, m)."""
 
     free: Tensor
-    """Mask of the free set S, (m,)."""
+    """Masks of the free sets S, (B, m)."""
 
     upper: Tensor
-    """Mask of the variables at their upper bound, (m,)."""
+    """Masks of the variables at their upper bounds, (B, m)."""
 
-    slip: float
-    """How far a coefficient or a margin lies past its bound at most."""
+    slip: Tensor
+    """How far a coefficient or a margin lies past its bound at most, (B,)."""
 
     @property
-    def optimal(self) -> bool:
-        """Whether every condition holds to rounding."""
+    def optimal(self) -> Tensor:
+        """Whether every condition holds to rounding, (B,)."""
         return self.slip <= _SLIP
 
     @property
-    def close(self) -> bool:
-        """Whether every condition nearly holds: all that can be had where margins hardly differ."""
+    def close(self) -> Tensor:
+        """Whether every condition nearly holds: all that can be had where margins hardly differ, (B,)."""
         return self.slip <= _CLOSE
+
+    def take(self, rows: Tensor) -> "Exact":
+        """The machines at `rows`."""
+        return Exact(*(x[rows] for x in self))
+
+    def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
+        """With other solutions of the machines at `rows`."""
+        return Exact(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
+
+    def where(self, mask: Tensor, other: "Exact") -> "Exact":
+        """These where the mask (B,) is true, else the others."""
+        pairs = zip(self, other, strict=True)
+        return Exact(*(torch.where(mask if x.ndim == 1 else mask[:, None], x, z) for x, z in pairs))
+
+
+class Sets(NamedTuple):
+    """Approximate solutions of B machines, whose sets are to be tried."""
+
+    alpha: Tensor
+    """Coefficients, (B, m)."""
+
+    bias: Tensor
+    """Offsets, (B,)."""
+
+    free: Tensor
+    """Masks of the free sets, (B, m)."""
+
+    upper: Tensor
+    """Masks of the variables at their upper bounds, (B, m)."""
+
+    @classmethod
+    def read_off(cls, point: Interior, box: Tensor) -> "Sets":
+        """Of each variable the set whose multiplier wins, of free ones none."""
+        upper = box - point.alpha < point.upper
+        return cls(point.alpha, point.bias[:, 0], (point.alpha > point.lower) & ~upper, upper)
+
+    def take(self, rows: Tensor) -> "Sets":
+        """The machines at `rows`."""
+        return Sets(*(x[rows] for x in self))
+
+    def replaced(self, rows: Tensor, by: "Sets") -> "Sets":
+        """With other sets of the machines at `rows`."""
+        return Sets(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
 def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
@@ -61,227 +107,243 @@ def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
     return (alpha * margin.clamp_min(0) + (box - alpha) * (-margin).clamp_min(0)).sum(-1)
 
 
-def solve_exactly(problems: list[Problem]) -> list[Exact]:
-    """Read the sets off interior points and solve for them; the problems differ in their boxes only."""
-    boxes = torch.stack([problem.box for problem in problems])
-    start = first_solutions(problems[0].K, problems[0].y, boxes)
-    upper = boxes - start.alpha < start.upper
-    free = (start.alpha > start.lower) & ~upper
-    parts = zip(problems, start.alpha, start.bias[:, 0], free, upper, strict=True)
-    return [_or_tighter(problem, solve_from(problem, *others)) for problem, *others in parts]
+def solve_exactly(problem: Problem) -> Exact:
+    """Read the sets of B machines off interior points and solve for them."""
+    point = first_solutions(problem.K, problem.y, problem.box)
+    return _or_tighter(problem, solve_from(problem, Sets.read_off(point, problem.box)))
 
 
-def relative_gap(problem: Problem, solution: Exact) -> float:
-    """The duality gap relative to the sum of alpha; what passes a bound by more than rounding is cut off."""
-    alpha, margin, box, y = solution.alpha, solution.margin, problem.box, problem.y
-    if solution.optimal:
-        return float(duality_gap(alpha, margin, box) / alpha.sum())
+def relative_gap(problem: Problem, solution: Exact) -> Tensor:
+    """Duality gaps relative to the sums of alpha, (B,); what passes a bound beyond rounding is cut off."""
+    gap = duality_gap(solution.alpha, solution.margin, problem.box) / solution.alpha.sum(1)
+    rows = (~solution.optimal).nonzero()[:, 0]
+    return gap.index_copy(0, rows, _gap_inside(problem.take(rows), solution.take(rows))) if len(rows) else gap
+
+
+def _gap_inside(problem: Problem, solution: Exact) -> Tensor:
+    """`relative_gap` of solutions that are not optimal."""
+    alpha, box, y = solution.alpha, problem.box, problem.y
     inside = alpha.clamp_min(0).minimum(box)
     inside = torch.where((alpha - inside).abs() > _SLIP * box.clamp(min=1.0), inside, alpha)
-    margin = margin + y * (problem.K @ ((inside - alpha) * y))
-    imbalance = (inside @ y * solution.bias).abs()
-    return float((duality_gap(inside, margin, box) + imbalance) / inside.sum())
+    margin = solution.margin + y * times_vector(problem.K, (inside - alpha) * y)
+    imbalance = ((inside * y).sum(1) * solution.bias).abs()
+    return (duality_gap(inside, margin, box) + imbalance) / inside.sum(1)
+
+
+def _better(problem: Problem, first: Exact, second: Exact) -> Exact:
+    """Of two solutions of each machine the one with the smaller gap, the first if they are equal."""
+    return first.where(~(relative_gap(problem, second) < relative_gap(problem, first)), second)
 
 
 def _or_tighter(problem: Problem, solution: Exact) -> Exact:
-    """A solution that could be better is replaced by the best that an interior point leads to."""
-    if solution.optimal or (solution.close and relative_gap(problem, solution) <= _SMALL):
+    """Solutions that could be better are replaced by the best that an interior point leads to."""
+    rows = (~solution.optimal).nonzero()[:, 0]
+    if not len(rows):
         return solution
-    K, y, box = problem.K, problem.y, problem.box
-    alpha, lower, upper, (bias,) = to_the_last_digit(K, y, box)
-    at_upper = box - alpha < upper
-    free = (alpha > lower) & ~at_upper
-    found = solve_from(problem, alpha, bias, free, at_upper, attempts=1, tight=True)
-    return min(solution, found, key=lambda x: relative_gap(problem, x))
+    first = solution.take(rows)
+    rows = rows[~(first.close & (relative_gap(problem.take(rows), first) <= _SMALL))]
+    if not len(rows):
+        return solution
+    problem, first = problem.take(rows), solution.take(rows)
+    sets = Sets.read_off(to_the_last_digit(problem.K, problem.y, problem.box), problem.box)
+    found = solve_from(problem, sets, attempts=1, tight=True)
+    return solution.replaced(rows, _better(problem, first, found))
 
 
-def solve_from(
-    problem: Problem,
-    alpha: Tensor,
-    bias: Tensor,
-    free: Tensor,
-    upper: Tensor,
-    attempts: int = ATTEMPTS,
-    tight: bool = False,
-) -> Exact:
-    """The exact solution from an approximate one and its sets; where signs fail, by a homotopy.
+def solve_from(problem: Problem, sets: Sets, attempts: int = ATTEMPTS, tight: bool = False) -> Exact:
+    """The exact solutions from approximate ones and their sets; where signs fail, by homotopies.
 
     Where a homotopy brings it no nearer, the best one is what rounding allows: it may be the given one.
     """
-    K, y, box = problem.K, problem.y, problem.box
-    tolerance = _ROUNDED if tight else _DEPENDENT
-    alpha = torch.where(free, alpha, torch.where(upper, box, 0.0))
-    best: Exact | None = None
-    for left in reversed(range(attempts)):
-        if not bool(free.any()):
-            free, upper, bias = _free_one(K, y, alpha, upper)
-        system = _free_system(K, free)
-        if not system.regular(tolerance):
-            free, upper, alpha = _drop_dependent(K, y, box, free, upper, alpha, tolerance)
-            system = _free_system(K, free)
-        solution = _active_set_solution(K, y, box, free, upper, tight, system)
-        if not solution.optimal:
-            solution = _without_strays(problem, solution, tight)
-        if not solution.optimal:
-            given = _as_given(problem, alpha, bias, free, upper)
-            solution = min(solution, given, key=lambda x: relative_gap(problem, x))
-        if best is None or solution.slip < best.slip / 2:
-            best = solution
-        elif best.close:
+    alpha = torch.where(sets.free, sets.alpha, torch.where(sets.upper, problem.box, 0.0))
+    sets, solution = _attempt(problem, sets._replace(alpha=alpha), tight)
+    best, machine = solution, torch.arange(len(alpha), device=alpha.device)
+    going = ~solution.optimal
+    for _ in range(attempts - 1):
+        rows = going.nonzero()[:, 0]
+        if not len(rows):
             break
-        if best.optimal or not left:
-            break
-        free, upper, alpha = _homotopy(problem, free, upper, alpha, bias)
-        bias = solution.bias
-    return best if best is not None else solution
+        machine, problem = machine[rows], problem.take(rows)
+        sets = _homotopy(problem, sets.take(rows))._replace(bias=solution.bias[rows])
+        sets, solution = _attempt(problem, sets, tight)
+        before = best.take(machine)
+        nearer = solution.slip < before.slip / 2
+        after = solution.where(nearer, before)
+        best = best.replaced(machine, after)
+        going = ~(after.optimal | (~nearer & before.close))
+    return best
 
 
-def _as_given(problem: Problem, alpha: Tensor, bias: Tensor, free: Tensor, upper: Tensor) -> Exact:
-    """A solution whose free variables need not have margin 0."""
-    margin = problem.y * (problem.K @ (alpha * problem.y) + bias) - 1
-    slip = torch.where(free, margin.abs(), torch.where(upper, margin, -margin)).max()
-    return Exact(alpha, bias, margin, free, upper, float(slip.maximum((alpha @ problem.y).abs())))
+def _attempt(problem: Problem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
+    """The sets without what makes their equations singular, and the best solutions that they lead to."""
+    K, tolerance = problem.K, _ROUNDED if tight else _DEPENDENT
+    none = (~sets.free.any(1)).nonzero()[:, 0]
+    if len(none):
+        sets = sets.replaced(none, _free_one(problem.take(none), sets.take(none)))
+    S, real = set_of(sets.free)
+    system = Bordered(block_of(K, S), real)
+    rows = (~system.regular(tolerance)).nonzero()[:, 0]
+    if len(rows):
+        sets = sets.replaced(rows, _drop_dependent(problem.take(rows), sets.take(rows), tolerance))
+        S, real = set_of(sets.free)
+        system = Bordered(block_of(K, S), real)
+    solution = _active_set_solution(problem, sets, tight, (S, system))
+    rows = (~solution.optimal).nonzero()[:, 0]
+    if len(rows):
+        better = _rescued(problem.take(rows), sets.take(rows), solution.take(rows), tight)
+        solution = solution.replaced(rows, better)
+    return sets, solution
 
 
-def _free_one(K: Tensor, y: Tensor, alpha: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rescued(problem: Problem, sets: Sets, solution: Exact, tight: bool) -> Exact:
+    """Solutions that are not optimal without their strays, or as they were given if that is better."""
+    solution = _without_strays(problem, solution, tight)
+    given = _as_given(problem, sets)
+    return solution.where(solution.optimal, _better(problem, solution, given))
+
+
+def _as_given(problem: Problem, sets: Sets) -> Exact:
+    """Solutions whose free variables need not have margin 0."""
+    alpha, bias, free, upper = sets
+    margin = problem.y * (times_vector(problem.K, alpha * problem.y) + bias[:, None]) - 1
+    slip = torch.where(free, margin.abs(), torch.where(upper, margin, -margin)).amax(1)
+    return Exact(alpha, bias, margin, free, upper, slip.maximum((alpha * problem.y).sum(1).abs()))
+
+
+def _free_one(problem: Problem, sets: Sets) -> Sets:
     """With every alpha at a bound, b has an interval; at its lower end one variable has margin 0."""
-    s = y - K @ (alpha * y)  # the b that gives each point margin 0
+    y, alpha, upper = problem.y, sets.alpha, sets.upper
+    s = y - times_vector(problem.K, alpha * y)  # the b that gives each point margin 0
     pushes_up = (y > 0) ^ upper  # lower-bound positives and upper-bound negatives demand b >= s
-    first = torch.where(pushes_up, s, -torch.inf).argmax()
-    free = torch.zeros_like(upper)
-    free[first] = True
-    return free, upper & ~free, s[first]
+    first = torch.where(pushes_up, s, -torch.inf).argmax(1, keepdim=True)
+    free = torch.zeros_like(upper).scatter_(1, first, True)
+    return Sets(alpha, s.gather(1, first)[:, 0], free, upper & ~free)
 
 
-def _drop_dependent(
-    K: Tensor,
-    y: Tensor,
-    box: Tensor,
-    free: Tensor,
-    upper: Tensor,
-    alpha: Tensor,
-    tolerance: float = _DEPENDENT,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bound free variables, one at a time, until the equations of the free set are regular.
+def _drop_dependent(problem: Problem, sets: Sets, tolerance: float = _DEPENDENT) -> Sets:
+    """Bound free variables, one at a time, until the equations of the free sets are regular.
 
     A dependent variable j moves along the null space, which changes no margin, until it or an
     independent one reaches a bound; that one is bounded, and j takes its place if it is still free.
     """
-    S = free.nonzero()[:, 0]
-    kept = _free_system(K, free).independent(tolerance)
-    chosen, dropped = S[kept], S[~kept]
-    if not len(dropped):  # with pivots in their best order none is too small
-        return free, upper, alpha
-    # Change of alpha of the chosen per alpha of each dropped one, (|chosen|, |dropped|).
-    _, rates = Bordered(K[chosen][:, chosen]).solve(-torch.ones_like(y[dropped]), -K[dropped][:, chosen])
-    rates = rates.T.contiguous() * y[chosen, None] * y[dropped]
-    alpha_in, box_in, names = alpha[chosen], box[chosen], chosen.tolist()
-    bounded: list[tuple[int, bool]] = []  # variable, whether at its upper bound
-    for k, (j, room) in enumerate(zip(dropped.tolist(), (box - alpha)[dropped].tolist(), strict=True)):
-        rate = rates[:, k]
-        ratio = (torch.where(rate > 0, box_in, 0.0) - alpha_in).div_(rate)
+    K, y, box = problem.K, problem.y, problem.box
+    S, real = set_of(sets.free)
+    kept = torch.zeros_like(sets.free).scatter_(1, S, Bordered(block_of(K, S), real).independent(tolerance))
+    dropped, waits = set_of(sets.free & ~kept)  # (B, d)
+    if not dropped.shape[1]:  # with pivots in their best order none is too small
+        return sets
+    chosen, held = set_of(kept)  # (B, c)
+    # Change of alpha of the chosen per alpha of each dropped one, (B, c, d).
+    equations = Bordered(block_of(K, chosen), held)
+    _, rates = equations.solve(-torch.ones_like(dropped, dtype=K.dtype), -block_of(K, dropped, chosen))
+    rates = rates.mT.contiguous() * y.gather(1, chosen)[:, :, None] * y.gather(1, dropped)[:, None]
+    alpha, limit = sets.alpha.gather(1, chosen), box.gather(1, chosen)
+    free, upper, whole = sets.free.clone(), sets.upper.clone(), sets.alpha.clone()
+    for k in range(dropped.shape[1]):
+        j, moves = dropped[:, k, None], waits[:, k, None]  # (B, 1)
+        box_j, alpha_j, rate = box.gather(1, j), whole.gather(1, j), rates[:, :, k].clone()
+        ratio = (torch.where(rate > 0, limit, 0.0) - alpha).div_(rate)
         ratio = ratio.masked_fill_(rate.abs() < _SLIP, torch.inf).clamp_min_(0)
-        least, where = ratio.min(0)
-        step, place = float(least), int(where)
-        alpha_in.add_(rate, alpha=min(step, room))
-        if room <= step:
-            bounded.append((j, True))
-            continue
-        # An exchange: one pivot of `rates`.
-        pivot = rate[place].item()
-        bounded.append((names[place], pivot > 0))
-        names[place], box_in[place], alpha_in[place] = j, box[j], alpha[j] + step
-        row = rates[place] / -pivot
-        rates.addr_(rate.clone(), row)
-        rates[place] = row
-    gone, at_upper = y.new_tensor(bounded).unbind(1)
-    gone, kept = gone.long(), torch.tensor(names, device=y.device)
-    free, upper = free.index_fill(0, gone, False), upper.index_copy(0, gone, at_upper > 0)
-    return free, upper, alpha.index_copy(0, gone, at_upper * box[gone]).index_copy(0, kept, alpha_in)
-
-
-def _free_system(K: Tensor, free: Tensor) -> Bordered:
-    """The equations of the free set."""
-    S = free.nonzero()[:, 0]
-    return Bordered(K[S][:, S])
+        step, place = ratio.min(1, keepdim=True)
+        room = box_j - alpha_j
+        alpha.addcmul_(rate, torch.minimum(step, room).masked_fill(~moves, 0))
+        stays = moves & (room <= step)  # j goes to its upper bound
+        trades = moves & ~stays  # an exchange: one pivot of `rates`
+        pivot = rate.gather(1, place)
+        leaves = torch.where(trades, chosen.gather(1, place), j)
+        at_upper = torch.where(trades, pivot > 0, stays)
+        free.scatter_(1, leaves, free.gather(1, leaves) & ~moves)
+        upper.scatter_(1, leaves, torch.where(moves, at_upper, upper.gather(1, leaves)))
+        alpha.scatter_(1, place, torch.where(trades, alpha_j + step, alpha.gather(1, place)))
+        limit.scatter_(1, place, torch.where(trades, box_j, limit.gather(1, place)))
+        chosen.scatter_(1, place, torch.where(trades, j, chosen.gather(1, place)))
+        at_place = place[:, :, None].expand(-1, 1, rates.shape[2])
+        row = rates.gather(1, at_place)
+        new = row / -pivot[:, :, None]
+        rates.addcmul_(rate[:, :, None], new.masked_fill(~trades[:, :, None], 0))
+        rates.scatter_(1, at_place, torch.where(trades[:, :, None], new, row))
+    whole = pad(torch.where(free, whole, torch.where(upper, box, 0.0)), (0, 1))  # a place for the padding
+    whole.scatter_(1, chosen.masked_fill_(~held, box.shape[1]), alpha)
+    return Sets(whole[:, :-1], sets.bias, free, upper)
 
 
 def _active_set_solution(
-    K: Tensor,
-    y: Tensor,
-    box: Tensor,
-    free: Tensor,
-    upper: Tensor,
-    tight: bool = False,
-    system: Bordered | None = None,
+    problem: Problem, sets: Sets, tight: bool = False, equations: tuple[Tensor, Bordered] | None = None
 ) -> Exact:
-    """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs."""
-    S = free.nonzero()[:, 0]
-    a = torch.where(upper, box * y, 0.0)
-    system = _free_system(K, free) if system is None else system
-    bias = y.new_zeros(())
-    product = accurate_product if tight else torch.mv
+    """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs.
+
+    `equations` are S (B, s), as `set_of` gives it, and the system of the left-hand sides.
+    """
+    K, y, box = problem.K, problem.y, problem.box
+    if equations is None:
+        S, real = set_of(sets.free)
+        equations = S, Bordered(block_of(K, S), real)
+    S, system = equations
+    a = torch.where(sets.upper, box * y, 0.0)
+    bias, K_S, y_S = torch.zeros_like(sets.bias), rows_of(K, S), y.gather(1, S)
+    product = accurate_product if tight else times_vector
     for _ in range(1 + _REFINEMENTS):  # a nearly singular K_SS loses digits
-        rhs = y[S] - bias - product(K[S], a)
-        (change,), (step,) = system.solve(-a.sum()[None], rhs[None])
-        a[S] += step
-        bias = bias + change
+        rhs = y_S - bias[:, None] - product(K_S, a)
+        change, step = system.solve(-a.sum(1, keepdim=True), rhs[:, None])
+        a.scatter_add_(1, S, step[:, 0])
+        bias = bias + change[:, 0]
     alpha = a * y
-    margin = y * (product(K, a) + bias) - 1
+    margin = y * (product(K, a) + bias[:, None]) - 1
     beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
-    missed = torch.where(upper, margin, -margin) - _rounding(K, alpha)
-    return Exact(alpha, bias, margin, free, upper, float(torch.where(free, beyond, missed).max()))
+    missed = torch.where(sets.upper, margin, -margin) - _rounding(K, alpha)
+    slip = torch.where(sets.free, beyond, missed).amax(1)
+    return Exact(alpha, bias, margin, sets.free, sets.upper, slip)
 
 
 def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
-    """What rounding of sums of m terms does to each margin, (m,), up to what is close."""
-    length = K.diagonal().sqrt()
-    unit = torch.finfo(K.dtype).eps * len(alpha) ** 0.5
-    return (unit * (length @ alpha.abs()) * length).clamp_max_(_CLOSE)
+    """What rounding of sums of m terms does to each margin, (B, m), up to what is close."""
+    length = K.diagonal(dim1=1, dim2=2).sqrt()
+    unit = torch.finfo(K.dtype).eps * alpha.shape[1] ** 0.5
+    return (unit * (length * alpha.abs()).sum(1, keepdim=True) * length).clamp_max_(_CLOSE)
 
 
 def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
     """With free variables beyond their bounds put there, if nothing else is wrong then, as is mostly so."""
     low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
-    free = solution.free & ~(low | high)
-    if not bool(free.any()) or not bool((low | high).any()):
+    stray = low | high
+    rows = (stray.any(1) & (solution.free & ~stray).any(1)).nonzero()[:, 0]
+    if not len(rows):
         return solution
-    other = _active_set_solution(problem.K, problem.y, problem.box, free, solution.upper | high, tight)
-    return other if other.slip <= 0 else solution
+    first, problem = solution.take(rows), problem.take(rows)
+    sets = Sets(first.alpha, first.bias, first.free & ~stray[rows], first.upper | high[rows])
+    other = _active_set_solution(problem, sets, tight)
+    return solution.replaced(rows, other.where(other.slip <= 0, first))
 
 
-def _homotopy(
-    problem: Problem, free: Tensor, upper: Tensor, alpha: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The optimal sets, by a path from data for which the given ones are optimal to the true data.
+def _homotopy(problem: Problem, sets: Sets) -> Sets:
+    """The optimal sets, by paths from data for which the given ones are optimal to the true data.
 
     One more variable, lowered from 1 to 0, has as its column the change of margins (and of the
     equality) that makes `alpha` optimal: the path engine then does the rest.
     """
     K, y, box = problem.K, problem.y, problem.box
-    m = len(y)
+    alpha, bias, free, upper = sets
+    B, m = y.shape
     generator = torch.Generator("cpu").manual_seed(1)
     jitter = 1e-6 * (1 + torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")).to(K.device)
-    margin = y * (K @ (alpha * y) + bias) - 1
+    margin = y * (times_vector(K, alpha * y) + bias[:, None]) - 1
     lift = torch.where(upper, -margin.clamp_min(0) - jitter, (-margin).clamp_min(0) + jitter)
-    lift = torch.where(free, -margin, lift)  # (m,)
-    extended = K.new_zeros(m + 1, m + 1)
-    extended[:m, :m] = K
-    extended[:m, m] = extended[m, :m] = y * lift
-    border = torch.cat([torch.ones_like(y), -(alpha @ y)[None]])
-    tail = K.new_zeros(1)
-    tableau = pivot_transform(
-        extended, torch.cat([y, tail + 1]), torch.cat([free, free.new_zeros(1)]), border
-    )
-    sets = [torch.cat([mask, mask.new_zeros(1)]) for mask in (free, upper)]
-    bounds = torch.cat([torch.stack([torch.zeros_like(box), box]), tail.new_tensor([[0.0], [1.0]])], 1)
-    values = [torch.cat([x, tail]) for x in (alpha, margin + lift)]
-    diagonal = torch.cat([K.diagonal(), tail])
-    base = Base.build(tableau, sets[0], sets[1], values[0], values[1], bounds, diagonal)
-    row, column = tableau.find(torch.full((1,), m, device=K.device))
-    end = follow(base, torch.zeros_like(row), row, column, tail + 1, most_events=200 + 2 * m, distances=True)
-    low, high = end.distance[0, :, :-2].index_select(1, tableau.order[0].argsort())[:, :m]
+    lift = torch.where(free, -margin, lift)  # (B, m)
+    extended = pad(K, (0, 1, 0, 1))
+    extended[:, :m, m] = extended[:, m, :m] = y * lift
+    border = torch.cat([torch.ones_like(y), -(alpha * y).sum(1, keepdim=True)], 1)
+    free_too, upper_too = pad(free, (0, 1)), pad(upper, (0, 1))
+    tableau = pivot_transform(extended, pad(y, (0, 1), value=1.0), free_too, border)
+    bounds = torch.stack([torch.zeros_like(border), pad(box, (0, 1), value=1.0)])
+    values = pad(alpha, (0, 1)), pad(margin + lift, (0, 1))
+    diagonal = extended.diagonal(dim1=1, dim2=2)
+    base = Base.build(tableau, free_too, upper_too, *values, bounds, diagonal)
+    each = torch.arange(B, device=K.device)
+    row, column = tableau.find(each, torch.full_like(each, m))
+    end = follow(base, each, row, column, bias.new_ones(B), most_events=200 + 2 * m, distances=True)
+    place = tableau.order.argsort(1)[:, :m]
+    low, high = end.distance[:, :, :-2].gather(2, place[:, None].expand(-1, 2, -1)).unbind(1)
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)
     free, upper = low.isfinite() & high.isfinite(), low.isinf() & high.isfinite()
-    return free, upper, torch.where(free, alpha, torch.where(upper, box, 0.0))
+    return Sets(torch.where(free, alpha, torch.where(upper, box, 0.0)), bias, free, upper)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate
@@ -17,18 +18,49 @@ _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known t
 
 
 def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
-    """Interior points of B machines that share K (m, m) and y (m,) and differ in their boxes (B, m).
+    """Interior points of B machines with K (B, m, m), y and box (B, m), all together.
 
-    Where K has low rank all together, else one after another; for large K on the variables that a
-    third of them finds interesting.
+    Those whose K has low rank by its factor; large K one after another, on the variables that a third of
+    them finds interesting.
     """
-    factor = low_rank_factor(K) if len(y) > _WORTH_FACTORING else None
-    if factor is not None and len(box) > 1:
+    B, m = box.shape
+    factors = [low_rank_factor(k) if m > _WORTH_FACTORING else None for k in K]
+    if B == 1 or m > _WORTH_SAMPLING:
+        return _stack([_one_solution(*parts) for parts in zip(K, y, box, factors, strict=True)])
+    systems = _systems(K, factors)
+    found = [(rows, interior_point(system, y[rows], box[rows])) for rows, system in systems]
+    order = torch.cat([rows for rows, _ in found]).argsort()
+    return Interior(*(torch.cat(field)[order] for field in zip(*(point for _, point in found), strict=True)))
+
+
+def _systems(K: Tensor, factors: list[Tensor | None]) -> list[tuple[Tensor, Dense | LowRank]]:
+    """The machines without a factor of low rank, and those with one, factors padded to the largest rank."""
+    with_factor = [b for b, factor in enumerate(factors) if factor is not None]
+    if not with_factor:
+        return [(torch.arange(len(K), device=K.device), Dense(K))]
+    own = [factor for factor in factors if factor is not None]
+    rank = max(factor.shape[1] for factor in own)
+    F = torch.stack([pad(factor, (0, rank - factor.shape[1])) for factor in own])
+    rows = torch.tensor(with_factor, device=K.device)
+    systems: list[tuple[Tensor, Dense | LowRank]] = [(rows, LowRank(F))]
+    if len(rows) < len(K):
+        others = torch.tensor([b for b, factor in enumerate(factors) if factor is None], device=K.device)
+        systems.append((others, Dense(K[others])))
+    return systems
+
+
+def _stack(points: list[Interior]) -> Interior:
+    """Points of single machines as one record."""
+    if len(points) == 1:
+        return Interior(*(field[None] for field in points[0]))
+    return Interior(*(torch.stack(field) for field in zip(*points, strict=True)))
+
+
+def _one_solution(K: Tensor, y: Tensor, box: Tensor, factor: Tensor | None) -> Interior:
+    """One machine, by the factor of low rank if there is one."""
+    if factor is not None:
         return interior_point(LowRank(factor), y, box)
-    system = Dense(K) if factor is None else LowRank(factor)
-    sample = factor is None and len(y) > _WORTH_SAMPLING
-    each = (_by_sample(K, y, x) if sample else interior_point(system, y, x) for x in box)
-    return Interior(*(torch.stack(field) for field in zip(*each, strict=True)))
+    return _by_sample(K, y, box) if len(y) > _WORTH_SAMPLING else interior_point(Dense(K), y, box)
 
 
 def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
@@ -63,15 +95,15 @@ def interior_point(
         max sum alpha - 1/2 |sum alpha_i y_i phi_i|^2,  y^T alpha = 0,  0 <= alpha <= box
 
     Works on a = alpha * y, so that the Newton matrix is K + diag(theta) and K is never copied with
-    signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Of several
-    machines each leaves when it is solved. Variables of a single one that are plainly on their way to
-    a bound are put there, and the rest goes on without them; whoever asks for more than the sets must
-    check the margins of all (exact.py does).
+    signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Several
+    machines take their steps together, and one that is solved stays as it is. Variables of a single
+    one that are plainly on their way to a bound are put there, and the rest goes on without them; whoever
+    asks for more than the sets must check the margins of all (exact.py does).
 
     Args:
-        system: K with mean diagonal 1, (m, m), or its factor.
-        y: labels, (m,).
-        box: upper bounds, (m,); (B, m) with a factor.
+        system: K with mean diagonal 1, (m, m) or (B, m, m), or its factor.
+        y: labels, (m,) or (B, m).
+        box: upper bounds, (m,) or (B, m).
         gap: relative duality gap to stop at.
         steps: the most Newton steps.
 
@@ -83,36 +115,44 @@ def interior_point(
 
 
 def to_the_last_digit(K: Tensor, y: Tensor, box: Tensor, gap: float = 1e-14, steps: int = 100) -> Interior:
-    """The point of one machine with the least duality gap: near the end rounding drives them about."""
+    """The points of B machines with the least duality gaps: near the end rounding drives them about."""
     system, point = Dense(K), Iterate.start(y, box)
-    best, least, waited = point.interior(), torch.inf, 0
+    best, least = point.interior(), torch.full_like(point.bias, torch.inf)
+    waited = torch.zeros_like(least)
     for _ in range(steps):
         point.look(system)
         now = point.relative_gap()
-        best, least, waited = (point.interior(), now, 0) if now < least else (best, least, waited + 1)
-        if least <= gap or waited > _PATIENCE or point.stuck:
+        better = now < least
+        pairs = zip(best, point.interior(), strict=True)
+        best = Interior(*(torch.where(better, new, old) for old, new in pairs))
+        least, waited = torch.where(better, now, least), (waited + 1).masked_fill_(better, 0)
+        point.stuck = point.stuck | (least <= gap) | (waited > _PATIENCE)
+        if bool(point.stuck.all()):
             break
         point.step(system)
     return best
 
 
 def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """Several machines; one that is solved leaves."""
+    """Several machines; those that are solved rest, and leave once they are half of all."""
     whole = point.interior()
     machine = torch.arange(len(point.box), device=point.y.device)
     for _ in range(steps):
         point.look(system)
-        solved = point.solved(gap)[:, 0]
-        if bool(solved.any()):
-            whole = Interior(
-                *(old.index_copy(0, machine, x) for old, x in zip(whole, point.interior(), strict=True))
-            )
-            going = (~solved).nonzero()[:, 0]
-            if not len(going):
-                break
-            machine, point = machine[going], point.take(going)
+        point.stuck = point.solved(gap)
+        left = (~point.stuck[:, 0]).nonzero()[:, 0]
+        if not len(left):
+            break
+        if 2 * len(left) <= len(machine):
+            whole = _copied(whole, machine, point)
+            machine, point, system = machine[left], point.take(left), system.machines(left)
             point.look(system)
         point.step(system)
+    return _copied(whole, machine, point)
+
+
+def _copied(whole: Interior, machine: Tensor, point: Iterate) -> Interior:
+    """The machines of a point entered into the whole."""
     return Interior(*(old.index_copy(0, machine, x) for old, x in zip(whole, point.interior(), strict=True)))
 
 

@@ -67,17 +67,17 @@ class InDouble(NamedTuple):
     """A kernel matrix as the solvers want it."""
 
     K: Tensor
-    """In float64, (n, n)."""
+    """In float64, (..., n, n)."""
 
     rounding: Tensor
-    """e of Note [rounding of K], (n,)."""
+    """e of Note [rounding of K], (..., n)."""
 
     shift: Tensor | None
-    """What was taken from K: K + shift_i + shift_j is the one that came in, (n,); None: nothing."""
+    """What was taken from K: K + shift_i + shift_j is the one that came in, (..., n); None: nothing."""
 
 
 def in_double(K: Tensor) -> InDouble:
-    """K (n, n) in float64.
+    """K (..., n, n) in float64.
 
     A K of less precision and of low rank is replaced, Note [rounded kernels]; one whose entries hardly differ
     is centred, Note [kernels far from 0].
@@ -85,28 +85,38 @@ def in_double(K: Tensor) -> InDouble:
     Cost 4 n^2 p for a K of rank p. Memory 3 n^2.
     """
     double, unit = K.double(), torch.finfo(K.dtype).eps
-    diagonal = double.diagonal()
+    diagonal = double.diagonal(dim1=-2, dim2=-1)
     rounding = (unit / 2 * diagonal.clamp_min(0)).sqrt()
     if K.dtype != torch.float64:
-        near = _of_low_rank(double, unit)
-        if near is not None:
-            rounding, double = rounding + (near - double).abs().amax().sqrt(), near
-    if not bool(double.mean() > _FAR * diagonal.mean()):
+        double, moved = _of_low_rank(double, unit)
+        rounding = rounding + moved[..., None].sqrt()
+        diagonal = double.diagonal(dim1=-2, dim2=-1)
+    far = double.mean((-2, -1)) > _FAR * diagonal.mean(-1)
+    if not bool(far.any()):
         return InDouble(double, rounding, None)
-    rows = double.mean(1)
-    shift = rows - rows.mean() / 2
-    return InDouble(double - (shift[:, None] + shift), _UNITS**0.5 * rounding, shift)
+    rows = double.mean(-1)
+    shift = (rows - rows.mean(-1, keepdim=True) / 2) * far[..., None]
+    rounding = torch.where(far[..., None], _UNITS**0.5 * rounding, rounding)
+    return InDouble(double - (shift[..., None] + shift[..., None, :]), rounding, shift)
 
 
-def _of_low_rank(double: Tensor, unit: float) -> Tensor | None:
-    """What Note [rounded kernels] takes for a K that was rounded to so many units; None if it is K itself."""
+def _of_low_rank(double: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    """What Note [rounded kernels] takes for each K rounded to so many units, and how far it is from K."""
+    matrices = double.reshape(-1, *double.shape[-2:])
+    nears = [_nearest_of_low_rank(k, unit) for k in matrices]
+    moved = torch.stack([(near - k).abs().amax() for near, k in zip(nears, matrices, strict=True)])
+    return torch.stack(nears).view_as(double), moved.view(double.shape[:-2])
+
+
+def _nearest_of_low_rank(double: Tensor, unit: float) -> Tensor:
+    """That of one K (n, n); K itself if there is none."""
     factor = low_rank_factor(double, _ROUNDED * unit)
     if factor is None:
-        return None
+        return double
     Q = torch.linalg.qr(factor)[0]
     w, V = torch.linalg.eigh(Q.T @ (double @ Q))
     rounding = unit * double.diagonal().amax()
     keep = w > 2 * len(double) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
     F = (Q @ V[:, keep]) * w[keep].sqrt()
     near = F @ F.T
-    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else None
+    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else double

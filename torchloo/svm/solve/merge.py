@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.stacked import block_of, rows_of, set_of
+
 __all__ = ["Problem", "merge_duplicates"]
 
 _SMALL = 1e-6  # boxes for which the tolerances of the solvers are too coarse
@@ -12,86 +14,121 @@ _SAME = 1e-13  # of the lengths of two points: how far apart entries of K are th
 
 
 class Problem(NamedTuple):
-    """An SVM whose rows are all different, scaled to a kernel with mean diagonal 1, or to boxes of 1 if less.
+    """B SVMs of m variables each, whose rows are all different.
+
+    Scaled to kernels with mean diagonal 1, or to boxes of 1 if less.
 
     Dividing K by a number and multiplying the boxes by it leaves every decision value as it is, and
     lets absolute tolerances mean something.
     """
 
     K: Tensor
-    """Kernel matrix of the m variables, divided by `scale`, (m, m)."""
+    """Kernel matrices of the m variables, divided by `scale`, (B, m, m)."""
 
     y: Tensor
-    """Labels, (m,)."""
+    """Labels, (B, m)."""
 
     box: Tensor
-    """Upper bounds: the sum of C over the rows of a variable, times `scale`, (m,)."""
+    """Upper bounds: the sum of C over the rows of a variable, times `scale`, (B, m)."""
 
     row_box: Tensor
-    """C of each row times `scale`, (n,)."""
+    """C of each row times `scale`, (B, n)."""
 
     variable: Tensor
-    """Which variable each row belongs to, (n,)."""
+    """Which variable each row belongs to, (B, n)."""
 
     scale: Tensor
-    """What the kernel matrix that came in was divided by, ()."""
+    """What the kernel matrices that came in were divided by, (B,)."""
 
     rounding: Tensor
-    """e of Note [rounding of K], of K as it is here, (m,)."""
+    """e of Note [rounding of K], of K as it is here, (B, m)."""
+
+    def take(self, rows: Tensor) -> "Problem":
+        """The problems at `rows`."""
+        return Problem(*(x[rows] for x in self))
 
 
 def _scale(K: Tensor, C: Tensor) -> Tensor:
-    """What K is divided by: its mean diagonal, or less if no box would come near 1 then."""
-    mean, largest = K.diagonal().mean(), C.amax()
+    """What each K (B, n, n) is divided by: its mean diagonal, or less if no box would come near 1; (B,)."""
+    mean, largest = K.diagonal(dim1=1, dim2=2).mean(1), C.amax(1)
     mean = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
     return torch.where(mean * largest < _SMALL, 1 / largest, mean)
 
 
-def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[Problem]:
-    """Merge rows with the same label and, to rounding, the same row of K, for each of the boxes C (B, n).
+def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[tuple[Tensor, Problem]]:
+    """Merge rows with the same label and, to rounding, the same row of K.
 
-    `rounding` (n,) is e of Note [rounding of K].
+    For B kernel matrices (B, n, n), y, C and `rounding` (B, n), e of Note [rounding of K]. Comes back by
+    size: which of the B are in each Problem, and the Problem.
 
     A random projection of the rows of K brings candidates side by side; each is then compared in
     full with the first of its run. Titanic's 150 rows become 19 variables, and the ties between
     copies, which make exact paths cycle, are gone.
     """
     n = K.shape[-1]
-    scale = _scale(K, C)
     generator = torch.Generator("cpu").manual_seed(0)
     probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
-    low, high = torch.aminmax(K)
+    low, high = K.amin((1, 2)), K.amax((1, 2))
     key, order = torch.sort(K @ probe)
     tolerance = 1e-13 * n * torch.maximum(high, -low)
-    starts = torch.ones(n, dtype=torch.bool, device=K.device)
-    starts[1:] = key[1:] - key[:-1] > tolerance
-    if bool(starts.all()):
-        every = torch.arange(n, device=K.device)
-        K, rounding = K / scale, rounding / scale.sqrt()
-        return [Problem(K, y, box, box, every, scale, rounding) for box in C * scale]
-    run = torch.cumsum(starts, 0) - 1
-    first = order[starts][run]  # (n,) a representative of each run
-    same = order == first
-    doubt = (~same).nonzero()[:, 0]
-    length = K.diagonal().clamp_min(0).sqrt()  # rounding of k_ij is relative to both
+    starts = torch.ones_like(order, dtype=torch.bool)
+    starts[:, 1:] = key[:, 1:] - key[:, :-1] > tolerance[:, None]
+    scale = _scale(K, C)
+    plain = starts.all(1)
+    with_copies = (~plain).nonzero()[:, 0]
+    groups = []
+    if len(with_copies) < len(K):
+        rows = plain.nonzero()[:, 0]
+        groups.append((rows, _unmerged(*(_some(x, rows) for x in (K, y, C, rounding, scale)))))
+    if len(with_copies):
+        parts = (_some(x, with_copies) for x in (K, y, C, rounding, scale, order, starts))
+        groups += [(with_copies[rows], problem) for rows, problem in _merged(*parts)]
+    return groups
+
+
+def _some(x: Tensor, rows: Tensor) -> Tensor:
+    """The entries at `rows`, without a copy where these are all."""
+    return x if len(rows) == len(x) else x[rows]
+
+
+def _unmerged(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor) -> Problem:
+    """Problems without copies."""
+    box = C * scale[:, None]
+    variable = torch.arange(K.shape[-1], device=K.device).expand_as(box)
+    return Problem(K / scale[:, None, None], y, box, box, variable, scale, rounding / scale.sqrt()[:, None])
+
+
+def _merged(
+    K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor, order: Tensor, starts: Tensor
+) -> list[tuple[Tensor, Problem]]:
+    """Problems with copies by numbers of variables; `order` and `starts` (B, n) are runs of candidates."""
+    n = K.shape[-1]
+    place = torch.arange(n, device=K.device).expand_as(order)
+    first = order.gather(1, place.masked_fill(~starts, 0).cummax(1).values)  # of each run, (B, n)
+    length = K.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()  # rounding of k_ij is relative to both
     shorter = 1 / length.clamp_min(torch.finfo(K.dtype).tiny)  # a point at 0 differs by 0 from its copies
-    apart = K.index_select(0, order[doubt]).sub_(K.index_select(0, first[doubt]))
-    apart = apart.abs_().mul_(shorter).amax(-1).mul_(shorter[first[doubt]])
+    doubt, _ = set_of(order != first)  # (B, d)
+    others, firsts = order.gather(1, doubt), first.gather(1, doubt)
+    apart = (rows_of(K, others) - rows_of(K, firsts)).abs_().mul_(shorter[:, None]).amax(2)
+    apart *= shorter.gather(1, firsts)
     differs = apart > _SAME
-    same[doubt] = ~differs
-    moved = apart.masked_fill(differs, 0).amax()  # entries of K, by merging
-    label = torch.empty(n, dtype=torch.long, device=K.device)
-    label[order] = torch.where(same, first, order)
+    same = torch.ones_like(starts).scatter_(1, doubt, ~differs)
+    moved = apart.masked_fill(differs, 0).amax(1, keepdim=True)  # entries of K, by merging
+    label = torch.empty_like(order).scatter_(1, order, torch.where(same, first, order))
     label = 2 * label + (y > 0)
-    _, variable = torch.unique(label, return_inverse=True)
-    m = int(variable.max()) + 1
-    chosen = torch.full((m,), n, device=K.device).scatter_reduce_(
-        0, variable, torch.arange(n, device=K.device), "amin"
-    )
-    rounding = rounding[chosen] + 2 * moved.sqrt() * length[chosen]
-    K, y, rounding = K[chosen][:, chosen] / scale, y[chosen], rounding / scale.sqrt()
-    boxes = torch.zeros(len(C), m, dtype=K.dtype, device=K.device).index_add_(1, variable, C * scale)
-    return [
-        Problem(K, y, box, row_box, variable, scale, rounding)
-        for box, row_box in zip(boxes, C * scale, strict=True)
-    ]
+    chosen = torch.full((len(K), 2 * n), n, device=K.device).scatter_reduce_(1, label, place, "amin")
+    own = chosen.gather(1, label) == place  # the first row of each variable, (B, n)
+    number = own.cumsum(1) - 1
+    variable = number.gather(1, chosen.gather(1, label))
+    rounding = (rounding + 2 * moved.sqrt() * length) / scale.sqrt()[:, None]
+    sizes, groups = own.sum(1), []
+    for m in sizes.unique().tolist():
+        rows = (sizes == m).nonzero()[:, 0]
+        own_m, scale_m, box = own[rows].nonzero()[:, 1].view(-1, m), scale[rows, None], C[rows]
+        boxes = box.new_zeros(len(rows), m).scatter_add_(1, variable[rows], box * scale_m)
+        some = (x[rows].gather(1, own_m) for x in (y, rounding))
+        K_m = block_of(_some(K, rows), own_m) / scale_m[:, :, None]
+        y_m, rounding_m = some
+        parts = Problem(K_m, y_m, boxes, box * scale_m, variable[rows], scale[rows], rounding_m)
+        groups.append((rows, parts))
+    return groups

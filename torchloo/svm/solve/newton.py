@@ -33,7 +33,7 @@ Number = Any
 
 
 class Iterate:
-    """The point of one machine or of several, its residuals, and the Newton step from it.
+    """The point of one machine (m,) or of several (B, m), its residuals, and the Newton step from it.
 
     Note [Newton step]
     X = (alpha, box - alpha) and their multipliers W = (lower, upper) are stacked as `values`,
@@ -50,7 +50,7 @@ class Iterate:
     def __init__(self, y: Tensor, box: Tensor, values: Tensor, bias: Number, stuck: Number) -> None:
         self.y, self.box, self.values, self.bias, self.stuck = y, box, values, bias, stuck
         self.single, self.ones = box.ndim == 1, torch.ones_like(box)
-        self.sides = torch.stack([y, -y]) if self.single else torch.stack([y, -y])[:, None]
+        self.sides = torch.stack([y, -y])
 
     @classmethod
     def start(cls, y: Tensor, box: Tensor) -> "Iterate":
@@ -69,7 +69,7 @@ class Iterate:
 
     def take(self, rows: Tensor) -> "Iterate":
         """The machines at `rows`."""
-        return Iterate(self.y, self.box[rows], self.values[:, rows], self.bias[rows], self.stuck[rows])
+        return Iterate(self.y[rows], self.box[rows], self.values[:, rows], self.bias[rows], self.stuck[rows])
 
     def without(self, keep: Tensor) -> "Iterate":
         """The point of one machine without the variables that have settled."""
@@ -96,8 +96,8 @@ class Iterate:
         )
         return closed & (small | (self.complementarity <= 1e-2 * gap * scale) | self.stuck)
 
-    def relative_gap(self) -> float:
-        """The duality gap of one machine, relative to the sum of alpha."""
+    def relative_gap(self) -> Number:
+        """The duality gap, relative to the sum of alpha."""
         short = self.y * self.miss  # of the margin
         terms = self.values[0] * (-short).clamp_min(0) + self.values[1] * short.clamp_min(0)
         return (self._sum(terms) + abs(self.bias * self.equality_residual)) / self._sum(self.values[0])
@@ -160,7 +160,7 @@ class Iterate:
         """The sum over all but the machines."""
         if self.single:
             return float(x.sum())
-        return (x if x.ndim == 2 else x.sum(0)).sum(1, keepdim=True)
+        return x.sum(-1, keepdim=True) if x.ndim == 2 else x.sum((0, 2))[:, None]
 
     def _plus(self, x: Tensor, t: Number, d: Tensor) -> Tensor:
         """x + t d."""

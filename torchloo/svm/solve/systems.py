@@ -1,4 +1,4 @@
-"""Linear systems: K + diag(theta) of the interior point, dense or of low rank; those of a free set.
+"""Linear systems: K + diag(theta) of the interior point, dense or of low rank; those of free sets.
 
 Note [long and short points]
 Where inputs are not scaled some points are longer than others by orders of magnitude, and what a short
@@ -10,59 +10,79 @@ nothing of a common size may be added to K, and a pivot is compared to the diago
 import torch
 from torch import Tensor
 
+from torchloo.svm.stacked import times_vector
+
 __all__ = ["Bordered", "Dense", "LowRank"]
 
 _RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
 
 class Dense:
-    """Solves (K + diag(theta)) x = rhs by Cholesky, for one machine."""
+    """Solves (K + diag(theta)) x = rhs by Cholesky, for K (m, m) or several, (B, m, m)."""
 
     def __init__(self, K: Tensor) -> None:
         self.K = K
 
     def product(self, a: Tensor) -> Tensor:
         """K a."""
-        return self.K @ a
+        return times_vector(self.K, a) if self.K.ndim > 2 else self.K @ a
 
-    def factor(self, theta: Tensor) -> bool:
-        """Whether it could be done."""
+    def factor(self, theta: Tensor) -> Tensor | bool:
+        """Whether it could be done, for several machines (B,)."""
+        if self.K.ndim > 2:
+            return self._factor_several(theta)
         for ridge in _RIDGES:
-            M = self.K.clone()
-            M.diagonal().add_(theta if not ridge else theta + ridge * self.K.diagonal())
-            self.L, info = torch.linalg.cholesky_ex(M)
+            self.L, info = self._lifted(self.K, theta, ridge)
             if not bool(info):
                 return True
         return False
 
+    def _factor_several(self, theta: Tensor) -> Tensor:
+        """Those that fail are lifted together."""
+        self.L, info = self._lifted(self.K, theta, _RIDGES[0])
+        for ridge in _RIDGES[1:]:
+            failed = info.nonzero()[:, 0]
+            if not len(failed):
+                break
+            self.L[failed], info[failed] = self._lifted(self.K[failed], theta[failed], ridge)
+        return info == 0
+
+    @staticmethod
+    def _lifted(K: Tensor, theta: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+        """The factor of K + theta, with so much of its own diagonal more, and whether that has failed."""
+        M, k = K.clone(), K.diagonal(dim1=-2, dim2=-1)
+        M.diagonal(dim1=-2, dim2=-1).add_(theta if not ridge else theta + ridge * k)
+        return torch.linalg.cholesky_ex(M)
+
     def solve(self, rhs: Tensor) -> Tensor:
-        """Right-hand sides and solutions are the rows, (c, m)."""
+        """Right-hand sides and solutions are the rows, (..., c, m)."""
         # Unlike cholesky_solve this copies no L.
         half = torch.linalg.solve_triangular(self.L, rhs.mT, upper=False)
         return torch.linalg.solve_triangular(self.L.mT, half, upper=True).mT
 
     def take(self, keep: Tensor) -> "Dense":
-        """That of the variables in `keep`."""
+        """That of the variables in `keep`, of one machine."""
         return Dense(self.K[keep][:, keep])
+
+    def machines(self, rows: Tensor) -> "Dense":
+        """Those of the machines at `rows`."""
+        return Dense(self.K[rows])
 
 
 class LowRank:
-    """The same for K = F F^T by the Woodbury identity, for any number of machines: O(m p^2) each."""
+    """The same for K = F F^T by the Woodbury identity, F (m, p) or several, (B, m, p): O(m p^2) each."""
 
     def __init__(self, F: Tensor) -> None:
         self.F = F
 
     def product(self, a: Tensor) -> Tensor:
         """K a."""
-        return (a @ self.F) @ self.F.T
+        return times_vector(self.F, times_vector(self.F.mT, a))
 
     def factor(self, theta: Tensor) -> Tensor | bool:
         """Whether it could be done, for several machines (B,)."""
         self.theta = theta[..., None, :]
-        m, p = self.F.shape
-        # The machines side by side, (m, B p): one large product instead of many.
-        scaled = self.F[:, None] / theta.reshape(-1, m).T.contiguous()[:, :, None]
-        M = (self.F.T @ scaled.view(m, -1)).view(p, -1, p).transpose(0, 1).reshape(*theta.shape[:-1], p, p)
+        M = self.F.mT @ (self.F / theta[..., None])
         M.diagonal(dim1=-2, dim2=-1).add_(1)
         self.L, info = torch.linalg.cholesky_ex(M)
         return info == 0 if info.ndim else not bool(info)
@@ -71,52 +91,82 @@ class LowRank:
         """Right-hand sides and solutions are the rows, (..., c, m)."""
         near = rhs / self.theta
         inner = torch.cholesky_solve((near @ self.F).mT, self.L).mT
-        return near - (inner @ self.F.T).div_(self.theta)
+        return near - (inner @ self.F.mT).div_(self.theta)
 
     def take(self, keep: Tensor) -> "LowRank":
-        """That of the variables in `keep`."""
+        """That of the variables in `keep`, of one machine."""
         return LowRank(self.F[keep])
+
+    def machines(self, rows: Tensor) -> "LowRank":
+        """Those of the machines at `rows`."""
+        return LowRank(self.F[rows])
 
 
 class Bordered:
-    """Solves [0 1^T; 1 K] [b; a] = [top; rhs] for the points of a free set.
+    """Solves [0 1^T; 1 K_SS] [b; a] = [top; rhs] for a free set S of each of B kernel matrices.
 
-    K is centred at the shortest point j, g_ik = k_ik - k_ij - k_jk + k_jj, which leaves a as it is and is
+    K_SS is centred at the shortest point j, g_ik = k_ik - k_ij - k_jk + k_jj, which leaves a as it is and is
     positive definite for the others if the system is regular: nothing of a short point is lost, Note
     [long and short points].
     """
 
-    def __init__(self, K: Tensor) -> None:
-        k = K.diagonal()
-        self.j = j = int(k.argmin())
-        self.K_j = K[j]
-        self.size = (k + k[j]).clamp_min(torch.finfo(K.dtype).tiny)  # copies of the origin have none
-        self.G = K - self.K_j - self.K_j[:, None] + k[j]
-        self.G[:, j] = 0  # nor has j any part in it; its row is 0 already
-        self.G[j, j] = self.size[j]
-        self.L, info = torch.linalg.cholesky_ex(self.G)
-        self.definite = not bool(info)
+    def __init__(self, K: Tensor, real: Tensor | None = None) -> None:
+        """K_SS (B, s, s), of which the points in `real` (B, s) count; default all."""
+        k = K.diagonal(dim1=1, dim2=2)
+        self.real = torch.ones_like(k, dtype=torch.bool) if real is None else real
+        self.j = k.masked_fill(~self.real, torch.inf).argmin(1, keepdim=True)  # (B, 1)
+        self.K_j = K.gather(1, self.j[:, :, None].expand(-1, 1, k.shape[1]))[:, 0]
+        self.k_j = k.gather(1, self.j)
+        tiny = torch.finfo(K.dtype).tiny  # copies of the origin have no length
+        self.size = (k + self.k_j).clamp_min(tiny)
+        self.inner = self.real.scatter(1, self.j, False)  # the points of the centred system
+        G = K - self.K_j[:, None] - self.K_j[:, :, None] + self.k_j[:, :, None]
+        G.masked_fill_(~(self.inner[:, :, None] & self.inner[:, None]), 0)
+        G.diagonal(dim1=1, dim2=2).add_(self.size.masked_fill(self.inner, 0))
+        self.G = G
+        self.L, self.info = torch.linalg.cholesky_ex(G)
 
-    def regular(self, tolerance: float) -> bool:
-        """Whether every pivot is more than `tolerance` of its diagonal entry."""
-        return self.definite and bool((self.L.diagonal().square() > tolerance * self.size).all())
+    def regular(self, tolerance: float) -> Tensor:
+        """Whether every pivot is more than `tolerance` of its diagonal entry, (B,)."""
+        pivot = self.L.diagonal(dim1=1, dim2=2).square()
+        return (self.info == 0) & ((pivot > tolerance * self.size) | ~self.inner).all(1)
 
     def independent(self, tolerance: float) -> Tensor:
-        """Mask of points, j among them, that pivoted Cholesky keeps, (s,)."""
+        """Mask of points, j among them, that pivoted Cholesky keeps, (B, s)."""
         length = self.size.sqrt()
-        G, kept = self.G / length / length[:, None], torch.zeros_like(length, dtype=torch.bool)
-        for _ in range(len(G)):
-            pivot, i = G.diagonal().masked_fill(kept, -1).max(0)
-            if not pivot > tolerance:
+        G, done = self.G / length[:, None] / length[:, :, None], ~self.real
+        for _ in range(G.shape[1]):
+            pivot, i = G.diagonal(dim1=1, dim2=2).masked_fill(done, -1).max(1, keepdim=True)
+            found = pivot > tolerance
+            if not bool(found.any()):
                 break
-            kept[i] = True
-            G.addr_(G[:, i].clone(), G[i] / -pivot)
-        return kept
+            done.scatter_(1, i, found | done.gather(1, i))
+            column = G.gather(2, i[:, :, None].expand(-1, G.shape[1], 1))  # (B, s, 1)
+            G.addcmul_(column, (column / pivot.masked_fill(~found, torch.inf)[:, :, None]).mT, value=-1)
+        return done & self.real
 
     def solve(self, top: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
-        """b (c,) and a (c, s) for top (c,) and rhs (c, s)."""
-        j = self.j
-        rest = rhs - rhs[:, j, None] - (self.K_j - self.K_j[j]) * top[:, None]  # 0 at j
-        a = torch.cholesky_solve(rest.T, self.L).T
-        a[:, j] = top - a.sum(1)
-        return rhs[:, j] - a @ self.K_j, a
+        """b (B, c) and a (B, c, s), 0 at points that do not count, for top (B, c) and rhs (B, c, s)."""
+        j = self.j[:, None].expand(-1, rhs.shape[1], 1)
+        rhs_j = rhs.gather(2, j)
+        rest = rhs - rhs_j - (self.K_j - self.k_j)[:, None] * top[:, :, None]
+        rest.masked_fill_(~self.inner[:, None], 0)
+        a = torch.cholesky_solve(rest.mT, self.L).mT
+        a = a.scatter(2, j, top[:, :, None] - a.sum(2, keepdim=True))
+        return rhs_j[:, :, 0] - times_vector(a, self.K_j), a
+
+    def inverse(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count."""
+        if bool(self.info.any()):
+            raise torch.linalg.LinAlgError("the equations of a free set are singular")  # type: ignore[attr-defined]
+        inner = torch.cholesky_inverse(self.L).masked_fill_(
+            ~(self.inner[:, :, None] & self.inner[:, None]), 0
+        )
+        row = inner.sum(2)
+        edge = -times_vector(inner, self.K_j - self.k_j)
+        edge.scatter_(1, self.j, 1 - edge.sum(1, keepdim=True))
+        at_j = self.j[:, :, None]
+        inner.scatter_(1, at_j.expand(-1, 1, inner.shape[2]), -row[:, None])
+        inner.scatter_(2, at_j.expand(-1, inner.shape[1], 1), -row[:, :, None])
+        inner[torch.arange(len(row), device=row.device), self.j[:, 0], self.j[:, 0]] = row.sum(1)
+        return -(edge * self.K_j).sum(1), edge, inner
