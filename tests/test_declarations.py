@@ -1,5 +1,8 @@
 """What kernels, criteria and options declare of themselves is complete, and all that the others go by."""
 
+import argparse
+import shlex
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -58,7 +61,7 @@ class OneByOne(NotLifted):
     differentiable=True,
     mean_over_rows=True,
 )
-def absolute_error(held_out, weight="own"):
+def own_error(held_out, weight="own"):
     """A criterion of one's own, which serves a batch at once."""
     BATCHES.append(held_out.weight.shape[:-1])
     own = torch.ones_like(held_out.weight) if weight is None else weight
@@ -71,7 +74,7 @@ def absolute_error(held_out, weight="own"):
     "the share of rows that are predicted to within one half",
     lower_is_better=False,
     differentiable=False,
-    smooth="absolute_error",
+    smooth="own_error",
 )
 def hits(held_out, weight="own"):
     """Another, which has no gradient."""
@@ -79,7 +82,7 @@ def hits(held_out, weight="own"):
 
 
 BATCHES = []
-OWN = ("absolute_error", "hits")
+OWN = ("own_error", "hits")
 
 
 def table(n=24, d=2):
@@ -214,22 +217,20 @@ def test_every_function_of_a_held_out_is_a_criterion_or_known_to_be_none():
 def test_a_criterion_of_ones_own_scores_all_starts_at_once_and_by_its_name():
     options = {"starts": 4, "generator": torch.Generator().manual_seed(1)}
     BATCHES.clear()
-    found = search(Laplace(), criterion="absolute_error", **options)
+    found = search(Laplace(), criterion="own_error", **options)
     assert torch.Size([4]) in BATCHES
     X, y = table()
     held_out = found.machine.loo(X, y)
     assert found.value == pytest.approx(held_out.residuals.abs().mean().item())
     alone = search(Laplace(), criterion=lambda h: h.residuals.abs().mean(), **options)
     assert found.value <= 1.01 * alone.value
-    assert tl.standard_error("absolute_error", held_out) > 0
-    validated = tl.validate(
-        tl.LSSVM(Laplace()), X, y, 3, criterion="absolute_error", metric=hits, progress=False
-    )
+    assert tl.standard_error("own_error", held_out) > 0
+    validated = tl.validate(tl.LSSVM(Laplace()), X, y, 3, criterion="own_error", metric=hits, progress=False)
     assert 0 <= validated.mean <= 1
 
 
 def test_a_criterion_of_ones_own_without_gradient_names_its_substitute_and_is_maximised():
-    with pytest.raises(ValueError, match=r"got hits; use criterion=tl.criteria.absolute_error, or search="):
+    with pytest.raises(ValueError, match=r"got hits; use criterion=tl.criteria.own_error, or search="):
         search(Laplace(), criterion="hits")
     found = search(Laplace(), criterion=hits, search="grid")
     assert found.value == max(step.value for step in found.history)
@@ -265,9 +266,9 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
     monkeypatch.chdir(tmp_path)
     X, y = table(40)
     pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}).to_csv("data.csv", index=False)
-    words = ["select", "data.csv", "--target", "y", "--kernel", "laplace", "--criterion", "absolute_error"]
+    words = ["select", "data.csv", "--target", "y", "--kernel", "laplace", "--criterion", "own_error"]
     assert cli.main([*words, "--outer", "0", "--out", "out", "--no-progress"]) == 0
-    assert "absolute_error 0." in capsys.readouterr().out
+    assert "own_error 0." in capsys.readouterr().out
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     for said in (
         "A least-squares support vector machine with a Laplace kernel. ",
@@ -279,3 +280,32 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
         assert said in page
     assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
     assert len(pd.read_csv("predictions.csv")) == 40
+
+
+def parsed(line):
+    return vars(cli._parser().parse_args(line))
+
+
+def test_the_command_of_the_report_is_that_of_all_options():
+    """With every option of `select` given, also those to come, its command means the same."""
+    parser = parsed(["select", "d.csv", "--target", "y"])["parser"]
+    written = {"help", "out", "report", "progress"}
+    options = [action for action in parser._actions if action.dest not in written]
+    line = ["select", "some/where/d e.csv"]
+    for action in options:
+        if action.option_strings:
+            texts = {"time_budget": "2.5", "prior": "0.5", "device": "cpu", "drop": "-x y"}
+            given = texts.get(action.dest, [*(action.choices or "3")][-1])
+            line += [f"{action.option_strings[-1]}={given}"]
+    line += ["--drop", "b", "--out", "elsewhere", "--no-progress"]
+    first = parsed(line)
+    command = shlex.split(first["parser"].command(argparse.Namespace(**first)))
+    assert command[:3] == ["torchloo", "select", "d e.csv"]
+    again = parsed(command[1:])
+    names = {action.dest for action in options} - {"data"}
+    assert {"target", "machine", "time_budget", "seed", "device"} <= names
+    for name in names:
+        assert again[name] == first[name], name
+        assert again[name] is not None
+    assert again["drop"] == ["-x y", "b"]
+    assert again["out"] is None

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import shlex
 import signal
 import sys
 import warnings
@@ -119,17 +118,18 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument(
+    output = parser.add_argument_group("what is written and shown")
+    output.add_argument(
         "--out", type=folder, metavar="DIR", help="the folder to write (default: data-torchloo)"
     )
-    parser.add_argument(
+    output.add_argument(
         "--no-report",
         dest="report",
         action="store_false",
         help="write no report.html, for which matplotlib is needed",
     )
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
-    parser.set_defaults(run=run)
+    output.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -150,7 +150,11 @@ def run(args: argparse.Namespace) -> int:
     print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
         findings = _find(prepared, plan, check)
-    page = report.page(findings, report.Source(args.data.name, _command(args))) if args.report else None
+    page = (
+        report.page(findings, report.Source(args.data.name, args.parser.command(args)))
+        if args.report
+        else None
+    )
     with new_folder(out) as part:
         model = Model(prepared.schema, findings.choice.machine, findings.uncertainty)
         save(part / "model.pt", plan.spec, model)
@@ -326,29 +330,3 @@ def _interruptible() -> Iterator[Any]:
         yield check
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command line that does the same again."""
-    words = ["torchloo", "select", args.data.name, "--target", args.target]
-    for name in (
-        "machine",
-        "kernel",
-        "criterion",
-        "search",
-        "prior",
-        "time_budget",
-        "clusters",
-        "weights",
-        "missing",
-        "task",
-        "outer",
-        "basis",
-        "seed",
-    ):
-        value = getattr(args, name)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    for name in args.drop:
-        words += ["--drop", name]
-    return shlex.join(words)
