@@ -1,0 +1,82 @@
+"""Data flows one way: no module imports itself through others, and none takes private names of another."""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in (ROOT / "torchloo").rglob("*.py")}
+
+
+class _Imports(ast.NodeVisitor):
+    """Modules of the package that a module imports, also within functions, but not for types alone."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.names: list[str] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in ast.dump(node.test):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.modules |= {alias.name for alias in node.names} & MODULES.keys()
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.module not in MODULES:
+            return
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            self.modules.add(whole if whole in MODULES else node.module)
+            self.names.append(whole)
+
+
+def imports() -> Iterator[tuple[str, _Imports]]:
+    for name, path in MODULES.items():
+        found = _Imports()
+        found.visit(ast.parse(path.read_text(encoding="utf-8")))
+        yield name, found
+
+
+def test_no_module_imports_itself_through_others():
+    order = graphlib.TopologicalSorter({name: found.modules for name, found in imports()})
+    order.prepare()  # CycleError names a cycle
+
+
+def test_no_module_takes_a_private_name_of_another():
+    taken = [(name, one) for name, found in imports() for one in found.names]
+    assert [pair for pair in taken if pair[1].rpartition(".")[2].startswith("_")] == []
+
+
+def test_kernels_smoothers_and_criteria_know_no_machine_and_machines_no_search():
+    below = {name: found.modules for name, found in imports()}
+
+    def reached(start: str) -> set[str]:
+        seen, todo = set(), [start]
+        while todo:
+            name = todo.pop()
+            if name not in seen:
+                seen.add(name)
+                todo += below[name]
+        return seen
+
+    machines = ("torchloo.machine", "torchloo.rls", "torchloo.lssvm", "torchloo.sparse", "torchloo.fisher")
+    searches = ("torchloo.search", "torchloo.selection", "torchloo.validation")
+    commands = ("torchloo.commands", "torchloo.report", "torchloo.cli")
+    borders = (
+        (("torchloo.kernels", "torchloo.smoothers", "torchloo.criteria"), machines + searches + commands),
+        ((*machines, "torchloo.svm"), searches + commands),
+        (searches, commands),
+    )
+    for rooms, unknown in borders:
+        for name in MODULES:
+            if name.startswith(rooms):
+                assert not {one for one in reached(name) if one.startswith(unknown)}, name
