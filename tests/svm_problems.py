@@ -22,9 +22,9 @@ def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor,
 
 
 def solved(K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
-    """One problem K (n, n), y and box (n,), merged, and its solution."""
+    """One problem K (n, n), y and box (n,), as a stack, merged, and its solution."""
     ((_, problem, full),) = solve_problems("test", K[None], y[None], box[None])
-    return Problem(*(x[0] for x in problem)), Exact(*(x[0] for x in full))
+    return problem, full
 
 
 @st.composite

@@ -156,9 +156,10 @@ class Bordered:
         return rhs_j[:, :, 0] - times_vector(a, self.K_j), a
 
     def inverse(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count."""
-        if bool(self.info.any()):
-            raise torch.linalg.LinAlgError("the equations of a free set are singular")  # type: ignore[attr-defined]
+        """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count.
+
+        Without meaning where `info` is not 0.
+        """
         inner = torch.cholesky_inverse(self.L).masked_fill_(
             ~(self.inner[:, :, None] & self.inner[:, None]), 0
         )
