@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchloo as tl
+from torchloo.guards import Guard
 
 N = 6
 
@@ -371,3 +372,16 @@ def test_a_kernel_matrix_that_overflows_is_named():
     for machine in (tl.RLS, tl.LSSVM, tl.KFD):
         with pytest.raises(ValueError, match="K must be finite, got NaN or infinity"):
             machine(tl.kernels.Polynomial(3)).loo(1e150 * g["X"], g["y"])
+
+
+@pytest.mark.parametrize("result", [torch.nan, torch.inf])
+def test_a_result_that_is_not_finite_is_blamed_on_inputs_only_where_they_are_not(result):
+    Y, guard = good()["Y"], Guard("f")
+    guard.finite(Y=Y)
+    guard.implied(poked(Y, result), Y)
+    guard.check()
+    bad = poked(Y, result)
+    guard.finite(Y=bad)
+    guard.implied(bad, bad)
+    with pytest.raises(ValueError, match="f: Y must be finite"):
+        guard.check()

@@ -750,3 +750,14 @@ def test_machines_without_few_features_say_what_to_use():
         tl.LSSVM(tl.kernels.Linear()).fit(solved)
     with pytest.raises(ValueError, match="regs must have shape"):
         solved.path(torch.ones(2, 3))
+
+
+def test_a_stream_warns_where_it_cuts_a_graph_and_nowhere_else():
+    X, y = torch.randn(12, 2, requires_grad=True), torch.randn(12)
+    with pytest.warns(UserWarning, match="Stream: no gradient reaches its rows") as seen:
+        tl.Stream(X, y)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    with torch.no_grad():
+        tl.Stream(X, y)
+    tl.probe(X, y, progress=False)  # which evaluates

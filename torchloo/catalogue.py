@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 
-import torch
-
 from torchloo.fisher import KFD
-from torchloo.kernels import RBF, Boolean, Kernel, Linear, Matern, Polynomial
+from torchloo.kernels.kernel import CHOICES, Choice
 from torchloo.lssvm import LSSVM
 from torchloo.machine import KernelMachine
 from torchloo.rls import RLS
@@ -14,16 +12,8 @@ from torchloo.svm import SVC
 
 __all__ = ["KERNELS", "MACHINES", "TELL_CLASSES_APART"]
 
-KERNELS: dict[str, Callable[[int], Kernel]] = {
-    "rbf": lambda d: RBF(lengthscale=d**0.5),
-    "ard": lambda d: RBF(lengthscale=torch.full((d,), d**0.5, dtype=torch.float64)),
-    "linear": lambda d: Linear(),
-    "poly2": lambda d: Polynomial(degree=2),
-    "poly3": lambda d: Polynomial(degree=3),
-    "boolean": lambda d: Boolean(rate=1.0 / d),
-    "matern": lambda d: Matern(lengthscale=d**0.5),
-}
-"""Kernels for d inputs, by name."""
+KERNELS: dict[str, Choice] = CHOICES
+"""Kernels for d inputs, by name, as their classes declare them; also those of your own."""
 
 MACHINES: dict[str, Callable[..., KernelMachine]] = {
     "lssvm": LSSVM,

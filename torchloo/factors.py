@@ -11,11 +11,11 @@ __all__ = [
     "REFIT_BELOW",
     "SINGLE",
     "condition",
-    "lower_factor",
+    "inverse_factor",
+    "inverse_factor_of",
     "root_of",
     "triangle",
     "trusted",
-    "whitened",
     "with_derivatives",
 ]
 
@@ -64,13 +64,25 @@ def trusted(condition: Tensor) -> Tensor:
     return lost.clamp(min=REFIT_BELOW, max=max(REFIT_BELOW, 0.5))
 
 
-def lower_factor(rows: Tensor, guard: Guard) -> Tensor:
-    """L (..., p, p) with L L^T = B^T B and a positive diagonal, for B (..., m, p) of full rank, m >= p."""
+def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """T = L^{-1} for C = L L^T (..., p, p), the condition of C, and where there is no L, (...) both."""
+    L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
+    unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
+    T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
+    with torch.no_grad():
+        return T, condition(L, T), info
+
+
+def inverse_factor_of(rows: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
+    """T for C = B^T B and B (..., m, p) of full rank, m >= p, and the 1 - h that it can still tell from 0."""
     R = triangle(rows)
     pivots = R.diagonal(dim1=-2, dim2=-1)
     limit = pivots.shape[-1] * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(R, dim=-2)
     guard.require(pivots.abs() > limit, NOT_DEFINITE)
-    return (pivots.sign().unsqueeze(-1) * R).mT
+    L = (pivots.sign().unsqueeze(-1) * R).mT
+    unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
+    return T, trusted(condition(L, T).sqrt())
 
 
 def triangle(rows: Tensor) -> Tensor:
@@ -90,21 +102,14 @@ def root_of(R: Tensor, guard: Guard) -> Tensor:
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 
 
-def whitened(L: Tensor, V: Tensor) -> Tensor:
-    """L^{-1} V (..., p, m) for a lower triangular L; a diagonal one comes as a vector (..., p)."""
-    if L.ndim < V.ndim:
-        return V / L.unsqueeze(-1)
-    return torch.linalg.solve_triangular(L, V, upper=False)
+def with_derivatives(T: Tensor, C: Tensor) -> Tensor:
+    """T (..., p, p) with the derivatives of the inverse of the Cholesky factor of C.
 
-
-def with_derivatives(L: Tensor, C: Tensor) -> Tensor:
-    """L (..., p, p), or (..., p) if diagonal, with the derivatives of the Cholesky factor of C.
-
-    L is the better value of that factor; the value of C itself is not used.
+    T is the better value of that inverse; the value of C itself is not used.
     """
     if not C.requires_grad:
-        return L
-    change = whitened(L, whitened(L, C).mT)
+        return T
+    change = T @ C @ T.mT
     unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
     step = torch.linalg.cholesky(unit + (change - change.detach()))
-    return L.unsqueeze(-1) * step if L.ndim < C.ndim else L @ step
+    return torch.linalg.solve_triangular(step, T.expand_as(step), upper=False)

@@ -262,6 +262,7 @@ def probe(
     return Probe(head, reg, tried, mse, score, error, best, loo, grouped, first.X.shape[1])
 
 
+@torch.no_grad()
 def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     """Features and labels in memory, or mapped into it."""
     X: Any = features if isinstance(features, Tensor | np.ndarray) else np.asarray(features)

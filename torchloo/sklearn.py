@@ -131,14 +131,16 @@ class _LOOEstimator(BaseEstimator):
             kernel = copy.deepcopy(self.kernel)
         else:
             _require_one_of(name, "kernel", self.kernel, tuple(KERNELS))
-            kernel = KERNELS[self.kernel](X.shape[1])
+            with X.device:  # whatever torch's default device is
+                kernel = KERNELS[self.kernel](X.shape[1])
         if isinstance(kernel, Precomputed):
             raise TypeError(f"{name}: kernel must be evaluated at new rows, got Precomputed")
         if self.machine == "sparse":
-            chosen = torch.randperm(len(X), generator=generator)[: self.basis]
+            chosen = torch.randperm(len(X), generator=generator, device="cpu")[: self.basis]
             options = {**options, "basis": X[chosen.to(X.device)]}
         strength = {"C": 1 / self.reg} if self.machine == "svc" else {"reg": self.reg}
-        return MACHINES[self.machine](kernel, **strength, **options).to(self.device), generator
+        with X.device:
+            return MACHINES[self.machine](kernel, **strength, **options).to(X.device), generator
 
     def _outputs(self, X: Any) -> np.ndarray:
         """Outputs of the fitted machine at new rows, (q,) or (q, c)."""

@@ -18,10 +18,12 @@ torch.Size([3, 3])
 """
 
 from torchloo.kernels.inner import Boolean, Linear, Polynomial
-from torchloo.kernels.kernel import Kernel, Product, Scaled, Sum
+from torchloo.kernels.kernel import Choice, Kernel, Product, Scaled, Sum
 from torchloo.kernels.precomputed import Precomputed
 from torchloo.kernels.stationary import RBF, Matern
+from torchloo.positive import Positive
 
 __all__ = [
-    "RBF", "Boolean", "Kernel", "Linear", "Matern", "Polynomial", "Precomputed", "Product", "Scaled", "Sum",
+    "RBF", "Boolean", "Choice", "Kernel", "Linear", "Matern", "Polynomial", "Positive", "Precomputed",
+    "Product", "Scaled", "Sum",
 ]  # fmt: skip

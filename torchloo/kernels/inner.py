@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.guards import Guard, full_dtype, is_whole, values_visible
-from torchloo.kernels.kernel import Features, Kernel, Values, exp_of
+from torchloo.kernels.kernel import Choice, Features, Kernel
+from torchloo.positive import Positive, Values
 
 __all__ = ["Boolean", "Linear", "Polynomial"]
 
@@ -38,6 +39,8 @@ class _OfInner(Kernel):
 class Linear(_OfInner):
     """k(x, z) = x . z (CRITERIA eq. 2)."""
 
+    choices = (Choice("linear", "a linear kernel", lambda d: Linear()),)
+
     def __init__(self, *, features: Features = None, event_dim: int = 1) -> None:
         super().__init__(features=features, event_dim=event_dim)
 
@@ -62,7 +65,11 @@ class Polynomial(_OfInner):
     """
 
     settings = ("degree",)
-    offset = exp_of("log_offset")
+    choices = (
+        Choice("poly2", "a quadratic kernel", lambda d: Polynomial(degree=2)),
+        Choice("poly3", "a cubic kernel", lambda d: Polynomial(degree=3)),
+    )
+    offset = Positive("how much the lower powers of the inputs count")
 
     def __init__(
         self, degree: int = 2, offset: Values = 1.0, *, features: Features = None, event_dim: int = 1
@@ -89,7 +96,8 @@ class Boolean(_OfInner):
     For x in {0, 1}^d: every conjunction of s of the d variables is a feature, of squared weight rate^s.
     """
 
-    rate = exp_of("log_rate")
+    choices = (Choice("boolean", "a Boolean kernel", lambda d: Boolean(rate=1.0 / d), binary=True),)
+    rate = Positive("how much combinations of several inputs count")
 
     def __init__(self, rate: Values = 1.0, *, features: Features = None, event_dim: int = 1) -> None:
         super().__init__(features=features, event_dim=event_dim, rate=rate)

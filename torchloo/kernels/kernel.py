@@ -5,6 +5,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -12,45 +13,39 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.guards import (
-    Guard,
     broadcast_shapes,
     full_dtype,
     require_inputs,
     values_visible,
     whole_number,
 )
+from torchloo.positive import Positive, Values, log_of
 from torchloo.precision import full_precision
 
-__all__ = ["Features", "Kernel", "Product", "Scaled", "Sum", "Values", "exp_of", "log_of"]
+__all__ = ["CHOICES", "Choice", "Features", "Kernel", "Product", "Scaled", "Sum"]
 
-Values = float | Sequence[float] | Tensor
 Features = nn.Module | None
 
 
-def log_of(function: str, name: str, values: Values) -> Tensor:
-    """Logarithms in float64 of values checked to be positive and finite."""
-    tensor = torch.as_tensor(values, dtype=torch.float64).detach()
-    guard = Guard(function)
-    guard.positive(**{name: values if isinstance(values, float | int) else tensor})
-    guard.check()
-    return tensor.log()
+@dataclass(frozen=True)
+class Choice:
+    """A kernel that the command and scikit-learn know by a name."""
+
+    name: str
+    label: str
+    """What it is, in words with an article, such as "an RBF kernel"."""
+    make: Callable[[int], "Kernel"]
+    """The kernel for d inputs, standardised unless they are `binary`."""
+    binary: bool = False
+    """Whether inputs must be 0 and 1 and stay so."""
+
+    def __call__(self, inputs: int) -> "Kernel":
+        """The kernel for so many inputs."""
+        return self.make(inputs)
 
 
-def exp_of(name: str) -> property:
-    """A property that reads the value of which the parameter of this name is the logarithm.
-
-    Or, in a kernel that is `frozen`, the value itself.
-    """
-    fixed = _fixed_name(name)
-    return property(
-        lambda kernel: kernel._buffers[fixed] if fixed in kernel._buffers else getattr(kernel, name).exp(),
-        doc=f"exp({name}).",
-    )
-
-
-def _fixed_name(name: str) -> str:
-    """The buffer of a frozen kernel that holds the value of a parameter log_<name>."""
-    return f"fixed_{name.removeprefix('log_')}"
+CHOICES: dict[str, Choice] = {}
+"""The `choices` of all kernels, by name."""
 
 
 def _show(value: Any) -> str:
@@ -66,7 +61,21 @@ class Kernel(nn.Module):
     """A positive semidefinite function of two points, for all pairs of rows of X and Z.
 
     A kernel of your own overrides `_evaluate`, for inputs that are checked and have gone through `features`.
-    They may be float64 where X is float32: SVC evaluates its kernel so.
+    They may be float64 where X is float32: SVC evaluates its kernel so. It declares each of its positive
+    parameters by a `Positive` in its body and reads them by `_lift`, so that they may be a batch. That is all
+    that searches and reports need:
+
+    >>> class Cosine(Kernel):
+    ...     rate = Positive("how many periods there are in one unit of the inputs")
+    ...
+    ...     def __init__(self, rate=1.0):
+    ...         super().__init__(rate=rate)
+    ...
+    ...     def _evaluate(self, X, Z):
+    ...         Z = X if Z is None else Z
+    ...         return (self._lift("rate", X) * (X.sum(-1).unsqueeze(-1) - Z.sum(-1).unsqueeze(-2))).cos()
+    >>> Cosine(torch.tensor([0.5, 2.0]))(torch.zeros(3, 1)).shape
+    torch.Size([2, 3, 3])
 
     Args:
         features: module applied to X and Z first, (..., n, d) -> (..., n, p), and trained with the kernel. It
@@ -80,6 +89,8 @@ class Kernel(nn.Module):
 
     settings: tuple[str, ...] = ()
     """Arguments that are chosen and not trained, such as a degree."""
+    choices: tuple[Choice, ...] = ()
+    """Names under which the command and scikit-learn offer this kernel."""
     _symmetric: bool = False  # whether the matrix of one set of points is known to be symmetric
     event_dim: int = 1
     """How many axes one input has."""
@@ -88,6 +99,7 @@ class Kernel(nn.Module):
         super().__init_subclass__(**options)
         if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
             cls._symmetric = False  # what a class says of its own matrices says nothing of another's
+        CHOICES.update({choice.name: choice for choice in vars(cls).get("choices", ())})
 
     def __init__(self, *, features: Features = None, event_dim: int = 1, **positive: Values) -> None:
         super().__init__()
@@ -131,7 +143,7 @@ class Kernel(nn.Module):
     def between(self, F: Tensor, G: Tensor | None = None) -> Tensor:
         """The kernel matrix (..., n, m) of rows that went through `embed` already."""
         with full_precision(F):
-            return self._evaluate(F, G)
+            return self._matrix(F, G)
 
     def embed_support(self, Z: Tensor) -> list[Tensor]:
         """What `against` needs of Z (..., m, d), computed once: the rows that every part evaluates."""
@@ -169,7 +181,8 @@ class Kernel(nn.Module):
             for name in [name for name in stored if name.startswith("log_")]:
                 log = stored.pop(name)
                 assert log is not None
-                self.register_buffer(_fixed_name(name), log.detach().double().exp())
+                fixed = name.replace("log_", "fixed_", 1)  # where `Positive` looks for the value itself
+                self.register_buffer(fixed, log.detach().double().exp())
 
     @property
     def is_embedding_inside(self) -> bool:
@@ -182,6 +195,11 @@ class Kernel(nn.Module):
     def _parts(self) -> list[nn.Module]:
         return [part for part in self.modules() if part is not self]
 
+    @property
+    def operands(self) -> list["Kernel"]:
+        """The kernels that this one combines, which are evaluated at what `embed` gives; none by default."""
+        return []
+
     def diagonal(self, X: Tensor) -> Tensor:
         """k(x_i, x_i), (..., n), without the matrix."""
         X = self._embed("X", X)
@@ -193,10 +211,26 @@ class Kernel(nn.Module):
 
     def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
         """`_evaluate` for inputs of a dtype; a kernel of kernels leaves it to them, after their features."""
-        return self._evaluate(X.to(dtype), None if Z is None else Z.to(dtype))
+        return self._matrix(X.to(dtype), None if Z is None else Z.to(dtype))
+
+    def _matrix(self, X: Tensor, Z: Tensor | None) -> Tensor:
+        """`_evaluate`, whose matrices must be as many as a batch of parameters asks for."""
+        K = self._evaluate(X, Z)
+        declared = ((name, Positive.of(self, name), value) for name, value in self._parameters.items())
+        batches = {name: own.batch_of(value) for name, own, value in declared if own and value is not None}
+        if any(batches.values()):
+            right = X if Z is None else Z
+            batch = self._batch(X=X.shape[:-2], Z=right.shape[:-2], **batches)
+            expected = (*batch, X.shape[-2], right.shape[-2])
+            if K.shape != expected:
+                raise TypeError(
+                    f"{self._get_name()}: _evaluate must return shape {expected}, got {tuple(K.shape)}; read "
+                    "parameters by self._lift(name, X), or declare them by Positive(..., batched=False)"
+                )
+        return K
 
     def _diagonal(self, X: Tensor) -> Tensor:
-        blocks = (self._evaluate(rows, None) for rows in X.split(64, dim=-2))
+        blocks = (self._matrix(rows, None) for rows in X.split(64, dim=-2))
         return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
 
     @property
@@ -260,9 +294,9 @@ class Kernel(nn.Module):
                 raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
         dtype = full_dtype(X.dtype)
         if self.features is None:
-            return (
-                X if self.is_embedding_inside else X.flatten(-event).to(dtype) if event > 1 else X.to(dtype)
-            )
+            if (event == 1 and X.dtype == dtype) or self.is_embedding_inside:
+                return X
+            return X.flatten(-event).to(dtype)
         if event == 1:
             F, n = self.features(X), X.shape[-2]
             self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
@@ -295,7 +329,7 @@ class Scaled(Kernel):
     """scale * kernel, scale > 0 of shape (...)."""
 
     _symmetric = True
-    scale = exp_of("log_scale")
+    scale = Positive("how much this part of the kernel counts")
 
     def __init__(
         self, kernel: Kernel, scale: Values, *, features: Features = None, event_dim: int | None = None
@@ -323,6 +357,11 @@ class Scaled(Kernel):
     def _diagonal(self, X: Tensor) -> Tensor:
         k = self.kernel.diagonal(X).unsqueeze(-1)
         return (self._lift("scale", k) * k)[..., 0]
+
+    @property
+    def operands(self) -> list[Kernel]:
+        """The kernel that is scaled."""
+        return [self.kernel]
 
     @property
     def is_symmetric(self) -> bool:
@@ -369,6 +408,11 @@ class _Composite(Kernel):
 
     def _diagonal(self, X: Tensor) -> Tensor:
         return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
+
+    @property
+    def operands(self) -> list[Kernel]:
+        """The kernels that are combined."""
+        return list(self.kernels)
 
     @property
     def is_symmetric(self) -> bool:

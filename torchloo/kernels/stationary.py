@@ -8,15 +8,36 @@ from torch import Tensor
 from torchloo import csr
 from torchloo.guards import expanded
 from torchloo.kernels.distances import matern_of_square, squared_distance
-from torchloo.kernels.kernel import Features, Kernel, Values, exp_of, log_of
+from torchloo.kernels.kernel import Choice, Features, Kernel
+from torchloo.positive import Positive, Values, log_of
 
 __all__ = ["RBF", "Matern"]
+
+
+def median_distance(Z: Tensor, each: bool) -> Tensor:
+    """Median distance between the rows of Z (m, d), shape (); or one for each column, (d,).
+
+    The latter is the median distance of the standardised rows times the standard deviation of the column.
+    """
+    spread = torch.ones_like(Z[0])
+    if each and len(Z) > 1:
+        spread = Z.std(0)
+        spread = torch.where(spread > 0, spread, 1.0)
+    distance = torch.nn.functional.pdist(Z / spread)
+    distance = distance[distance > 0]
+    median = distance.median() if len(distance) else Z.new_ones(())
+    return median * spread if each else median
 
 
 class _Stationary(Kernel):
     """A function of |x - z| / lengthscale that is 1 at zero."""
 
-    lengthscale = exp_of("log_lengthscale")
+    lengthscale = Positive(
+        "how far apart rows may be and still inform one another",
+        median_distance,
+        unit="inputs",
+        per_input=True,
+    )
     log_lengthscale: Tensor
 
     def _diagonal(self, X: Tensor) -> Tensor:
@@ -73,6 +94,16 @@ class RBF(_Stationary):
     RBF(lengthscale=[1, 0.5])
     """
 
+    choices = (
+        Choice("rbf", "an RBF kernel", lambda d: RBF(d**0.5)),
+        Choice(
+            "ard",
+            "an RBF kernel that has a lengthscale for every input (ARD)",
+            lambda d: RBF(torch.full((d,), d**0.5, dtype=torch.float64)),
+        ),
+    )
+    _symmetric = True
+
     def __init__(self, lengthscale: Values = 1.0, *, features: Features = None, event_dim: int = 1) -> None:
         super().__init__(features=features, event_dim=event_dim, lengthscale=lengthscale)
 
@@ -81,8 +112,6 @@ class RBF(_Stationary):
         """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
         lengthscale = (2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt()
         return cls(lengthscale, features=features, event_dim=event_dim)
-
-    _symmetric = True
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         exponent = self._distance(X, Z, factor=-0.5)
@@ -99,6 +128,7 @@ class Matern(_Stationary):
     """
 
     settings, _symmetric = ("nu",), True
+    choices = (Choice("matern", "a Matérn kernel", lambda d: Matern(lengthscale=d**0.5)),)
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 """What every machine has: a kernel, an expansion over support points, and how both are stored."""
 
 import copy
-import math
-import warnings
 from typing import Any, Self
 
 import torch
@@ -18,22 +16,12 @@ from torchloo.classes import (
     require_two,
     sorted_labels,
 )
-from torchloo.guards import Guard, full_dtype, require_inputs
+from torchloo.guards import Guard, full_dtype, require_inputs, warn_of_cut_graph
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine.frozen import FrozenMachine
 from torchloo.machine.predictor import Predictor
 
-__all__ = ["KernelMachine", "log_parameter"]
-
-
-def log_parameter(function: str, **value: Tensor | float) -> nn.Parameter:
-    """The logarithm of a positive hyper-parameter, in float64, so that any optimiser moves it safely."""
-    guard = Guard(function)
-    guard.positive(**value)
-    guard.check()
-    (positive,) = value.values()
-    log = positive.detach().log() if isinstance(positive, Tensor) else math.log(positive)
-    return nn.Parameter(torch.as_tensor(log, dtype=torch.float64).clone())
+__all__ = ["KernelMachine"]
 
 
 class KernelMachine(nn.Module):
@@ -63,6 +51,7 @@ class KernelMachine(nn.Module):
     """
 
     _function: str
+    _with_graph = "solve, whose Fit is differentiable"
     _fitted: tuple[str, ...] = ("support", "coef", "bias")
     spare: tuple[str, ...] = ()
     """Buffers of a fitted machine that its outputs do not need."""
@@ -115,12 +104,12 @@ class KernelMachine(nn.Module):
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
         """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            warnings.warn(
-                f"{type(self).__name__}.fit keeps no graph: no gradient reaches the inputs through what it "
-                "stores; use solve, whose Fit is differentiable, or call fit under torch.no_grad()",
-                stacklevel=3,
-            )
+        warn_of_cut_graph(
+            f"{type(self).__name__}.fit keeps no graph: no gradient reaches the inputs through what it "
+            f"stores; use {self._with_graph}, or call fit under torch.no_grad()",
+            *inputs,
+            stacklevel=3,
+        )
 
     def _store(self, solved: Predictor) -> None:
         """Keep a copy of what predicts."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Self, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.dual import Dual
@@ -12,8 +12,9 @@ from torchloo.guards import Guard, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.kernels.pure import pure
-from torchloo.machine.kernel_machine import KernelMachine, log_parameter
+from torchloo.machine.kernel_machine import KernelMachine
 from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
+from torchloo.positive import Positive, log_of
 from torchloo.precision import full_precision
 from torchloo.primal.block import Rows
 from torchloo.primal.front import solve_rows, solve_tensors
@@ -39,6 +40,9 @@ class LeastSquares(KernelMachine):
     """
 
     has_bias: bool
+    reg = Positive(
+        "regularisation: how strongly the machine is kept from following single rows", lambda reg: reg
+    )
     reg_per_output = False
     spare = ("noise", "points", "spread")
 
@@ -58,7 +62,7 @@ class LeastSquares(KernelMachine):
         reg_per_output: bool = False,
     ) -> None:
         super().__init__(kernel, classes)
-        self.log_reg = log_parameter(type(self).__name__, reg=reg)
+        self.log_reg = nn.Parameter(log_of(type(self).__name__, "reg", reg))
         for name in self.spare:
             self.register_buffer(name, None)
         self._again = Remembered()
@@ -68,11 +72,6 @@ class LeastSquares(KernelMachine):
                 f"reg_per_output=True, got {reg}; e.g. reg=torch.full((c,), {reg})"
             )
         self.reg_per_output = reg_per_output
-
-    @property
-    def reg(self) -> Tensor:
-        """Regularisation, exp(log_reg)."""
-        return self.log_reg.exp()
 
     @property
     def _penalty(self) -> Tensor | Regs:
@@ -148,7 +147,7 @@ class LeastSquares(KernelMachine):
         leave_out_sets.py.
         """
         if isinstance(X, Rows):
-            raise TypeError(f"{self._function}: lso needs tensors, got a {type(X).__name__}; use lco")
+            raise TypeError(f"{self._function}: lso needs rows in memory, got a Stream; use lco")
         guard, Y, flat = self._checked(X, y)
         return self._solve(guard, X, Y, weight, self._penalty).held_out(flat=flat, sets=sets)
 

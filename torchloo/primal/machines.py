@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import ILL_CONDITIONED, SINGLE, condition, lower_factor, trusted
+from torchloo.factors import ILL_CONDITIONED, SINGLE, inverse_factor, inverse_factor_of, trusted
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
@@ -276,17 +276,15 @@ def one_machine(
     """
     C = moments.S.clone()
     C.diagonal().add_(reg)
-    unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
     f = torch.ones_like(C[None, :1])
 
-    def with_factor(L: Tensor) -> tuple[Machines, Tensor]:
-        rotation = torch.linalg.solve_triangular(L, unit, upper=False)
+    def with_inverse(rotation: Tensor) -> tuple[Machines, Tensor]:
         q = (rotation @ moments.T).mT.unsqueeze(0)
         return _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
 
-    L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
-    machines, fine = with_factor(L)
-    estimate, narrow = condition(L, machines.rotation), expansion.kind != torch.float64
+    rotation, estimate, info = inverse_factor(C)
+    machines, fine = with_inverse(rotation)
+    narrow = expansion.kind != torch.float64
     limit = SINGLE if narrow else ILL_CONDITIONED
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
@@ -294,10 +292,10 @@ def one_machine(
         raise ImpreciseError
     least = torch.full_like(reg, 1 / SINGLE) if narrow else trusted(estimate)
     if not well_conditioned:
-        L = lower_factor(torch.cat([triangle(), reg.sqrt() * unit]), guard)
-        machines, fine = with_factor(L)
+        unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
+        rotation, least = inverse_factor_of(torch.cat([triangle(), reg.sqrt() * unit]), guard)
+        machines, fine = with_inverse(rotation)
         machines.refined, machines.fold = False, guard.asks(fine)
-        least = trusted(condition(L, machines.rotation).sqrt())
     else:
         guard.require(info == 0, NOT_DEFINITE)
     machines.least = least.reshape(1, 1)

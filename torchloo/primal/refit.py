@@ -80,7 +80,7 @@ def _solved(rows: Tensor, p: int, guard: Guard) -> tuple[Tensor, Tensor]:
 def refit_at_once(
     V: Tensor, R: Tensor, root: Tensor, Y: Tensor, sets: list[Tensor], guard: Guard
 ) -> tuple[Tensor, Tensor]:
-    """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of the rows of disjoint sets, one after another.
+    """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of the rows of sets, one set after another.
 
     Differentiable to every order: a step of refinement, by the factor with its derivatives, goes to the
     solution from anywhere. Cost n p^2 for each chunk of sets, n p and p^3 for each set.
@@ -99,19 +99,21 @@ def refit_at_once(
     C = R + V.mT @ V  # of which only derivatives are used
     residuals, inverses = [], []
     for some in _together(sets, _CHUNK):
+        union = torch.cat(some).unique()
         with torch.no_grad():
-            outside = triangle(torch.cat([weighted.index_fill(0, torch.cat(some), 0.0), penalty]))
-        for k, rows in enumerate(some):
-            kept = [weighted[other] for j, other in enumerate(some) if j != k]
+            outside = triangle(torch.cat([weighted.index_fill(0, union, 0.0), penalty]))
+        for rows in some:
             with torch.no_grad():
-                F, first = _solved(torch.cat([outside, *kept]), p, guard)
+                kept = weighted[union[~torch.isin(union, rows)]]
+                F, first = _solved(torch.cat([outside, kept]), p, guard)
+                unit = torch.eye(p, dtype=F.dtype, device=F.device)
+                T = torch.linalg.solve_triangular(F.mT, unit, upper=False)
             V_L, root_L = V[rows], root[rows]
-            L = with_derivatives(F.mT, C - V_L.mT @ V_L)
+            T = with_derivatives(T, C - V_L.mT @ V_L)
             e = Y - V @ first
             gradient = V.mT @ e.index_fill(0, rows, 0.0) - R @ first
-            half = torch.linalg.solve_triangular(L, V_L.mT, upper=False)  # (p, s)
-            step = torch.linalg.solve_triangular(L, gradient, upper=False)
-            residuals.append((e[rows] - half.mT @ step) / root_L)
+            half = T @ V_L.mT  # (p, s)
+            residuals.append((e[rows] - half.mT @ (T @ gradient)) / root_L)
             inverses.append((1 + half.square().sum(0).unsqueeze(-1)) / root_L.square())
     return torch.cat(residuals), torch.cat(inverses)
 

@@ -27,6 +27,7 @@ no factor is differentiated, and no product is larger than V v. With a graph the
 themselves, give derivatives of every order.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,10 @@ from torchloo.dual import inner_products
 from torchloo.factors import (
     ILL_CONDITIONED,
     REFIT_BELOW,
-    condition,
-    lower_factor,
+    inverse_factor,
+    inverse_factor_of,
     root_of,
     trusted,
-    whitened,
     with_derivatives,
 )
 from torchloo.guards import Guard, values_visible
@@ -71,41 +71,44 @@ def _times(V: Tensor, x: Tensor) -> Tensor:
     return product.unflatten(-1, (-1, x.shape[-1])).movedim(-2, 0).unflatten(0, x.shape[:extra])
 
 
-def _solve(L: Tensor, B: Tensor) -> Tensor:
-    """C^{-1} B from the factor L of C = L L^T; a diagonal factor comes as a vector (..., p)."""
-    if L.ndim < B.ndim:
-        return B / L.square().unsqueeze(-1)
-    return torch.cholesky_solve(B, L)
+def _by(T: Tensor, B: Tensor) -> Tensor:
+    """T B for a matrix T (..., p, p), or a diagonal one, which comes as a vector (..., p)."""
+    return T.unsqueeze(-1) * B if T.ndim < B.ndim else T @ B
 
 
-def _refined(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, factor: Tensor) -> Tensor:
-    """p of Note [thin backward], by the factor of C.
+def _solve(T: Tensor, B: Tensor) -> Tensor:
+    """C^{-1} B for T C T^T = I."""
+    return _by(T.mT if T.ndim == B.ndim else T, _by(T, B))
+
+
+def _refined(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, T: Tensor) -> Tensor:
+    """p of Note [thin backward], with T C T^T = I.
 
     A step of refinement takes the squared condition of C out of p, for two thin products.
     """
-    first = _solve(factor, right + _times(V.mT, Y))
-    return first + _solve(factor, right + _times(V.mT, Y - _times(V, first)) - R @ first)
+    first = _solve(T, right + _times(V.mT, Y))
+    return first + _solve(T, right + _times(V.mT, Y - _times(V, first)) - R @ first)
 
 
 class _Coefficients(Function):
-    """(V, R, Y, B) -> p with (R + V^T V) p = B + V^T Y, from the factor; see Note [thin backward]."""
+    """(V, R, Y, B) -> p with (R + V^T V) p = B + V^T Y, with T C T^T = I; Note [thin backward]."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, factor: Tensor) -> Tensor:
-        return _refined(V, R, Y, right, factor)
+    def forward(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, T: Tensor) -> Tensor:
+        return _refined(V, R, Y, right, T)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        V, R, Y, _, factor = inputs
-        ctx.save_for_backward(V, R, Y, factor, output)
+        V, R, Y, _, T = inputs
+        ctx.save_for_backward(V, R, Y, T, output)
 
     @staticmethod
     def backward(ctx: Any, pbar: Tensor) -> tuple[Tensor | None, ...]:
-        V, R, Y, factor, p = ctx.saved_tensors
+        V, R, Y, T, p = ctx.saved_tensors
         with full_precision(V):
-            v = apply(_Coefficients, V, R, torch.zeros_like(Y), pbar, factor)
+            v = apply(_Coefficients, V, R, torch.zeros_like(Y), pbar, T)
             Vv = _times(V, v)
             Vbar = Rbar = None
             if ctx.needs_input_grad[0]:
@@ -152,17 +155,15 @@ class Normal(NamedTuple):
         mean = None if self.mean is None else self.mean @ Q
         return Normal(self.V @ Q, self.root, torch.diag_embed(w), mean), w, Q
 
-    def solve(
-        self, R: Tensor, reg: Tensor, Y: Tensor, guard: Guard, factor: Tensor | None = None
-    ) -> "Primal":
+    def solve(self, R: Tensor, reg: Tensor, Y: Tensor, guard: Guard, T: Tensor | None = None) -> "Primal":
         """The machine of a penalty R (..., p, p) and targets (..., n, c); see `primal`.
 
-        Both may have more axes in front than the rows have.
+        Both may have more axes in front than the rows have. T with T C T^T = I, where it is known.
         """
         least = torch.full_like(reg, REFIT_BELOW)
-        if factor is None:
-            factor, least = _factor(self.S + R, self.V, R, guard)
-        return Primal(self, R, reg, factor, least, Y, *_solved(self, R, reg, factor, Y))
+        if T is None:
+            T, least = _inverse(self.S + R, self.V, R, guard)
+        return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y))
 
 
 def _share(root: Tensor) -> Tensor:
@@ -177,17 +178,15 @@ def _about_mean(Y: Tensor, normal: Normal) -> tuple[Tensor, Tensor]:
     return Y if normal.mean is None else Y - mean, mean
 
 
-def _solved(
-    normal: Normal, R: Tensor, reg: Tensor, factor: Tensor, Y: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _solved(normal: Normal, R: Tensor, reg: Tensor, T: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Coefficients (..., p, c), offset (..., c), and a = P Y in the units of the dual form, (..., n, c)."""
     V, root = normal.V, normal.root
     Y, offset = _about_mean(Y, normal)
     right = V.new_zeros((*R.shape[:-2], V.shape[-1], Y.shape[-1]))
     if in_forward_mode():
-        p = _refined(V, R, root * Y, right, factor)
+        p = _refined(V, R, root * Y, right, T)
     else:
-        p = apply(_Coefficients, V, R, root * Y, right, factor.detach())
+        p = apply(_Coefficients, V, R, root * Y, right, T.detach())
     e = root * Y - _times(V, p)
     if normal.mean is None:
         offset = torch.zeros_like(p[..., :1, :])
@@ -207,8 +206,8 @@ class Primal(NamedTuple):
     R: Tensor
     """Penalty, (..., p, p)."""
     reg: Tensor
-    factor: Tensor
-    """L with C = L L^T, (..., p, p), or (..., p) if it is diagonal."""
+    T: Tensor
+    """T C T^T = I, (..., p, p), or (..., p) if T is diagonal."""
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
     Y: Tensor
@@ -243,9 +242,8 @@ class Primal(NamedTuple):
         return B, _expanded(root, B), self.dual * self.noise
 
     def _whitened(self, rows: Tensor) -> Tensor:
-        """Rows (..., m, p) times F^{-T} for C = F F^T."""
-        extra = self.factor.shape[: self.reg.ndim - (rows.ndim - 2)]
-        return whitened(self.factor, rows.mT.expand(*extra, *rows.mT.shape)).mT
+        """Rows (..., m, p) times T^T."""
+        return rows * self.T.unsqueeze(-2) if self.T.ndim == self.reg.ndim + 1 else rows @ self.T.mT
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
@@ -264,30 +262,52 @@ class Primal(NamedTuple):
 
         def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
             B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
-            r, inverse, lost = self._left_out(B_L, scale_L, e_L, total)
-            if values_visible(lost) and bool(lost.any()):
-                index = lost.nonzero(as_tuple=True)
-                each = zip(*(axis.tolist() for axis in index), strict=True)
-                found = [self._refit(tuple(problem), [rows[k]], guard) for *problem, k in each]
-                parts = zip((r, inverse), zip(*found, strict=True), strict=True)
-                r, inverse = (t.index_put(index, torch.stack(part)) for t, part in parts)
-            return r, inverse, lost
+            return self._refitted([rows], [self._without(B_L, scale_L, e_L, total)], guard)[0]
 
         B, scale, e = self._rows
         r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
         return r, inverse * self.reg[..., None, None], refitted
 
+    def held_out(self, partition: Partition, guard: Guard) -> Parts:
+        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted."""
+        B, scale, e = self._rows
+        n, p = B.shape[-2:]
+        total = self._total(B) if partition.groups[-1].shape[-1] > p else None
+        gathered = zip(*map(partition.gather, (B, scale, e)), strict=True)
+        found = [self._without(B_L, scale_L, e_L, total) for B_L, scale_L, e_L in gathered]
+        found = self._refitted(partition.groups, found, guard)
+        residuals, inverses, lost = map(list, zip(*found, strict=True))
+        marks = [flag[..., None, None].expand_as(t) for flag, t in zip(lost, inverses, strict=True)]
+        r, inverse, refitted = (partition.scatter(part, n) for part in (residuals, inverses, marks))
+        return r, inverse * self.reg[..., None, None], refitted[..., 0]
+
     def _total(self, B: Tensor) -> Tensor:
-        """F^{-1} C F^{-T} as it is found; see `leave_out_large`."""
+        """T C T^T as it is found; see `leave_out_large`."""
         penalty = self._whitened(self._whitened(self.R).mT)
         return torch.nn.functional.pad(penalty, (0, self.bias, 0, self.bias)) + B.mT @ B
 
-    def _left_out(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
+    def _without(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
         """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
         least = self.least.unsqueeze(-1)
         if total is None or B.shape[-2] <= B.shape[-1]:
             return leave_out_small(B, scale, e, least)
         return leave_out_large(B, scale, e, least, total)
+
+    def _refitted(self, groups: Sequence[Tensor], found: list[LeftOut], guard: Guard) -> list[LeftOut]:
+        """What was found of sets (g, s) of each size, where 1 - h is lost by Note [refits by triangles]."""
+        flags = [lost.any() for _, _, lost in found]
+        if not values_visible(*flags) or not bool(torch.stack(flags).any()):
+            return found
+        refitted = []
+        for rows, (r, inverse, lost) in zip(groups, found, strict=True):
+            for problem in lost.any(-1).nonzero().tolist():
+                number = lost[tuple(problem)].nonzero()[:, 0]
+                index = (*(torch.tensor(k, device=r.device) for k in problem), number)
+                parts = self._refit(tuple(problem), list(rows[number]), guard)
+                r_L, inverse_L = (part.unflatten(0, rows[number].shape) for part in parts)
+                r, inverse = r.index_put(index, r_L), inverse.index_put(index, inverse_L)
+            refitted.append((r, inverse, lost))
+        return refitted
 
     def _refit(self, problem: tuple[int, ...], sets: list[Tensor], guard: Guard) -> tuple[Tensor, Tensor]:
         """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of sets of rows of one of the problems."""
@@ -302,7 +322,7 @@ class Primal(NamedTuple):
 
     def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
-        given = (self.normal, self.R, self.reg, self.factor)
+        given = (self.normal, self.R, self.reg, self.T)
         return Primal(*given, self.least, Y, *_solved(*given, Y))
 
     def leave_out(self, sets: Tensor, guard: Guard) -> Tensor:
@@ -313,7 +333,7 @@ class Primal(NamedTuple):
         """w (..., q, n) of Note [weights at a new point], for features z (..., q, p)."""
         normal = self.normal
         z, each = (z, 0.0) if normal.mean is None else (z - normal.mean, normal.root * normal.per_weight)
-        return (normal.root * (normal.V @ _solve(self.factor, z.mT) + each)).mT
+        return (normal.root * (normal.V @ _solve(self.T, z.mT) + each)).mT
 
     def variance_at(self, z: Tensor) -> Tensor:
         """Note [variance at a new point], (..., q), for features z (..., q, p)."""
@@ -326,7 +346,7 @@ class Primal(NamedTuple):
     def spread(self) -> Tensor:
         """S (..., p', p + 1) with the variance |S (z, 1)|^2 at features z."""
         unit = torch.eye(self.R.shape[-1], dtype=self.R.dtype, device=self.R.device).expand_as(self.R)
-        S = whitened(self.factor, unit)
+        S = self._whitened(unit).mT
         last = torch.zeros_like(S[..., :1])
         if self.normal.mean is not None:
             last = -S @ self.normal.mean.mT
@@ -335,53 +355,22 @@ class Primal(NamedTuple):
             last = torch.cat([last, own], -2)
         return self.reg.sqrt()[..., None, None] * torch.cat([S, last], -1)
 
-    def held_out(self, partition: Partition, guard: Guard) -> Parts:
-        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted.
-
-        By Note [leaving sets out]; where 1 - h is lost to rounding, by Note [refits by triangles].
-        """
-        B, scale, e = self._rows
-        n, p = B.shape[-2:]
-        total = self._total(B) if partition.groups[-1].shape[-1] > p else None
-        found = [
-            self._left_out(B_L, scale_L, e_L, total)
-            for B_L, scale_L, e_L in zip(*map(partition.gather, (B, scale, e)), strict=True)
-        ]
-        residuals, inverses, lost = map(list, zip(*found, strict=True))
-        marks = [
-            flag[..., None, None].expand(*flag.shape, rows.shape[-1], 1)
-            for flag, rows in zip(lost, partition.groups, strict=True)
-        ]
-        refitted = partition.scatter(marks, n)[..., 0]
-        r, inverse = partition.scatter(residuals, n), partition.scatter(inverses, n)
-        if values_visible(self.Y) and bool(refitted.any()):
-            for problem in map(tuple, refitted.any(-1).nonzero().tolist()):
-                pairs = zip(partition.groups, lost, strict=True)
-                sets = [rows_L for rows, flag in pairs for rows_L in rows[flag[problem]]]
-                index = (*(torch.tensor(k, device=r.device) for k in problem), torch.cat(sets))
-                r_L, inverse_L = self._refit(problem, sets, guard)
-                r, inverse = r.index_put(index, r_L), inverse.index_put(index, inverse_L)
-        return r, inverse * self.reg[..., None, None], refitted
-
 
 def _expanded(column: Tensor, like: Tensor) -> Tensor:
     """A column (..., n, 1) with the axes that a tensor (*, ..., n, p) has in front."""
     return column.expand(*like.shape[:-1], 1)
 
 
-def _factor(C: Tensor, V: Tensor, R: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of C, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
-    L, info = torch.linalg.cholesky_ex(C)
+def _inverse(C: Tensor, V: Tensor, R: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
+    """T with T C T^T = I, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
+    T, estimate, info = inverse_factor(C)
+    if not values_visible(T) or guard.asks(estimate < ILL_CONDITIONED):
+        guard.require(info == 0, NOT_DEFINITE)
+        return T, trusted(estimate)
     with torch.no_grad():
-        estimate = condition(L)
-        if values_visible(L) and not guard.asks(estimate < ILL_CONDITIONED):
-            rows = V.expand(*R.shape[: R.ndim - V.ndim], *V.shape)
-            better = lower_factor(torch.cat([rows, root_of(R, guard)], -2), guard)
-            least = trusted(condition(better).sqrt())
-        else:
-            guard.require(info == 0, NOT_DEFINITE)
-            return L, trusted(estimate)
-    return with_derivatives(better, C), least
+        rows = V.expand(*R.shape[: R.ndim - V.ndim], *V.shape)
+        T, least = inverse_factor_of(torch.cat([rows, root_of(R, guard)], -2), guard)
+    return with_derivatives(T, C), least
 
 
 def primal(

@@ -10,20 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchloo.kernels import RBF, Boolean, Kernel, Matern, Polynomial, Scaled
+from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine
+from torchloo.positive import Positive
 from torchloo.sparse import SparseLSSVM
 
 __all__ = ["Entry", "Space", "named_so", "the_one"]
-
-# Parameters of these modules may have a leading batch dimension, and a scalar has this shape beside it.
-_BATCHED: dict[tuple[type, str], tuple[int, ...]] = {
-    (RBF, "log_lengthscale"): (1,),
-    (Matern, "log_lengthscale"): (1,),
-    (Polynomial, "log_offset"): (),
-    (Boolean, "log_rate"): (),
-    (Scaled, "log_scale"): (),
-}
 
 
 @dataclass(frozen=True)
@@ -44,6 +36,8 @@ class Entry:
     """Whether it belongs to the kernel."""
     batch: tuple[int, ...] | None
     """Shape beside a batch dimension; None where the module takes no batch."""
+    declared: Positive | None
+    """What its module declares of it."""
 
 
 class _Network(nn.Module):
@@ -114,18 +108,19 @@ class Space:
         name = (parent + "." if parent else "") + leaf.removeprefix("log_")
         network = ".features." in f".{path}"
         log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not network
-        vectors = 0 if _BATCHED.get((type(owner), leaf)) == () else 1
+        declared = Positive.of(owner, leaf)
+        vectors = declared is None or declared.per_input
         if owner is self.machine:
-            vectors = int(getattr(owner, "reg_per_output", False))
+            vectors = getattr(owner, "reg_per_output", False)
         if log and parameter.ndim > vectors:
             raise ValueError(
                 f"{self.function}: {name} must belong to one machine, got the batch shape "
                 f"{tuple(parameter.shape)}"
             )
         part = slice(self.size, self.size + parameter.numel())
-        batch = _batch_shape(self.machine, path, owner, leaf, parameter)
+        batch = _batch_shape(self.machine, path, declared, parameter)
         kernel = path.startswith("kernel.")
-        return Entry(path, name, part, parameter.shape, parameter.dtype, log, kernel, batch)
+        return Entry(path, name, part, parameter.shape, parameter.dtype, log, kernel, batch, declared)
 
     def _stacking(self) -> KernelMachine:
         """A copy whose feature networks take a batch of weights."""
@@ -229,7 +224,7 @@ def _unfitted(machine: KernelMachine) -> KernelMachine:
 
 
 def _batch_shape(
-    machine: KernelMachine, path: str, owner: nn.Module, leaf: str, parameter: Tensor
+    machine: KernelMachine, path: str, declared: Positive | None, parameter: Tensor
 ) -> tuple[int, ...] | None:
     """The shape of a parameter beside a batch dimension, or None where its module takes none."""
     before, network, _ = path.partition(".features.")
@@ -237,10 +232,11 @@ def _batch_shape(
         state = machine.get_submodule(before + ".features").buffers()
         rows = machine.get_submodule(before).event_dim == 1  # nor one that gets all inputs as one batch
         return tuple(parameter.shape) if rows and next(state, None) is None else None
-    if owner is machine:
+    if "." not in path:
         return tuple(parameter.shape)
-    scalar = _BATCHED.get((type(owner), leaf))
-    return scalar if scalar is None or parameter.ndim == 0 else tuple(parameter.shape)
+    if declared is None or not declared.batched:
+        return None
+    return (1,) if declared.per_input and parameter.ndim == 0 else tuple(parameter.shape)
 
 
 def _pair(function: str, name: str, pair: Iterable[float]) -> Tensor:

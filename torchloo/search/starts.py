@@ -3,7 +3,8 @@
 Note [first start]
 On up to 300 rows, evenly spread over the training rows:
 
-* a shared lengthscale is the median distance between rows; with one lengthscale for each input (ARD) it is
+* a parameter of a kernel is what its declaration (`Positive`) makes of the rows that reach the kernel. A
+  shared lengthscale is the median distance between rows; with one lengthscale for each input (ARD) it is
   the median distance of the standardised rows times the input's standard deviation;
 * the regularisation is q k, with k the mean diagonal of the centred kernel matrix and q the noise of the
   targets relative to their variance, where half the mean squared difference between each row's target and
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor
 
 from torchloo.fisher import KFD
-from torchloo.kernels import RBF, Kernel, Matern, Precomputed, Product, Scaled, Sum
+from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import KernelMachine
-from torchloo.search.parameters import Space
+from torchloo.positive import Positive, log_of
+from torchloo.search.parameters import Entry, Space
 
 __all__ = ["first_start", "further_starts", "given_matrix", "warn_of_scales"]
 
@@ -37,16 +39,18 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
     """The start (p,) of Note [first start] for X (n, d), y (n,) or (n, c) and weights (n,)."""
     theta = space.vector()
     machine = space.machine_at(theta)
-    parameters = dict(machine.named_parameters())
-    names = {id(parameters[entry.path]): entry for entry in space.entries}
+    entries = {entry.path: entry for entry in space.entries}
     rows, n = _spread_rows(len(X), X.device), len(X)
     X, y = X[rows][:, rows] if given_matrix(machine) else X[rows], y[rows]
     with torch.no_grad():
-        for kernel, Z in _embedded(machine.kernel, X):
-            if isinstance(kernel, RBF | Matern) and id(kernel.log_lengthscale) in names:
-                scale = _lengthscale(Z.double(), ard=kernel.log_lengthscale.numel() > 1)
-                kernel.log_lengthscale.copy_(scale.log())
-                theta[names[id(kernel.log_lengthscale)].part] = scale.log().cpu()
+        for path, kernel, Z in _embedded("kernel", machine.kernel, X):
+            for name, log in kernel._parameters.items():
+                entry = entries.get(f"{path}.{name}")
+                if log is None or entry is None or entry.declared is None or entry.declared.start is None:
+                    continue
+                start = _start_of(space.function, entry, log, Z)
+                log.copy_(start)
+                theta[entry.part] = start.cpu()
         K = machine.kernel(X).double()
         if isinstance(machine, KFD):
             K = K @ K.mT * (n / len(rows))  # what all n columns would give
@@ -55,10 +59,22 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
         reg = torch.stack([_regularisation(K, targets) for targets in columns])  # (1,) or (c,)
         if weight is not None:
             reg = reg * weight.double().mean()
-    for entry in space.entries:
-        if entry.log and entry.name in ("reg", "C"):
-            theta[entry.part] = torch.log(reg if entry.name == "reg" else 1 / reg).cpu()
+    for path, entry in entries.items():
+        if "." not in path and entry.declared is not None and entry.declared.start is not None:
+            theta[entry.part] = torch.log(entry.declared.start(reg)).cpu()
     return theta
+
+
+def _start_of(function: str, entry: Entry, log: Tensor, Z: Tensor) -> Tensor:
+    """The logarithm at which a parameter of a kernel begins, from the rows (m, d) that reach the kernel."""
+    assert entry.declared is not None
+    assert entry.declared.start is not None
+    start = log_of(function, f"start of {entry.name}", entry.declared.start(Z.double(), log.numel() > 1))
+    if start.ndim and start.shape != log.shape:
+        raise ValueError(
+            f"{function}: start of {entry.name} must have shape {tuple(log.shape)}, got {tuple(start.shape)}"
+        )
+    return start
 
 
 def further_starts(space: Space, first: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
@@ -84,8 +100,11 @@ def warn_of_scales(space: Space, X: Tensor, stacklevel: int = 3) -> None:
     Precomputed.
     """
     for kernel in space.machine.modules():
-        ard = isinstance(kernel, RBF | Matern) and kernel.log_lengthscale.numel() > 1
-        if ard or isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
+        several = [
+            name for name, value in kernel._parameters.items() if value is not None and value.numel() > 1
+        ]
+        each = any(own.per_input for name in several if (own := Positive.of(kernel, name)))
+        if each or isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
             return
     deviation = X.double().flatten(1).std(0)  # (d,)
     deviation = deviation[deviation > 0]
@@ -105,25 +124,13 @@ def _spread_rows(n: int, device: torch.device) -> Tensor:
     return torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float64, device=device).round().long()
 
 
-def _embedded(kernel: Kernel, X: Tensor) -> Iterator[tuple[Kernel, Tensor]]:
-    """Every kernel of a composition and the inputs that reach it."""
+def _embedded(path: str, kernel: Kernel, X: Tensor) -> Iterator[tuple[str, Kernel, Tensor]]:
+    """Every kernel of a composition with its path in the machine, and the inputs that reach it."""
     Z = kernel.embed(X)
-    yield kernel, Z
-    parts = [kernel.kernel] if isinstance(kernel, Scaled) else []
-    for part in kernel.kernels if isinstance(kernel, Sum | Product) else parts:
-        yield from _embedded(part, Z)
-
-
-def _lengthscale(Z: Tensor, ard: bool) -> Tensor:
-    """Median distance between the rows of Z (m, d), shape (); or one for each column, (d,)."""
-    spread = torch.ones_like(Z[0])
-    if ard and len(Z) > 1:
-        spread = Z.std(0)
-        spread = torch.where(spread > 0, spread, 1.0)
-    distance = torch.nn.functional.pdist(Z / spread)
-    distance = distance[distance > 0]
-    median = distance.median() if len(distance) else Z.new_ones(())
-    return median * spread if ard else median
+    yield path, kernel, Z
+    own = {id(part): name for name, part in kernel.named_modules()}
+    for operand in kernel.operands:
+        yield from _embedded(f"{path}.{own[id(operand)]}", operand, Z)
 
 
 def _regularisation(K: Tensor, y: Tensor) -> Tensor:

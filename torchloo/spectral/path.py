@@ -377,8 +377,8 @@ class ByFeatures(Path):
         width = max(1, _TOGETHER // (normal.V.numel() * self.regs.shape[-1]))
         found = []
         for reg in regs.split(width):  # (R, ...) or (R, c, ...)
-            factor = None if w is None else (w + reg.unsqueeze(-1)).sqrt()
-            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, factor)
+            T = None if w is None else (w + reg.unsqueeze(-1)).rsqrt()
+            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, T)
             parts = of(form)
             found.append([part.movedim(1, -1)[..., 0, :] for part in parts] if own else parts)
         return [torch.cat(parts) for parts in zip(*found, strict=True)]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from torchloo.classes import is_label
+from torchloo.guards import warn_of_cut_graph
 
 __all__ = ["Array", "Arrays", "Batches", "Raw"]
 
@@ -52,6 +53,12 @@ class Arrays:
             raise TypeError(f"Stream: X must be dense, got layout {X.layout}")
         assert y is not None
         _check_shapes("Stream", X, y, weight)
+        warn_of_cut_graph(
+            "Stream: no gradient reaches its rows, some of which require one; give the tensors to the "
+            "machine itself, or detach them",
+            *(X, y, weight),
+            stacklevel=3,
+        )
         self.X, self.y, self.weight = X, y, weight
         self.n: int | None = len(X)
         self.flat = y.ndim == 1

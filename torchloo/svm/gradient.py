@@ -239,6 +239,6 @@ class _HeldOutOutputs(torch.autograd.Function):
 def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: list[Deferred]) -> Tensor:
     """Outputs (..., n), differentiable once in K and box (..., n) by Note [gradient].
 
-    The batch shape is that of `box`, to which K (..., n, n) broadcasts; each problem has its entry of machines.
+    The batch shape is that of `box`, to which K (..., n, n) broadcasts; machines has one entry a problem.
     """
     return _HeldOutOutputs.apply(K, box, outputs, machines)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.parallel import check_workers, in_parallel, without_graph
+from torchloo.svm.parallel import check_workers, in_parallel, share_of, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
 from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks
 from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
@@ -84,7 +84,8 @@ def svm_loo(
         _outcomes, method=method, values=values, epsilon=epsilon, rows=rows, trace=trace, smo=variant
     )
     with without_graph(trace):
-        outcomes = in_parallel(of_stack, list(stacks(K, y, box)), workers)
+        parts = list(stacks(K, y, box, share_of(y.shape[:-1].numel(), workers)))
+        outcomes = in_parallel(of_stack, parts, workers)
     return assembled(K, y, box, weight, outcomes, values=values)
 
 
@@ -108,12 +109,8 @@ def _outcomes(
     """Leave-one-out of stacked problems; those with as many variables are solved and followed together."""
     K, y, box = stack[0], stack[1].double(), stack[2].double()
     if method == "smo":
-        full = trained("svm_loo", K, y, box)
-        each = [
-            leave_one_out_by_smo(K[b], y[b], box[b], full.machine(b), values, epsilon, smo, rows)
-            for b in range(len(y))
-        ]
-        return RowOutcome.of([torch.stack(field) for field in list(zip(*each, strict=True))[:6]], None)
+        fit = trained("svm_loo", K, y, box)
+        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows)
     groups = solve_problems("svm_loo", K, y, box)
     try:
         found = [

@@ -36,11 +36,15 @@ class RowOutcome(NamedTuple):
         return cls(outputs, certified, by, iterations, columns, newton, machines)
 
 
-def stacks(K: Tensor, y: Tensor, box: Tensor, most: int = _TOGETHER) -> Iterator[Stack]:
-    """The problems of a batch, whose shape y and box have and K broadcasts to, in order, in stacks."""
+def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterator[Stack]:
+    """The problems of a batch, whose shape y and box have and K broadcasts to, in order, in stacks.
+
+    Of so many problems as fit, and of at most `most`.
+    """
     n = y.shape[-1]
     matrices, labels, boxes = K.detach().reshape(-1, n, n), y.reshape(-1, n), box.detach().reshape(-1, n)
-    number, size = matrix_numbers(K, y.shape[:-1]), max(1, most // n**2)
+    number, fit = matrix_numbers(K, y.shape[:-1]), max(1, _TOGETHER // n**2)
+    size = fit if most is None else min(fit, most)
     for part, y_part, box_part in zip(number.split(size), labels.split(size), boxes.split(size), strict=True):
         first = int(part[0])
         # A copy only where matrices are not one after the other.

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.guards import full_dtype, require_inputs
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.machine import KernelMachine, Predictor, log_parameter
+from torchloo.machine import KernelMachine, Predictor
 from torchloo.machine.predictor import SolvedWith
+from torchloo.positive import Positive, log_of
 from torchloo.precision import full_precision
 from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.held_out import SVMHeldOut
@@ -64,15 +65,12 @@ class SVC(KernelMachine):
     """
 
     _function = "svc"
+    _with_graph = "loo or lco, whose outputs are differentiable"
+    C = Positive("how much the machine pays for each row on the wrong side", torch.reciprocal)
 
     def __init__(self, kernel: Kernel, C: Tensor | float = 1.0, *, classes: Any = None) -> None:
         super().__init__(kernel, classes)
-        self.log_C = log_parameter("SVC", C=C)
-
-    @property
-    def C(self) -> Tensor:  # noqa: N802
-        """Box bound, exp(log_C)."""
-        return self.log_C.exp()
+        self.log_C = nn.Parameter(log_of("SVC", "C", C))
 
     def solve(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> SVMFit:
         """The trained machine, which takes new inputs: ``solved(X_new)``; neither is differentiable."""
