@@ -160,9 +160,9 @@ class Bordered:
 
         Without meaning where `info` is not 0.
         """
-        inner = torch.cholesky_inverse(self.L).masked_fill_(
-            ~(self.inner[:, :, None] & self.inner[:, None]), 0
-        )
+        unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
+        L = torch.where((self.info == 0)[:, None, None], self.L, unit)
+        inner = torch.cholesky_inverse(L).masked_fill_(~(self.inner[:, :, None] & self.inner[:, None]), 0)
         row = inner.sum(2)
         edge = -times_vector(inner, self.K_j - self.k_j)
         edge.scatter_(1, self.j, 1 - edge.sum(1, keepdim=True))
