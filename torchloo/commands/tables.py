@@ -84,7 +84,7 @@ def prepare(
     frame = with_dates(frame, dates)
     frame, dropped = _with_rows(frame, special, inputs, missing)
     frame, fills, filled_in = _with_fills(frame, inputs, missing)
-    require_complete(frame, special + inputs)
+    require_complete(frame, special + inputs, "fill them in, or select with --missing drop or mean")
     labels, notes = _classes(frame[roles.target], roles)
     columns, raw, left = _inputs(frame, inputs)
     columns = tuple(replace(c, dates=c.name in dates, fill=fills.get(c.name)) for c in columns)
@@ -263,7 +263,7 @@ def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
     names = [name for column in columns for name in column.inputs]
     other = [name for name, values in zip(names, raw.T, strict=True) if not np.isin(values, (0, 1)).all()]
     if other:
-        raise TableError(f"--kernel boolean needs inputs 0 and 1 only; not so in {listed(other)}")
+        raise TableError(f"this --kernel needs inputs 0 and 1 only; not so in {listed(other)}")
 
 
 def _copies(frame: "pd.DataFrame") -> list[str]:

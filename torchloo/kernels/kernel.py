@@ -43,6 +43,11 @@ class Choice:
         """The kernel for so many inputs."""
         return self.make(inputs)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kernel is linear in finitely many features."""
+        return self(1).is_linear
+
 
 CHOICES: dict[str, Choice] = {}
 """The `choices` of all kernels, by name."""

@@ -28,7 +28,8 @@ themselves, give derivatives of every order.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +121,8 @@ class _Coefficients(Function):
             return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None
 
 
-class Normal(NamedTuple):
+@dataclass(frozen=True)
+class Normal:
     """Rows in memory and their normal equations, whatever the regularisation and the targets."""
 
     V: Tensor
@@ -196,7 +198,8 @@ def _solved(normal: Normal, R: Tensor, reg: Tensor, T: Tensor, Y: Tensor) -> tup
     return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
-class Primal(NamedTuple):
+@dataclass(frozen=True)
+class Primal:
     """A factorised primal problem: its solution, and P by blocks on demand.
 
     `dual` and the blocks are divided by `reg`, which makes them those of the dual form.
