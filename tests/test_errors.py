@@ -371,3 +371,12 @@ def test_a_kernel_matrix_that_overflows_is_named():
     for machine in (tl.RLS, tl.LSSVM, tl.KFD):
         with pytest.raises(ValueError, match="K must be finite, got NaN or infinity"):
             machine(tl.kernels.Polynomial(3)).loo(1e150 * g["X"], g["y"])
+
+
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM, tl.KFD], ids=["rls", "lssvm", "kfd"])
+def test_weights_too_small_to_divide_by_are_refused(machine):
+    g = good()
+    weight = poked(g["weight"], 1e-320)
+    for kernel in (tl.kernels.RBF(), tl.kernels.Linear()):
+        with pytest.raises(ValueError, match=r"reg / weight must be finite, got"):
+            machine(kernel).loo(g["X"], g["y"], weight)
