@@ -4,7 +4,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from torchloo.svm import svm
 from torchloo.svm.fit import solve_problems
+from torchloo.svm.rows import RowOutcome
+from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 
@@ -46,3 +49,13 @@ def problems(draw, most: int = 25) -> tuple[Tensor, Tensor, float]:
         X[:] = 1
     K = X @ X.T if draw(st.booleans()) else rbf(X)
     return K, y, 10 ** draw(st.floats(-4, 6))
+
+
+def loo_by_smo(
+    K: Tensor, y: Tensor, C: float, values: bool, epsilon: float, options: SMOOptions | None = None
+) -> RowOutcome:
+    """Leave-one-out of one machine by the SMO."""
+    fit = svm(K[None], y[None], C)
+    box = torch.full_like(y[None], C)
+    found = leave_one_out_by_smo(K[None], y[None], box, fit, values, epsilon, options or SMOOptions())
+    return found.by_problem()[0]

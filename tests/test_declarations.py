@@ -1,11 +1,16 @@
 """What kernels, criteria and options declare of themselves is complete, and all that the others go by."""
 
+import argparse
+import shlex
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 import torchloo as tl
+from torchloo import cli
 from torchloo.catalogue import KERNELS, MACHINES
+from torchloo.criteria import CRITERIA, criterion
 from torchloo.kernels import Choice, Kernel, Positive
 from torchloo.search.parameters import Space
 
@@ -47,6 +52,37 @@ class OneByOne(NotLifted):
     """The same, which says so."""
 
     width = Positive("how fast rows cease to inform one another", total_distance, batched=False)
+
+
+@criterion(
+    "mean absolute error",
+    "the mean size of the residuals",
+    lower_is_better=True,
+    differentiable=True,
+    mean_over_rows=True,
+)
+def absolute_error(held_out, weight="own"):
+    """A criterion of one's own, which serves a batch at once."""
+    BATCHES.append(held_out.weight.shape[:-1])
+    own = torch.ones_like(held_out.weight) if weight is None else weight
+    weight = held_out.weight if isinstance(weight, str) else own
+    return (weight * held_out.residuals.abs()).sum(-1) / weight.sum(-1)
+
+
+@criterion(
+    "hits",
+    "the share of rows that are predicted to within one half",
+    lower_is_better=False,
+    differentiable=False,
+    smooth="absolute_error",
+)
+def hits(held_out, weight="own"):
+    """Another, which has no gradient."""
+    return (held_out.residuals.abs() < 0.5).to(held_out.outputs.dtype).mean(-1)
+
+
+BATCHES = []
+OWN = ("absolute_error", "hits")
 
 
 def table(n=24, d=2):
@@ -155,3 +191,123 @@ def test_relevant_inputs_are_known_by_the_declaration_alone():
     tl.select(tl.RLS(Each(torch.ones(2))), wild, y, max_evaluations=1, progress=False)
     with pytest.warns(UserWarning, match="standard deviations"):
         tl.select(tl.RLS(Each()), wild, y, max_evaluations=1, progress=False)
+
+
+@pytest.mark.parametrize("name", [name for name in tl.criteria.__all__ if name in CRITERIA])
+def test_every_criterion_declares_all_there_is(name):
+    own = CRITERIA[name]
+    assert own is getattr(tl.criteria, name)
+    assert own.label
+    assert own.meaning
+    assert own.targets in ("numbers", "signs", "one-vs-rest", "classes")
+    assert bool(own.smooth) != own.differentiable
+    if own.smooth:
+        assert CRITERIA[own.smooth.split()[0]].differentiable
+    if own.counterpart:
+        assert {own.targets, CRITERIA[own.counterpart].targets} == {"signs", "one-vs-rest"}
+        assert CRITERIA[own.counterpart].counterpart == name
+
+
+def test_every_function_of_a_held_out_is_a_criterion_or_known_to_be_none():
+    functions = {name for name in tl.criteria.__all__ if callable(getattr(tl.criteria, name))}
+    known_to_be_none = {"Criterion", "criterion", "balanced_weight", "class_accuracy", "confusion"}
+    assert functions - known_to_be_none == {name for name in CRITERIA if name in tl.criteria.__all__}
+
+
+def test_a_criterion_of_ones_own_scores_all_starts_at_once_and_by_its_name():
+    options = {"starts": 4, "generator": torch.Generator().manual_seed(1)}
+    BATCHES.clear()
+    found = search(Laplace(), criterion="absolute_error", **options)
+    assert torch.Size([4]) in BATCHES
+    X, y = table()
+    held_out = found.machine.loo(X, y)
+    assert found.value == pytest.approx(held_out.residuals.abs().mean().item())
+    alone = search(Laplace(), criterion=lambda h: h.residuals.abs().mean(), **options)
+    assert found.value <= 1.01 * alone.value
+    assert tl.standard_error("absolute_error", held_out) > 0
+    validated = tl.validate(
+        tl.LSSVM(Laplace()), X, y, 3, criterion="absolute_error", metric=hits, progress=False
+    )
+    assert 0 <= validated.mean <= 1
+
+
+def test_a_criterion_of_ones_own_without_gradient_names_its_substitute_and_is_maximised():
+    with pytest.raises(ValueError, match=r"got hits; use criterion=tl.criteria.absolute_error, or search="):
+        search(Laplace(), criterion="hits")
+    found = search(Laplace(), criterion=hits, search="grid")
+    assert found.value == max(step.value for step in found.history)
+
+
+def test_a_criterion_that_does_not_heed_the_batch_is_refused():
+    @criterion("mean", "one number whatever comes", lower_is_better=True, differentiable=True)
+    def careless(held_out, weight="own"):
+        return held_out.residuals.square().mean()
+
+    with pytest.raises(TypeError, match=r"criterion must return shape \(9,\), one number for each problem"):
+        search(Laplace(), criterion=careless, starts=3, search="nelder-mead")
+    del CRITERIA["careless"]
+
+
+def test_a_name_of_the_library_cannot_be_taken():
+    with pytest.raises(ValueError, match=r"name of its own, got mse, which torchloo.criteria.regression has"):
+        criterion("m", "m", lower_is_better=True, differentiable=True)(lambda_named("mse"))
+    assert CRITERIA["mse"] is tl.criteria.mse
+
+
+def lambda_named(name):
+    def function(held_out):
+        return held_out.residuals.square().mean(-1)
+
+    function.__name__ = name
+    return function
+
+
+def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(tmp_path, monkeypatch, capsys):
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    X, y = table(40)
+    pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}).to_csv("data.csv", index=False)
+    words = ["select", "data.csv", "--target", "y", "--kernel", "laplace", "--criterion", "absolute_error"]
+    assert cli.main([*words, "--outer", "0", "--out", "out", "--no-progress"]) == 0
+    assert "absolute_error 0." in capsys.readouterr().out
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    for said in (
+        "A least-squares support vector machine with a Laplace kernel. ",
+        "chosen by mean absolute error: the mean size of the residuals, each row held out",
+        "how fast rows cease to inform one another, in standard deviations",
+        "best mean absolute error so far. Lower is better",
+        "--kernel</span> laplace",
+    ):
+        assert said in page
+    assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
+    assert len(pd.read_csv("predictions.csv")) == 40
+
+
+def parsed(line):
+    return vars(cli._parser().parse_args(line))
+
+
+def test_the_command_of_the_report_is_that_of_all_options():
+    """With every option of `select` given, also those to come, its command means the same."""
+    parser = parsed(["select", "d.csv", "--target", "y"])["parser"]
+    written = {"help", "out", "report", "progress"}
+    options = [action for action in parser._actions if action.dest not in written]
+    line = ["select", "some/where/d e.csv"]
+    for action in options:
+        if action.option_strings:
+            texts = {"time_budget": "2.5", "prior": "0.5", "device": "cpu", "drop": "-x y"}
+            given = texts.get(action.dest, [*(action.choices or "3")][-1])
+            line += [f"{action.option_strings[-1]}={given}"]
+    line += ["--drop", "b", "--out", "elsewhere", "--no-progress"]
+    first = parsed(line)
+    command = shlex.split(first["parser"].command(argparse.Namespace(**first)))
+    assert command[:3] == ["torchloo", "select", "d e.csv"]
+    again = parsed(command[1:])
+    names = {action.dest for action in options} - {"data"}
+    assert {"target", "machine", "time_budget", "seed", "device"} <= names
+    for name in names:
+        assert again[name] == first[name], name
+        assert again[name] is not None
+    assert again["drop"] == ["-x y", "b"]
+    assert again["out"] is None

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchloo as tl
+from torchloo.guards import Guard
 
 N = 6
 
@@ -380,3 +381,16 @@ def test_weights_too_small_to_divide_by_are_refused(machine):
     for kernel in (tl.kernels.RBF(), tl.kernels.Linear()):
         with pytest.raises(ValueError, match=r"reg / weight must be finite, got"):
             machine(kernel).loo(g["X"], g["y"], weight)
+
+
+@pytest.mark.parametrize("result", [torch.nan, torch.inf])
+def test_a_result_that_is_not_finite_is_blamed_on_inputs_only_where_they_are_not(result):
+    Y, guard = good()["Y"], Guard("f")
+    guard.finite(Y=Y)
+    guard.implied(poked(Y, result), Y)
+    guard.check()
+    bad = poked(Y, result)
+    guard.finite(Y=bad)
+    guard.implied(bad, bad)
+    with pytest.raises(ValueError, match="f: Y must be finite"):
+        guard.check()

@@ -3,18 +3,18 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from svm_problems import problems, rbf, solved, toy
+from svm_problems import loo_by_smo, problems, rbf, solved, toy
 from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
-from torchloo.svm.held_out import BALL, BOUND, KKT
+from torchloo.svm.held_out import BALL, BOUND
 from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.smo import bound, loo_smo
-from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo.loo_smo import SMOOptions
 from torchloo.svm.smo.rounds import smo
 
 CHECKS = ("check 1: not a support vector", "check 2: the full machine errs", "check 3: Joachims")
@@ -94,47 +94,47 @@ def test_the_only_row_of_a_class_is_settled_by_what_is_left(method, values, labe
     assert int((held.resolved_by == held.resolved_by[4]).sum()) == 1
 
 
-class Counting:
-    """A stop rule that proves +1 of the first `proved` of ten rows at once, and remembers who was asked."""
+class Telling(bound.DualBound):
+    """Proves the first so many of the rows that it is for, when it is asked about them, and nothing else."""
 
-    asked: list[list[int]]
-    proved: int
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        type(self).rows, type(self).going, type(self).asked = self.target.tolist(), [], []
 
-    def __init__(
-        self, K: Tensor, start: Tensor, y: Tensor, target: Tensor, rounding: Tensor, *proofs: bool
-    ) -> None:
-        assert proofs == (True, False)
-        self.target = target
-        type(self).asked.append(target.tolist())
+    def advance(self, state, going: Tensor) -> Tensor:
+        type(self).going.append(self.target[going].tolist())
+        type(self).asked.append([])
+        return super().advance(state, going)
 
-    def take(self, rows: Tensor) -> None:
-        self.target = self.target[rows]
-
-    def advance(self, state) -> Tensor:
-        done = torch.isin(self.target, torch.tensor(type(self).asked[0][: type(self).proved]))
-        state.stopped_by, state.sign = done.long() * bound.BOUND, done.to(state.y)
-        return done
+    def _proofs(self, s, rows: Tensor) -> tuple[Tensor, Tensor]:
+        self.asked[-1] += self.target[rows].tolist()
+        done = torch.isin(self.target[rows], torch.tensor(self.rows[: self.proves]))
+        return done.to(s.y), done.long() * bound.BOUND
 
 
-@pytest.mark.parametrize("proved", [0, 4, 5, 10])
-def test_the_bound_goes_on_if_it_settles_half_of_the_first_ten_open_rows(proved, monkeypatch):
+@pytest.mark.parametrize("proves", [0, 4, 5, 10])
+def test_the_bound_goes_on_if_it_settles_half_of_the_first_ten_open_rows(proves, monkeypatch):
     X, y = toy(8, n=60)
-    K, box = rbf(X), torch.full((60,), 5.0, dtype=torch.float64)
-    fit = svm(K, y, 5.0)
-    opened = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions())
-    rows = (opened.resolved_by == KKT).nonzero()[:, 0].tolist()
-    assert len(rows) > 20
-    rule = type("Rule", (Counting,), {"asked": [], "proved": proved})
+    rule = type("Rule", (Telling,), {"proves": proves})
     monkeypatch.setattr(loo_smo, "DualBound", rule)
-    end = leave_one_out_by_smo(K, y, box, fit, False, 1e-3, SMOOptions(bound=True))
-    assert rule.asked == ([rows[:10], rows[10:]] if proved >= 5 else [rows[:10]])
-    assert (end.resolved_by == BOUND).nonzero()[:, 0].tolist() == rows[:proved]
+    end = loo_by_smo(rbf(X), y, 5.0, False, 1e-3, SMOOptions(bound=True, working=4, newton=0))
+    rows, trials = rule.rows, rule.rows[:10]
+    assert len(rows) > 20
+    proved: list[int] = []
+    for going, asked in zip(rule.going, rule.asked, strict=True):
+        failed = len([r for r in trials if r not in going and r not in proved])
+        useful = [r for r in going if r in trials or len(proved) >= 5]
+        assert asked == (useful if failed <= 5 else [])
+        proved += [r for r in asked if r in rows[:proves]]
+    others = {r for asked in rule.asked for r in asked} - set(trials)
+    assert len(others) > 10 if proves >= 5 else not others
+    assert (end.resolved_by == BOUND).nonzero()[:, 0].tolist() == rows[:proves]
 
 
 def by_sets_of_eight(K: Tensor, y: Tensor, C: float) -> RowOutcome:
-    box = torch.full_like(y, C)
-    options = SMOOptions(working=8, bound=True, gap_ball=True, newton=0)
-    return leave_one_out_by_smo(K, y, box, svm(K, y, C), False, 1e-3, options)
+    return loo_by_smo(
+        K, y, C, False, 1e-3, SMOOptions(working=8, bound=True, gap_ball=True, newton=0, trials=30)
+    )
 
 
 def H_of(K: Tensor, y: Tensor, r: int, beta: Tensor) -> float:
@@ -166,21 +166,20 @@ def test_raising_the_bound_maximises_it_over_the_columns_read(monkeypatch):
     rises = []
 
     class Watched(bound.DualBound):
-        def _raise(self, s, rows):
-            before = self.beta.clone()
-            super()._raise(s, rows)
-            assert bool(((self.beta >= 0) & (self.beta <= s.box)).all())
-            assert_close(self.v, (self.beta * y) @ K)
-            for b in rows.tolist():
-                r, read = int(self.target[b]), s.read[b].nonzero()[:, 0].tolist()
-                low, high = H_of(K, y, r, before[b]), H_of(K, y, r, self.beta[b])
-                assert high == pytest.approx(highest_H(K, y, box, r, before[b], read), abs=1e-6)
+        def _raised(self, s, at_r, beta, v):
+            new, new_v = super()._raised(s, at_r, beta, v)
+            assert bool(((new >= 0) & (new <= s.box)).all())
+            assert_close(new_v, (new * y) @ K)
+            for b, r in enumerate(at_r.r[:, 0].tolist()):
+                read = s.read[b].nonzero()[:, 0].tolist()
+                low, high = H_of(K, y, r, beta[b]), H_of(K, y, r, new[b])
+                assert high == pytest.approx(highest_H(K, y, box, r, beta[b], read), abs=1e-6)
                 assert low - 1e-9 <= high <= best[r] + 1e-6
                 rises.append((high - low) / (best[r] - low))
+            return new, new_v
 
     monkeypatch.setattr(loo_smo, "DualBound", Watched)
-    options = SMOOptions(working=4, bound=True, gap_ball=True, newton=0)
-    leave_one_out_by_smo(K, y, box, svm(K, y, 3.0), False, 1e-3, options)
+    loo_by_smo(K, y, 3.0, False, 1e-3, SMOOptions(working=4, bound=True, gap_ball=True, newton=0))
     assert len(rises) >= 20
     assert max(rises) > 0.5  # of what was left to gain
 
@@ -189,7 +188,7 @@ def test_the_maximised_bound_settles_rows_sooner_than_the_gap_ball(monkeypatch):
     X, y = toy(3, n=30, d=3)
     K = rbf(X)
     raised = by_sets_of_eight(K, y, 3.0)
-    monkeypatch.setattr(bound.DualBound, "_raise", lambda self, state, rows: None)
+    monkeypatch.setattr(bound.DualBound, "_raised", lambda self, s, at_r, beta, v: (beta, v))
     idle = by_sets_of_eight(K, y, 3.0)
     settled = raised.resolved_by == BOUND
     assert int(settled.sum()) >= 15

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_svm import loo_by_enumeration, svm_by_enumeration
-from svm_problems import problems, rbf, toy
+from svm_problems import loo_by_smo, problems, rbf, toy
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -17,9 +17,9 @@ from torchloo.svm import svm, svm_lco, svm_loo
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.proof.certify import value_bound
 from torchloo.svm.proof.checks import sufficiency_checks
-from torchloo.svm.smo.free_newton import FreeSets
+from torchloo.svm.smo.free_newton import FreeSets, Groups
 from torchloo.svm.smo.inner import box_qp
-from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo.loo_smo import SMOOptions
 from torchloo.svm.smo.rounds import seed_without, smo
 from torchloo.svm.solve.low_rank import in_double
 
@@ -112,10 +112,9 @@ def test_the_inner_solver_satisfies_its_optimality_conditions(seed, q, rank, equ
 def test_the_bound_reads_no_more_columns_and_proves_what_it_says(kernel, seed):
     X, y = toy(20, n=60, d=3)
     K = rbf(X) if kernel == "rbf" else X @ X.T
-    box = torch.full_like(y, 100.0)
     exact = svm_loo(K, y, 100.0)
     plain, bound = (
-        leave_one_out_by_smo(K, y, box, svm(K, y, 100.0), False, 1e-3, options)
+        loo_by_smo(K, y, 100.0, False, 1e-3, options)
         for options in (
             SMOOptions(working=24, bound=b, gap_ball=b, seed=seed, newton=0) for b in (False, True)
         )
@@ -130,11 +129,10 @@ def test_the_bound_reads_no_more_columns_and_proves_what_it_says(kernel, seed):
 
 def test_pairs_alone_agree_and_are_cut_openly():
     X, y = toy(21, n=40)
-    K, box = rbf(X), torch.full((40,), 5.0, dtype=torch.float64)
-    fit = svm(K, y, 5.0)
-    full = leave_one_out_by_smo(K, y, box, fit, True, 1e-6, SMOOptions(working=2))
+    K = rbf(X)
+    full = loo_by_smo(K, y, 5.0, True, 1e-6, SMOOptions(working=2))
     assert_close(full.outputs, svm_loo(K, y, 5.0).outputs, atol=1e-5, rtol=1e-5)
-    cut = leave_one_out_by_smo(K, y, box, fit, True, 1e-6, SMOOptions(working=2, most_rounds=3))
+    cut = loo_by_smo(K, y, 5.0, True, 1e-6, SMOOptions(working=2, most_rounds=3))
     assert set(cut.resolved_by.unique().tolist()) <= {UNUSED, KKT, CUT}
     assert bool((cut.resolved_by == CUT).any())
 
@@ -193,8 +191,8 @@ def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
 
         return changed
 
-    monkeypatch.setattr(module, "_improve", watched(module._improve, True))
-    monkeypatch.setattr(module, "_newton_step", watched(module._newton_step, False))
+    for name in ("_improve", "_pair_step", "_newton_step"):
+        monkeypatch.setattr(module, name, watched(getattr(module, name), name != "_newton_step"))
     return rounds, changes
 
 
@@ -202,10 +200,9 @@ def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
 @pytest.mark.parametrize("working", [2, 8])
 def test_iterations_and_columns_are_those_of_a_loop_that_counts(seed, working, monkeypatch):
     X, y = toy(5, n=20, d=3)
-    K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
-    alpha = (fit.coef * y).clamp_min(0)
+    K, alpha = rbf(X), (svm(rbf(X), y, 2.0).coef * y).clamp_min(0)
     rounds, changes = counted(monkeypatch)
-    held = leave_one_out_by_smo(K, y, box, fit, True, 1e-3, SMOOptions(seed=seed, working=working))
+    held = loo_by_smo(K, y, 2.0, True, 1e-3, SMOOptions(seed=seed, working=working))
     rows = (alpha > 0).nonzero()[:, 0].tolist()
     assert len(rows) >= 10
     for r in range(20):
@@ -226,11 +223,9 @@ def test_iterations_and_columns_are_those_of_a_loop_that_counts(seed, working, m
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_bound_without_a_seed_reads_the_column_of_its_row(bound, monkeypatch):
     X, y = toy(5, n=20, d=3)
-    K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
     _, changes = counted(monkeypatch)
-    held = leave_one_out_by_smo(
-        K, y, box, fit, False, 1e-3, SMOOptions(seed=False, bound=bound, gap_ball=bound, trials=20)
-    )
+    options = SMOOptions(seed=False, bound=bound, gap_ball=bound, trials=20)
+    held = loo_by_smo(rbf(X), y, 2.0, False, 1e-3, options)
     opened = torch.isin(held.resolved_by, torch.tensor([KKT, BOUND, BALL])).nonzero()[:, 0].tolist()
     assert len(opened) >= 5
     assert held.columns[opened].tolist() == [changes[name] + bound for name in range(len(opened))]
@@ -286,14 +281,14 @@ def test_rows_without_progress_are_given_up_after_a_hundred_sweeps(function, n, 
     """Coefficients that go to and fro within rounding, as they may in boxes of 1e8."""
     asked = []
 
-    def to_and_fro(flat, state, W, *others):
+    def to_and_fro(K, state, W, *others):
         asked.append(len(W))
         assert len(asked) <= rounds
         return torch.ones(len(W), dtype=torch.bool)
 
     module = sys.modules["torchloo.svm.smo.rounds"]
     monkeypatch.setattr(module, "_improve", to_and_fro)
-    monkeypatch.setattr(module, "_newton_steps", lambda sets, state, rows, most: torch.zeros_like(rows) > 0)
+    monkeypatch.setattr(module, "_newton_steps", lambda sets, state, *others: state.name < 0)
     X, y = toy(21, n=n)
     held = function(rbf(X), y, 5.0, *([range(n)] if function is svm_lco else []), method="smo")
     assert len(asked) == rounds
@@ -325,10 +320,18 @@ def test_newton_steps_finish_what_working_sets_cannot_hold(monkeypatch):
 
 def test_no_newton_steps_where_none_are_asked_for():
     X, y = toy(5, n=20, d=3)
-    K, box, fit = rbf(X), torch.full_like(y, 2.0), svm(rbf(X), y, 2.0)
     for options in (SMOOptions(newton=0), SMOOptions(working=2)):
-        assert int(leave_one_out_by_smo(K, y, box, fit, True, 1e-3, options).newton.sum()) == 0
-    assert int(leave_one_out_by_smo(K, y, box, fit, True, 1e-3).newton.sum()) > 0
+        assert int(loo_by_smo(rbf(X), y, 2.0, True, 1e-3, options).newton.sum()) == 0
+    assert int(loo_by_smo(rbf(X), y, 2.0, True, 1e-3).newton.sum()) > 0
+
+
+def directions(K: Tensor, free: Tensor, F: Tensor, table: Tensor) -> Tensor:
+    """Newton directions on kernel matrices (T, n, n) by an ascending table."""
+    sets, groups = FreeSets(K), Groups.of(table, len(K), len(table))
+    stale, size = sets.look(free, groups)
+    assert int(stale) == len(K)
+    sets.renew(int(size))
+    return sets.directions(free, F, groups)
 
 
 @pytest.mark.parametrize("rank", [2, 40])
@@ -338,7 +341,7 @@ def test_a_direction_leads_to_the_maximum_on_its_free_set(rank):
     X = torch.randn(30, rank, generator=g, dtype=torch.float64)
     K, F = X @ X.T, torch.randn(5, 30, generator=g, dtype=torch.float64)
     free = torch.rand(5, 30, generator=g) < torch.linspace(0.1, 0.9, 30)
-    d = FreeSets(K).directions(free, F)
+    d = directions(K[None], free, F, torch.zeros(5, dtype=torch.long))
     assert not bool(d[~free].any())
     assert_close(d.sum(1), torch.zeros(5, dtype=torch.float64), atol=1e-8 * float(d.abs().sum()), rtol=0)
     assert bool((-(F * d).sum(1) > 0).all())  # uphill
@@ -396,11 +399,15 @@ def test_proofs_that_settle_too_few_of_the_trials_are_given_up():
 
 def test_a_round_of_pairs_is_one_step(monkeypatch):
     module = sys.modules["torchloo.svm.smo.rounds"]
-    pairs, most = module._pairs, []
-    monkeypatch.setattr(module, "_pairs", lambda *x: most.append(x[-1]) or pairs(*x))
+    step, taken = module._pair_step, Counter()
+    monkeypatch.setattr(module, "_pairs", None)  # nor any step within working sets
+    monkeypatch.setattr(
+        module, "_pair_step", lambda K, s, *x: taken.update(s.name.tolist()) or step(K, s, *x)
+    )
     X, y = toy(21, n=40)
-    svm_loo(rbf(X), y, 5.0, method="smo", smo=SMOOptions(working=2))
-    assert set(most) == {1}
+    held = svm_loo(rbf(X), y, 5.0, method="smo", smo=SMOOptions(working=2))
+    opened = (held.resolved_by == KKT).nonzero()[:, 0]
+    assert held.iterations[opened].tolist() == [taken[name] for name in range(len(opened))]
 
 
 @pytest.mark.parametrize(

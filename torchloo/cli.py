@@ -1,14 +1,12 @@
 """The torchloo command: finds the subcommand, and ends what the user got wrong in one line."""
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torchloo as tl
 from torchloo.commands import bench, demo, predict, select
 from torchloo.commands.reading import TableError
-from torchloo.commands.shell import UserError
+from torchloo.commands.shell import Parser, UserError
 
 __all__ = ["main"]
 
@@ -26,15 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="torchloo", description="Kernel machines with exact leave-one-out.")
+def _parser() -> Parser:
+    parser = Parser(prog="torchloo", description="Kernel machines with exact leave-one-out.")
     parser.add_argument("--version", action="version", version=f"torchloo {tl.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command in (demo, select, predict, bench):

@@ -16,18 +16,20 @@ class Partition:
     sizes and never one over the clusters. Leave-one-out is the partition into single rows.
 
     Attributes:
-        groups: one index tensor (g, s) for each size s: the rows of g clusters.
         labels: host labels (n,), or None for single rows.
     """
 
     def __init__(self, groups: tuple[Tensor, ...], labels: Tensor | None = None) -> None:
-        self.groups = groups
+        self._groups = groups
+        self._single: tuple[int, torch.device] | None = None
         self.labels = labels
 
     @classmethod
     def single(cls, rows: int, device: torch.device) -> "Partition":
         """Every row alone."""
-        return cls((torch.arange(rows, device=device).unsqueeze(-1),))
+        partition = cls(())
+        partition._single = rows, device
+        return partition
 
     @classmethod
     def whole(cls, rows: int, device: torch.device) -> "Partition":
@@ -62,6 +64,14 @@ class Partition:
             groups.append(torch.from_numpy(rows_of).to(device))
         return cls(tuple(groups), torch.from_numpy(labels))
 
+    @property
+    def groups(self) -> tuple[Tensor, ...]:
+        """An index tensor (g, s) for each size s: the rows of g clusters; for single rows made when asked."""
+        if self._single is None:
+            return self._groups
+        rows, device = self._single
+        return (torch.arange(rows, device=device).unsqueeze(-1),)
+
     def split(self, size: int) -> tuple["Partition", "Partition"]:
         """The sets of at most `size` rows, and the larger ones."""
         small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
@@ -69,7 +79,7 @@ class Partition:
 
     def only_single(self, n: int) -> bool:
         """Whether each of n rows is a set of its own; they are then in order."""
-        return len(self.groups) == 1 and self.groups[0].shape == (n, 1)
+        return self._single is not None or (len(self._groups) == 1 and self._groups[0].shape == (n, 1))
 
     @property
     def index(self) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchloo.criteria.score import Score
 from torchloo.held_out import HeldOut, require_held_out
-from torchloo.search.score import Score
 
 __all__ = ["shift_score", "shifted", "threshold"]
 

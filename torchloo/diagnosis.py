@@ -27,10 +27,10 @@ from torchloo.blocks import solve_blocks
 from torchloo.calibration import calibrate
 from torchloo.clusters import Partition
 from torchloo.criteria.rows import one_positive, two_valued
+from torchloo.criteria.score import Score
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
-from torchloo.search.score import Score
 from torchloo.smoothers import Fit, assemble
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ Every term is symmetric: K is read as a symmetric matrix. Under create_graph the
 are evaluated on differentiable operations, so derivatives of every order exist.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -101,9 +100,9 @@ def _pivot_column(row: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
 
 
 def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
-    """L with A = L L^T, and where the factorisation failed, (...); on a CPU in the memory of A."""
+    """L with A = L L^T, and where the factorisation failed, (...); large ones on a CPU in the memory of A."""
     A = _matrix(K, ridge, pivot).mT  # column by column, as LAPACK wants it
-    if K.device.type != "cpu" or not values_visible(K, ridge):
+    if K.shape[-1] <= _PANEL or K.device.type != "cpu" or not values_visible(K, ridge):
         return torch.linalg.cholesky_ex(A)
     info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
     return torch.linalg.cholesky_ex(A, out=(A, info))
@@ -281,8 +280,8 @@ class _Rows(Function):
         if a is None:
             _, a = _solution(L, _differences(Y, pivot), pivot)
         T = _root(L, pivot)
-        P = torch.linalg.vector_norm(T, dim=-2).square().unsqueeze(-1)  # (..., n, 1)
-        return a / P, P.reciprocal(), T
+        v = torch.linalg.vector_norm(T, dim=-2).pow(-2).unsqueeze(-1)  # (..., n, 1)
+        return v * a, v, T
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -299,8 +298,8 @@ class _Rows(Function):
         negative = (abar * r).sum(-1, keepdim=True)  # (..., n, 1)
         if vbar is not None:
             negative = negative + v.square() * vbar
-        rows = torch.arange(r.shape[-2], device=r.device).unsqueeze(-1)
-        bars = _cotangents(ctx, K, ridge, pivot, T, r / v, abar, [negative.unsqueeze(-1)], (rows,))
+        single = Partition.single(r.shape[-2], r.device)
+        bars = _cotangents(ctx, K, ridge, pivot, T, r / v, abar, [negative.unsqueeze(-1)], single)
         return *bars, None, None, None
 
 
@@ -341,7 +340,7 @@ class _Blocks(Function):
     def backward(ctx: Any, _: Tensor, __: Tensor, abar: Tensor, *D: Tensor) -> tuple[Tensor | None, ...]:
         K, ridge, pivot, T, a, *index = ctx.saved_tensors
         negative = [(block + block.mT) / -2 for block in D]
-        bars = _cotangents(ctx, K, ridge, pivot, T, a, abar, negative, tuple(index))
+        bars = _cotangents(ctx, K, ridge, pivot, T, a, abar, negative, Partition(tuple(index)))
         return *bars, *[None] * (2 + len(index))
 
 
@@ -354,10 +353,9 @@ def _cotangents(
     a: Tensor,
     abar: Tensor,
     negative: list[Tensor],
-    groups: tuple[Tensor, ...],
+    partition: Partition,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Kbar, ridgebar and Ybar of Note [dual backward] from abar and -D, for the sets (g, s) of each size."""
-    partition = Partition(groups)
+    """Kbar, ridgebar and Ybar of Note [dual backward] from abar and -D, for the sets of a partition."""
     with full_precision(K):
         if torch.is_grad_enabled() or not values_visible(abar, *negative):
             P = _annihilator(_matrix(K, ridge, pivot), pivot)
@@ -428,7 +426,8 @@ class Dual:
         if partition.only_single(self.Y.shape[-2]):
             known = None if self._solution is None else self._solution[0].detach()
             r, variance, _ = apply(_Rows, self.K, self.ridge, self.Y, self.pivot, self.factor, known)
-            guard.expect(variance.detach().amax(), math.isfinite, NOT_DEFINITE)
+            guard.expect_finite(variance, NOT_DEFINITE)
+            guard.implied(r, self.K, self.Y, variance)
         else:
             T, TY, a, *blocks = self._blocks(partition)
             solved = solve_blocks(partition.gather(a), blocks, guard, Root(lambda: (T, TY), partition.groups))

@@ -106,6 +106,8 @@ class KFD(LeastSquares):
             machine/kernel_machine.py.
     """
 
+    label = "kernel Fisher discriminant"
+    needs_classes = True
     _function = "kfd"
     has_bias = True
 

@@ -40,8 +40,10 @@ def values_visible(*tensors: Tensor) -> bool:
         return False
     if forward_ad._current_level >= 0:
         return False
-    legacy = torch._C._functorch.is_legacy_batchedtensor  # autograd.grad(..., is_grads_batched=True)
-    return not any(t.is_meta or isinstance(t, FakeTensor) or legacy(t) for t in tensors)
+    for t in tensors:  # legacy batches come with autograd.grad(..., is_grads_batched=True)
+        if t.is_meta or isinstance(t, FakeTensor) or torch._C._functorch.is_legacy_batchedtensor(t):
+            return False
+    return True
 
 
 def warn_of_cut_graph(reason: str, *inputs: object, stacklevel: int) -> None:
@@ -66,24 +68,25 @@ def require_inputs(function: str, **tensors: Tensor) -> None:
 
 
 def _require_alike(function: str, tensors: dict[str, Tensor], half: bool) -> None:
-    first_name, first = next(iter(tensors.items()))
+    first = ""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{function}: {name} must be a torch tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in _FLOATING and not (half and tensor.dtype in _HALF):
+        dtype = full_dtype(tensor.dtype) if half else tensor.dtype
+        if dtype not in _FLOATING:
             raise TypeError(
                 f"{function}: {name} must be float32 or float64, got {tensor.dtype}; "
                 f"convert it, e.g. {name}.double()"
             )
-        expected = full_dtype(first.dtype)  # another one only where halves are taken up
-        if full_dtype(tensor.dtype) != expected:
+        if not first:
+            first, expected, device = name, dtype, tensor.device
+        elif dtype != expected:
             raise TypeError(
-                f"{function}: {name} must have the dtype of {first_name}, {expected}, got {tensor.dtype}"
+                f"{function}: {name} must have the dtype of {first}, {expected}, got {tensor.dtype}"
             )
-        if tensor.device != first.device:
+        elif tensor.device != device:
             raise ValueError(
-                f"{function}: {name} must be on the device of {first_name}, {first.device}, "
-                f"got {tensor.device}"
+                f"{function}: {name} must be on the device of {first}, {device}, got {tensor.device}"
             )
 
 
@@ -142,6 +145,10 @@ class _Demand(NamedTuple):
     about: Tensor | None = None
     """What must be finite, if this is what is demanded."""
 
+    def value(self) -> Tensor:
+        """The number, computed if it was not."""
+        return self.number if isinstance(self.number, Tensor) else self.number()
+
 
 class Guard:
     """Gathers the checks of values of one call, so that a GPU is waited for only once.
@@ -159,6 +166,7 @@ class Guard:
         self.function = function
         self._symmetric = symmetric
         self._demands: list[_Demand] = []
+        self._proofs: list[tuple[Tensor, tuple[Tensor, ...]]] = []
 
     def expect(
         self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]
@@ -177,9 +185,17 @@ class Guard:
     def finite(self, **tensors: Tensor) -> None:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
-            if values_visible(tensor) and not any(tensor is demand.about for demand in self._demands):
-                total = partial(_total, tensor)
-                self._demands.append(_Demand(total, math.isfinite, partial(_not_finite, name), tensor))
+            self.expect_finite(tensor, partial(_not_finite, name))
+
+    def expect_finite(self, tensor: Tensor, message: str | Callable[[], str]) -> None:
+        """The same for one tensor; the message is as that of `expect`."""
+        if values_visible(tensor) and all(tensor is not demand.about for demand in self._demands):
+            self._demands.append(_Demand(partial(_total, tensor), math.isfinite, message, tensor))
+
+    def implied(self, result: Tensor, *tensors: Tensor) -> None:
+        """Look at a result, finite only where some tensors are, in place of them, if this is demanded."""
+        if self._demands:
+            self._proofs.append((_total(result), tensors))
 
     def symmetric(self, **matrices: Tensor) -> None:
         """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
@@ -212,7 +228,7 @@ class Guard:
 
     def factored(self, info: Tensor, message: str) -> None:
         """Demand that every one of some factorisations succeeded, by what `torch.linalg.cholesky_ex` says."""
-        self.expect(info.sum(dtype=torch.float64), lambda failed: failed == 0, message)
+        self.expect(_largest(info), lambda failed: failed == 0, message)
 
     def check(self) -> None:
         """Raise for the first demand that does not hold."""
@@ -226,37 +242,46 @@ class Guard:
         """`asks` for several questions at once."""
         return [bool(answer) for answer in self._look([_constant(question).all() for question in questions])]
 
-    def numbers(self, *numbers: Tensor, made_of: Tensor) -> list[float]:
-        """The values of 0-dimensional tensors, seen in one synchronisation with `check`.
-
-        Where they are finite, so is what they were made of: if that is demanded, it is not looked at again.
-        """
-        implied = [demand for demand in self._demands if demand.about is made_of]
-        self._demands = [demand for demand in self._demands if demand.about is not made_of]
-        values = self._look(list(numbers))
-        if not all(map(math.isfinite, values)):
-            self._demands = implied
-        return values
+    def largest(self, *tensors: Tensor) -> list[float]:
+        """The largest entry of each tensor, seen in one synchronisation with `check`."""
+        return self._look([_largest(tensor) for tensor in tensors])
 
     def _look(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, once every demand was seen to hold."""
-        demands, self._demands = self._demands, []
-        seen = [d.number if isinstance(d.number, Tensor) else d.number() for d in demands] + questions
-        if not seen:
-            return []
-        device = seen[0].device
-        values = torch.stack([t if t.device == device else t.to(device) for t in seen]).tolist()
-        for value, demand in zip(values, demands, strict=False):
+        demands, proofs = self._demands, self._proofs
+        self._demands, self._proofs = [], []
+        implied = [id(tensor) for _, tensors in proofs for tensor in tensors]
+        first = [demand for demand in demands if id(demand.about) not in implied]
+        seen = [demand.value() for demand in first]
+        values = _values(seen + [total for total, _ in proofs] + questions)
+        hold = all(demand.holds(value) for demand, value in zip(first, values, strict=False))
+        if not (hold and all(map(math.isfinite, values[len(first) : len(first) + len(proofs)]))):
+            self._raise_first(demands)
+        return values[len(first) + len(proofs) :]
+
+    def _raise_first(self, demands: list[_Demand]) -> None:
+        for demand, value in zip(demands, _values([demand.value() for demand in demands]), strict=True):
             if not demand.holds(value):
                 message = demand.message() if callable(demand.message) else demand.message
                 raise ValueError(f"{self.function}: {message}")
-        return values[len(demands) :]
+
+
+def _values(numbers: list[Tensor]) -> list[float]:
+    """The values of 0-dimensional tensors, in one synchronisation."""
+    if not numbers:
+        return []
+    device = numbers[0].device
+    return torch.stack([t if t.device == device else t.to(device) for t in numbers]).tolist()
 
 
 def _total(tensor: Tensor) -> Tensor:
     """The sum, which a NaN or infinity makes one too: no boolean copy of a large matrix is needed."""
     entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
     return _constant(entries).sum(dtype=torch.float64)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    return tensor.amax() if tensor.ndim else tensor
 
 
 def _constant(tensor: Tensor) -> Tensor:

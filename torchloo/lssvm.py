@@ -53,5 +53,6 @@ class LSSVM(LeastSquares):
             machine/kernel_machine.py.
     """
 
+    label = "least-squares support vector machine"
     _function = "lssvm"
     has_bias = True

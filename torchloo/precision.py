@@ -13,6 +13,8 @@ _NOTHING = nullcontext()
 
 def full_precision(like: Tensor) -> AbstractContextManager[object]:
     """A context in which products keep the dtype of their inputs, whatever autocast says outside."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NOTHING
     kind = like.device.type
     if kind != "cpu" and not torch.amp.is_autocast_available(kind):
         kind = "cpu"

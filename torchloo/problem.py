@@ -94,6 +94,7 @@ def _check(
     guard.positive(reg=reg)  # a number as well, which may be too small for the dtype
     if weighted:
         guard.positive(weight=weight)
+    Y = Y.clone()  # what a Fit holds does not change with the tensors of the caller
     guard.finite(Y=Y)
     try:
         batch = broadcast_shapes(shape[:-2], Y.shape[:-2], weight.shape[:-1], reg.shape)
@@ -102,9 +103,8 @@ def _check(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
-    # What a Fit holds does not change with the tensors of the caller.
-    Y = expanded(Y.clone(), batch + Y.shape[-2:])
-    weight, reg = expanded(weight, (*batch, n)), expanded(reg, batch)
+    Y, weight = expanded(Y, batch + Y.shape[-2:]), expanded(weight, (*batch, n))
+    reg = expanded(reg, batch)
     problem = Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
     if weighted:
         with torch.no_grad():

@@ -83,16 +83,14 @@ class _Rows(Function):
             if torch.is_grad_enabled():
                 Z = _differences(Z, ctx.bias)  # no change but that they depend on the first row
                 P = _inverse(Z, ridge, ctx.bias)[0]
-            a = r / v
             abar = torch.zeros_like(r) if rbar is None else v * rbar
             negative = (abar * r).sum(-1, keepdim=True)  # -diag(D), (..., n, 1)
             if vbar is not None:
                 negative = negative + v.square() * vbar
-            U = P @ abar
-            twice = P @ (2 * negative * P)  # twice Mbar
-            twice -= torch.cat([U, a], -1) @ torch.cat([a, U], -1).mT
-            Zbar = twice @ Z if ctx.needs_input_grad[0] else None
-            return Zbar, twice.diagonal(dim1=-2, dim2=-1) / 2, U, None
+            Ybar = P @ abar if ctx.needs_input_grad[2] else None
+            half = P @ (negative * P - abar @ (r / v).mT)  # Mbar is its symmetric part
+            Zbar = (half + half.mT) @ Z if ctx.needs_input_grad[0] else None
+            return Zbar, half.diagonal(dim1=-2, dim2=-1), Ybar, None
 
 
 def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -113,7 +111,8 @@ def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tens
     # The first row may be held constant: with a bias, no output depends on a shift of the features.
     differences = problem.expand(Z - Z[..., :1, :].detach() if bias else Z)
     r, variance, _, inflation, info = apply(_Rows, differences, problem.ridge, problem.Y, bias)
-    most, failed = problem.guard.numbers(inflation.amax(), info.amax(), made_of=Z)
+    problem.guard.implied(r, Z, problem.Y)
+    most, failed = problem.guard.largest(inflation, info)
     if failed or not most < SINGLE:
         return None
     return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)

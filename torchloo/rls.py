@@ -51,5 +51,6 @@ class RLS(LeastSquares):
             machine/kernel_machine.py.
     """
 
+    label = "regularised least-squares machine"
     _function = "rls"
     has_bias = False

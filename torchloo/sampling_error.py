@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchloo.criteria.rows import Rows, Weight
+from torchloo.criteria.score import Score
 from torchloo.held_out import HeldOut, require_held_out
-from torchloo.search.score import Score
 
 __all__ = ["standard_error"]
 

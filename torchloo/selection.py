@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchloo.classes import is_label
+from torchloo.criteria.score import Score, usual_criterion
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.search.compared import Outcome, best_of, compared, contest, require_comparable
 from torchloo.search.objective import Evaluation
@@ -23,7 +24,6 @@ from torchloo.search.problems import (
     weight_of,
 )
 from torchloo.search.run import Plan, warn_stopped
-from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.streaming.stream import Stream
 from torchloo.text_table import rendered

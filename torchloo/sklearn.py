@@ -19,12 +19,12 @@ from torch import Tensor
 
 from torchloo.calibration import calibrate
 from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
+from torchloo.criteria.score import Score
 from torchloo.held_out import HeldOut
 from torchloo.intervals import jackknife_plus
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine import KernelMachine
 from torchloo.search.parameters import Space
-from torchloo.search.score import Score
 from torchloo.selection import select
 
 __all__ = ["LOOClassifier", "LOORegressor"]

@@ -225,6 +225,7 @@ class SparseLSSVM(LeastSquares):
     held-out criterion, choose once: ``basis=X[selector(kernel, X).indices]``.
     """
 
+    label = "sparse least-squares support vector machine"
     _function = "sparse_lssvm"
     has_bias = True
     _fitted = (*LeastSquares._fitted, "kept")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from torchloo import criteria
 from torchloo.classes import is_label
 from torchloo.criteria.rows import one_positive, two_valued
+from torchloo.criteria.score import Score, usual_criterion
 from torchloo.decision import shift_score
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
@@ -22,7 +23,6 @@ from torchloo.search.compared import Rival, compared, require_comparable
 from torchloo.search.outer import Outer, columns_of
 from torchloo.search.problems import Weighting, check_clusters, check_rows
 from torchloo.search.run import INTERRUPTED, Plan, warn_stopped
-from torchloo.search.score import Score, usual_criterion
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, require_whole_clusters, resolve
 from torchloo.text_table import rendered

@@ -15,7 +15,9 @@ from torchloo.commands.problem import Answers, Plan, Problem
 from torchloo.commands.tables import Prepared
 from torchloo.commands.uncertainty import Uncertainty
 from torchloo.held_out import HeldOut
+from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.positive import Positive
 from torchloo.splits import Split
 
 __all__ = ["Findings", "Row", "choose", "estimate", "examine"]
@@ -57,6 +59,15 @@ class Row(NamedTuple):
         return shown
 
 
+class Parameter(NamedTuple):
+    """A hyper-parameter of the machine that was chosen."""
+
+    name: str
+    value: np.ndarray
+    """One number (), or one for each input (d,)."""
+    meaning: str
+
+
 @dataclass(frozen=True)
 class Findings:
     """All that the report tells; arrays are in the order of the table."""
@@ -64,9 +75,10 @@ class Findings:
     plan: Plan
     prepared: Prepared
     choice: Choice
-    parameters: list[tuple[str, float]]
-    lengthscales: np.ndarray | None
-    """Of ARD, one for each input."""
+    parameters: list[Parameter]
+    relevance: np.ndarray | None
+    """By how much the kernel falls over one standard deviation of each input, (d,); None unless it has
+    parameters for each."""
     path: tuple[np.ndarray, np.ndarray] | None
     """Regularisations and the criterion at each."""
     loo: Answers
@@ -180,7 +192,6 @@ def examine(
     loo = machine.loo(X, y, weight)
     lco = None if problem.clusters is None else machine.lco(X, y, problem.clusters, weight)
     leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
-    parameters, lengthscales = _parameters(machine)
     ways = [None if way is None else _of_table(way, y) for way in (loo, lco)]
     classes = len(prepared.schema.labels)
     inner = ways[0] if ways[1] is None else ways[1]
@@ -189,8 +200,8 @@ def examine(
         plan=plan,
         prepared=prepared,
         choice=choice,
-        parameters=parameters,
-        lengthscales=lengthscales,
+        parameters=_parameters(machine, plan.unit),
+        relevance=_relevance(machine.kernel, X),
         path=_path(problem, plan, choice),
         loo=problem.answers(loo),
         lco=None if lco is None else problem.answers(lco),
@@ -218,16 +229,31 @@ def _rows(of: list[Measure], y: Tensor, ways: list[HeldOut | None], outer: list[
     return rows
 
 
-def _parameters(machine: KernelMachine) -> tuple[list[tuple[str, float]], np.ndarray | None]:
-    """Scalar hyper-parameters by their names, and the lengthscales of ARD."""
-    scalars, lengthscales = [], None
-    for name, logarithm in machine.named_parameters():
-        values = logarithm.exp().cpu().numpy()
-        if values.ndim:
-            lengthscales = values
-        else:
-            scalars.append((name.rpartition(".")[2].removeprefix("log_"), float(values)))
-    return scalars, lengthscales
+def _parameters(machine: KernelMachine, unit: str) -> list[Parameter]:
+    """All that are declared, by their names, or by their paths where several have one name."""
+    found = []
+    for path, logarithm in machine.named_parameters():
+        owner, _, leaf = path.rpartition(".")
+        declared = Positive.of(machine.get_submodule(owner), leaf)
+        if declared is not None:
+            meaning = declared.meaning + f", in {unit}" * (declared.unit == "inputs")
+            found.append(Parameter(path, logarithm.exp().cpu().numpy(), meaning))
+    short = [each.name.rpartition(".")[2].removeprefix("log_") for each in found]
+    pairs = zip(found, short, strict=True)
+    return [each._replace(name=name) if short.count(name) == 1 else each for each, name in pairs]
+
+
+def _relevance(kernel: Kernel, X: Tensor) -> np.ndarray | None:
+    """1 - k(0, e_j) / k(0, 0), (d,), of a stationary kernel that has parameters for each input; else None."""
+    owned = [(part, name, value) for part in kernel.modules() for name, value in part._parameters.items()]
+    if not any(value.ndim and Positive.of(part, name) for part, name, value in owned if value is not None):
+        return None
+    d = X.shape[1]
+    points = torch.cat([X.new_zeros(1, d), torch.eye(d, dtype=X.dtype, device=X.device)])
+    size = kernel.diagonal(points)
+    if not torch.allclose(size, size[:1]):
+        return None  # what it falls by is not the same everywhere
+    return (1 - kernel(points[:1], points[1:])[0] / size[0]).cpu().numpy()
 
 
 def _path(problem: Problem, plan: Plan, choice: Choice) -> tuple[np.ndarray, np.ndarray] | None:

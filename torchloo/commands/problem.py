@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import torchloo as tl
+from torchloo.catalogue import KERNELS
 from torchloo.commands.spec import Spec
 from torchloo.commands.tables import Prepared
+from torchloo.criteria import CRITERIA
 from torchloo.held_out import HeldOut
 
 __all__ = ["Answers", "Plan", "Problem"]
@@ -28,7 +29,6 @@ class Plan:
     seed: int
     device: str
     progress: bool
-    standardise: bool
     time_budget: float | None = None
     """Seconds for searches, of the choice and of the outer estimate together."""
     several_classes: bool = False
@@ -40,9 +40,19 @@ class Plan:
         return None if self.time_budget is None else self.time_budget / (2 if self.outer else 1)
 
     @property
+    def standardise(self) -> bool:
+        """Whether inputs are standardised; those of a kernel of binary inputs stay 0 and 1."""
+        return not KERNELS[self.spec.kernel].binary
+
+    @property
+    def unit(self) -> str:
+        """What distances between inputs are measured in."""
+        return "standard deviations" if self.standardise else "the unit of the inputs"
+
+    @property
     def criterion_function(self) -> Any:
         """The criterion itself."""
-        return getattr(tl.criteria, self.criterion)
+        return CRITERIA[self.criterion]
 
     @property
     def averaged(self) -> bool:

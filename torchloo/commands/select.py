@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import shlex
 import signal
 import sys
 import warnings
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-import torchloo as tl
 from torchloo import report
 from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.commands.findings import Findings, choose, estimate, examine
@@ -39,14 +37,11 @@ from torchloo.commands.splitting import outer_splits
 from torchloo.commands.tables import Prepared, Roles, prepare
 from torchloo.commands.telling import described, held_out, summary
 from torchloo.commands.uncertainty import MOST_ROWS
-from torchloo.report import pictures, wording
+from torchloo.criteria import CRITERIA
+from torchloo.report import pictures
 
 __all__ = ["add", "run"]
 
-CRITERIA = tuple(wording.CRITERIA)
-_FOR_NUMBERS = tuple(name for name in CRITERIA if getattr(tl.criteria, name).targets == "numbers")
-_TWO_CLASSES_ONLY = ("error_rate", "balanced_error_rate")  # else too like the rates of the predicted class
-_LEAST_SQUARES_ONLY = ("log_density", "leave_pair_out_auc")
 _LONG = 20.0  # seconds after which an outer estimate is announced with its time
 
 
@@ -73,9 +68,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--kernel", choices=KERNELS, default="rbf", help="(default: %(default)s)")
     parser.add_argument(
         "--criterion",
-        choices=CRITERIA,
+        choices=sorted(CRITERIA),
         metavar="NAME",
-        help=f"what to select by: {', '.join(CRITERIA)} (default: press; for svc smooth_error)",
+        help=f"what to select by: {', '.join(sorted(CRITERIA))} (default: press; for svc smooth_error)",
     )
     parser.add_argument(
         "--search",
@@ -123,17 +118,18 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument(
+    output = parser.add_argument_group("what is written and shown")
+    output.add_argument(
         "--out", type=folder, metavar="DIR", help="the folder to write (default: data-torchloo)"
     )
-    parser.add_argument(
+    output.add_argument(
         "--no-report",
         dest="report",
         action="store_false",
         help="write no report.html, for which matplotlib is needed",
     )
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
-    parser.set_defaults(run=run)
+    output.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     out = _folder(args)
     frame, read = read_table(args.data)
     roles = Roles(args.target, args.clusters, args.weights, tuple(args.drop), args.task)
-    prepared = prepare(frame, roles, args.kernel != "boolean", args.missing)
+    prepared = prepare(frame, roles, not KERNELS[args.kernel].binary, args.missing)
     args.machine, why = _machine(args, len(prepared.y))
     prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
     plan = _plan(args, prepared)
@@ -154,7 +150,11 @@ def run(args: argparse.Namespace) -> int:
     print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
         findings = _find(prepared, plan, check)
-    page = report.page(findings, report.Source(args.data.name, _command(args))) if args.report else None
+    page = (
+        report.page(findings, report.Source(args.data.name, args.parser.command(args)))
+        if args.report
+        else None
+    )
     with new_folder(out) as part:
         model = Model(prepared.schema, findings.choice.machine, findings.uncertainty)
         save(part / "model.pt", plan.spec, model)
@@ -183,23 +183,7 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
             f"--machine {args.machine} tells classes apart, {args.target!r} has numbers; take lssvm"
         )
     criterion = args.criterion or ("smooth_error" if args.machine == "svc" else "press")
-    if not classes and criterion not in _FOR_NUMBERS:
-        raise UserError(
-            f"--criterion {criterion} needs classes; for numbers take one of {', '.join(_FOR_NUMBERS)}"
-        )
-    if classes > 2 and criterion in _TWO_CLASSES_ONLY:
-        several = criterion.replace("error_rate", "multiclass_error")
-        raise UserError(f"--criterion {criterion} is for two classes; for {classes} take {several}")
-    if classes == 2 and getattr(tl.criteria, criterion).targets == "one-vs-rest":
-        two = criterion.replace("multiclass_error", "error_rate")
-        raise UserError(f"--criterion {criterion} is for more than two classes; for two take {two}")
-    if criterion in _LEAST_SQUARES_ONLY and args.machine == "svc":
-        raise UserError(f"--criterion {criterion} needs a least-squares machine, not svc")
-    if criterion == "leave_pair_out_auc" and args.clusters is not None:
-        raise UserError("--criterion leave_pair_out_auc leaves out pairs, not clusters; take wmw")
-    differentiable = getattr(tl.criteria, criterion).differentiable
-    if args.search == "gradient" and not differentiable:
-        raise UserError(f"--criterion {criterion} has no gradient; take --search nelder-mead")
+    _require_criterion(args, criterion, classes)
     if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
         raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
     basis = _basis(args, prepared)
@@ -208,21 +192,39 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
     return Plan(
         spec=Spec(args.machine, args.kernel, d, basis, 0 if classes else _rows_kept(args, n)),
         criterion=criterion,
-        search=args.search or ("gradient" if differentiable else "nelder-mead"),
+        search=args.search or ("gradient" if CRITERIA[criterion].differentiable else "nelder-mead"),
         prior=args.prior,
         outer=args.outer,
         seed=args.seed,
         device=args.device,
         progress=args.progress,
-        standardise=args.kernel != "boolean",
         time_budget=args.time_budget,
         several_classes=classes > 2,
     )
 
 
+def _require_criterion(args: argparse.Namespace, name: str, classes: int) -> None:
+    """Refuse a criterion that does not fit the targets, the machine, the clusters or the search."""
+    own = CRITERIA[name]
+    counterpart, smooth = own.counterpart or "another", own.smooth.split()[0] if own.smooth else "another"
+    if not classes and own.targets != "numbers":
+        numbers = ", ".join(sorted(each for each, of in CRITERIA.items() if of.targets == "numbers"))
+        raise UserError(f"--criterion {name} needs classes; for numbers take one of {numbers}")
+    if classes > 2 and own.targets == "signs" and own.counterpart:
+        raise UserError(f"--criterion {name} is for two classes; for {classes} take {counterpart}")
+    if classes == 2 and own.targets == "one-vs-rest":
+        raise UserError(f"--criterion {name} is for more than two classes; for two take {counterpart}")
+    if (own.needs_variance or own.takes_fit) and args.machine == "svc":
+        raise UserError(f"--criterion {name} needs a least-squares machine, not svc")
+    if own.takes_fit and args.clusters is not None:
+        raise UserError(f"--criterion {name} leaves out pairs, not clusters; take {smooth}")
+    if args.search == "gradient" and not own.differentiable:
+        raise UserError(f"--criterion {name} has no gradient; take --search nelder-mead, or {smooth}")
+
+
 def _rows_kept(args: argparse.Namespace, n: int) -> int:
     """How many rows a model of numbers keeps for intervals: all, or none where that would be too costly."""
-    explicit = args.machine == "sparse" or args.kernel == "linear"
+    explicit = args.machine == "sparse" or KERNELS[args.kernel].is_linear
     return n if n <= MOST_ROWS["explicit" if explicit else "dense"] else 0
 
 
@@ -260,7 +262,7 @@ def _require_memory(machine: str, kernel: str, n: int) -> None:
 
 def _too_large(machine: str, kernel: str, n: int) -> str:
     """What a machine lacks to fit, or nothing: a dense one needs about six matrices n x n."""
-    if machine == "sparse" or kernel == "linear":
+    if machine == "sparse" or KERNELS[kernel].is_linear:
         return ""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -328,29 +330,3 @@ def _interruptible() -> Iterator[Any]:
         yield check
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _command(args: argparse.Namespace) -> str:
-    """The command line that does the same again."""
-    words = ["torchloo", "select", args.data.name, "--target", args.target]
-    for name in (
-        "machine",
-        "kernel",
-        "criterion",
-        "search",
-        "prior",
-        "time_budget",
-        "clusters",
-        "weights",
-        "missing",
-        "task",
-        "outer",
-        "basis",
-        "seed",
-    ):
-        value = getattr(args, name)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    for name in args.drop:
-        words += ["--drop", name]
-    return shlex.join(words)

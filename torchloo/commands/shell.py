@@ -6,6 +6,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import stat
@@ -14,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "Parser",
     "UserError",
     "comma_separated",
     "count",
@@ -38,6 +40,39 @@ __all__ = [
 
 class UserError(Exception):
     """Something that the user can put right; its text is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage, and that can give a command line again."""
+
+    def __init__(self, **options: Any) -> None:
+        self._own: list[argparse.Action] = []
+        super().__init__(**options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As of argparse; options of a group (`add_argument_group`) are left out of `command`."""
+        self._own.append(super().add_argument(*names, **options))
+        return self._own[-1]
+
+    def error(self, message: str) -> NoReturn:
+        """End in one line."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def command(self, args: argparse.Namespace) -> str:
+        """The command line of parsed options: all that are not in groups, those by default as well.
+
+        Of a path the name alone, as the command is to be read by others.
+        """
+        words = self.prog.split()
+        for action in self._own:
+            value, flag = getattr(args, action.dest, None), action.option_strings[-1:]
+            if action.nargs == 0:  # a flag, which has no value
+                words += flag if value not in (None, action.default) else []
+                continue
+            for each in value if isinstance(value, list) else [] if value is None else [value]:
+                text = each.name if isinstance(each, Path) else str(each)
+                words += [f"{flag[0]}={text}"] if flag and text.startswith("-") else [*flag, text]
+        return shlex.join(words)
 
 
 def whole(text: str) -> int:

@@ -263,7 +263,7 @@ def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
     names = [name for column in columns for name in column.inputs]
     other = [name for name, values in zip(names, raw.T, strict=True) if not np.isin(values, (0, 1)).all()]
     if other:
-        raise TableError(f"--kernel boolean needs inputs 0 and 1 only; not so in {listed(other)}")
+        raise TableError(f"this --kernel needs inputs 0 and 1 only; not so in {listed(other)}")
 
 
 def _copies(frame: "pd.DataFrame") -> list[str]:

@@ -53,9 +53,7 @@ def _answers(findings: Findings, way: str, answers: Answers) -> dict[str, np.nda
 def summary(findings: Findings) -> str:
     """The findings in a few lines of text."""
     choice, plan, first = findings.choice, findings.plan, findings.rows[0]
-    settings = ", ".join(f"{name} {value:.4g}" for name, value in findings.parameters)
-    if findings.lengthscales is not None:
-        settings += f", lengthscales {findings.lengthscales.min():.3g} to {findings.lengthscales.max():.3g}"
+    settings = ", ".join(_setting(name, value) for name, value, _ in findings.parameters)
     name = plan.criterion + f" (mean over {findings.classes} classes)" * plan.averaged
     chosen = f"chosen: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
     chosen += f", ended by the {choice.stopped}" if choice.stopped else ""
@@ -64,6 +62,11 @@ def summary(findings: Findings) -> str:
     head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]
     rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
     return "\n\n".join([chosen, table(rows), *_by_class(findings)])
+
+
+def _setting(name: str, value: np.ndarray) -> str:
+    """A hyper-parameter and its value; of one for each input, from where to where."""
+    return f"{name}s {value.min():.3g} to {value.max():.3g}" if value.ndim else f"{name} {value:.4g}"
 
 
 def _by_class(findings: Findings) -> list[str]:

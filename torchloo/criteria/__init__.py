@@ -22,10 +22,11 @@ criterion of two classes is another number, often a far smaller one, so it has t
 ``average="outputs"``; ``per_output=True`` gives the columns one by one. Columns that are no such classes, as
 rows have several or none of them, are averaged as any outputs are.
 
-Code asks ``criterion.lower_is_better``, ``criterion.differentiable``, ``criterion.targets``. Those that are
-not differentiable return values without a graph. Options of a criterion (average, gamma, noise, clusters) are
-keyword arguments; ``functools.partial`` fixes them. Memory is O(n) a batch entry and output, but for the
-blocks of `smooth_wmw` and `leave_pair_out_auc`.
+Code asks ``press.lower_is_better``, ``press.differentiable``, ``press.targets`` and whatever else `Criterion`
+lists; the decorator `criterion` makes a function of your own one of them. `CRITERIA` has all by name. Those
+that are not differentiable return values without a graph. Options of a criterion (average, gamma, noise,
+clusters) are keyword arguments; ``functools.partial`` fixes them. Memory is O(n) a batch entry and output,
+but for the blocks of `smooth_wmw` and `leave_pair_out_auc`.
 """
 
 from torchloo.criteria.classification import (
@@ -36,7 +37,7 @@ from torchloo.criteria.classification import (
     smooth_error,
     squared_hinge,
 )
-from torchloo.criteria.criterion import Criterion
+from torchloo.criteria.declared import CRITERIA, Criterion, criterion
 from torchloo.criteria.ranking import auc, kendall_tau, leave_pair_out_auc, smooth_wmw, wmw
 from torchloo.criteria.regression import log_density, mse, press
 from torchloo.criteria.several_classes import (
@@ -48,6 +49,7 @@ from torchloo.criteria.several_classes import (
 )
 
 __all__ = [
+    "CRITERIA",
     "Criterion",
     "auc",
     "balanced_error_rate",
@@ -55,6 +57,7 @@ __all__ = [
     "balanced_weight",
     "class_accuracy",
     "confusion",
+    "criterion",
     "cross_entropy",
     "error_rate",
     "hinge",

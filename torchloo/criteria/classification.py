@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.classes import as_classes, is_label, is_member, sorted_labels
-from torchloo.criteria.criterion import criterion
+from torchloo.criteria.declared import criterion
 from torchloo.criteria.rows import Average, Rows, Weight, no_weight, one_positive, require_classes
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
@@ -21,7 +21,16 @@ __all__ = [
 ]
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="signs", mean_over_rows=True)
+@criterion(
+    "error rate",
+    "the share of wrong answers",
+    lower_is_better=True,
+    differentiable=False,
+    targets="signs",
+    mean_over_rows=True,
+    smooth="smooth_error",
+    counterpart="multiclass_error",
+)
 def error_rate(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
@@ -35,7 +44,15 @@ def error_rate(
     return rows.over_outputs(rows.mean(rows.wrong))
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="signs")
+@criterion(
+    "balanced error rate",
+    "the mean of the error rates of a class and of the others",
+    lower_is_better=True,
+    differentiable=False,
+    targets="signs",
+    smooth="smooth_error with criterion_weight=tl.balanced_weight",
+    counterpart="balanced_multiclass_error",
+)
 def balanced_error_rate(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
@@ -111,7 +128,14 @@ def _members(guard: Guard, y: Tensor, classes: Any) -> Tensor:
     return torch.stack([y < 0, y > 0], -1)
 
 
-@criterion(lower_is_better=True, differentiable=True, targets="signs", mean_over_rows=True)
+@criterion(
+    "smooth error rate",
+    "the share of wrong answers, near misses counting in part",
+    lower_is_better=True,
+    differentiable=True,
+    targets="signs",
+    mean_over_rows=True,
+)
 def smooth_error(
     held_out: HeldOut,
     weight: Weight = "own",
@@ -131,7 +155,13 @@ def smooth_error(
     return rows.over_outputs(rows.mean(torch.sigmoid(-gamma * rows.margin)))
 
 
-@criterion(lower_is_better=True, differentiable=True, targets="signs")
+@criterion(
+    "hinge loss",
+    "the sum of how far answers fall short of the right side",
+    lower_is_better=True,
+    differentiable=True,
+    targets="signs",
+)
 def hinge(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
@@ -143,7 +173,13 @@ def hinge(
     return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0)))
 
 
-@criterion(lower_is_better=True, differentiable=True, targets="signs")
+@criterion(
+    "squared hinge loss",
+    "the sum of the squares by which answers fall short",
+    lower_is_better=True,
+    differentiable=True,
+    targets="signs",
+)
 def squared_hinge(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:

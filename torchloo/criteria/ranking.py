@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.criteria import pairs
-from torchloo.criteria.criterion import criterion
+from torchloo.criteria.declared import criterion
 from torchloo.criteria.rows import Average, Rows, Weight, no_weight, require_average, require_classes
 from torchloo.guards import Guard, host_labels, require_floating
 from torchloo.held_out import HeldOut
@@ -14,7 +14,14 @@ from torchloo.held_out import HeldOut
 __all__ = ["auc", "kendall_tau", "leave_pair_out_auc", "smooth_wmw", "wmw"]
 
 
-@criterion(lower_is_better=False, differentiable=False, targets="signs")
+@criterion(
+    "AUC",
+    "the area under the ROC curve",
+    lower_is_better=False,
+    differentiable=False,
+    targets="signs",
+    smooth="smooth_wmw",
+)
 def auc(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
@@ -27,7 +34,14 @@ def auc(
     return rows.over_outputs(pairs.fraction_above(rows.outputs, rows.positive))
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="signs")
+@criterion(
+    "WMW",
+    "the share of pairs put in the wrong order",
+    lower_is_better=True,
+    differentiable=False,
+    targets="signs",
+    smooth="smooth_wmw",
+)
 def wmw(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
@@ -40,7 +54,13 @@ def wmw(
     return rows.over_outputs(pairs.fraction_above(-rows.outputs, rows.positive))
 
 
-@criterion(lower_is_better=True, differentiable=True, targets="signs")
+@criterion(
+    "smooth WMW",
+    "the share of pairs put in the wrong order, near misses counting in part",
+    lower_is_better=True,
+    differentiable=True,
+    targets="signs",
+)
 def smooth_wmw(
     held_out: HeldOut,
     weight: Weight = "own",
@@ -65,7 +85,13 @@ def smooth_wmw(
     return rows.over_outputs(wrong / (positive.mask.sum(-1) * negative.mask.sum(-1)))
 
 
-@criterion(lower_is_better=False, differentiable=False)
+@criterion(
+    "Kendall's tau",
+    "how well the order of the rows is told",
+    lower_is_better=False,
+    differentiable=False,
+    smooth="mse",
+)
 def kendall_tau(
     held_out: HeldOut,
     weight: Weight = "own",
@@ -134,7 +160,15 @@ def _pair_problem(
     return guard, P.expand(*a.shape, n), Y, a
 
 
-@criterion(lower_is_better=False, differentiable=False, takes_fit=True, targets="signs")
+@criterion(
+    "leave-pair-out AUC",
+    "the share of pairs, left out together, in the right order",
+    lower_is_better=False,
+    differentiable=False,
+    takes_fit=True,
+    targets="signs",
+    smooth="smooth_wmw",
+)
 def leave_pair_out_auc(
     fit: _PairFit,
     weight: Weight = "own",

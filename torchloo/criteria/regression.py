@@ -5,14 +5,19 @@ import math
 import torch
 from torch import Tensor
 
-from torchloo.criteria.criterion import criterion
+from torchloo.criteria.declared import criterion
 from torchloo.criteria.rows import Rows, Weight
 from torchloo.held_out import HeldOut
 
 __all__ = ["log_density", "mse", "press"]
 
 
-@criterion(lower_is_better=True, differentiable=True)
+@criterion(
+    "PRESS",
+    "the sum of the squared residuals",
+    lower_is_better=True,
+    differentiable=True,
+)
 def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Predicted residual sum of squares: sum_i w_i r_i^2.
 
@@ -26,7 +31,13 @@ def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -
     return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()))
 
 
-@criterion(lower_is_better=True, differentiable=True, mean_over_rows=True)
+@criterion(
+    "mean squared error",
+    "the mean of the squared residuals",
+    lower_is_better=True,
+    differentiable=True,
+    mean_over_rows=True,
+)
 def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Mean squared held-out residual: sum_i w_i r_i^2 / sum_i w_i.
 
@@ -36,7 +47,13 @@ def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> 
     return rows.over_outputs(rows.mean(rows.turn("residuals", held_out.residuals).square()))
 
 
-@criterion(lower_is_better=False, differentiable=True)
+@criterion(
+    "log density",
+    "the mean logarithm of the probability given to the truth",
+    lower_is_better=False,
+    differentiable=True,
+    needs_variance=True,
+)
 def log_density(
     held_out: HeldOut,
     weight: Weight = "own",

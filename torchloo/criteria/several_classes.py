@@ -8,14 +8,23 @@ two columns.
 import torch
 from torch import Tensor
 
-from torchloo.criteria.criterion import criterion
+from torchloo.criteria.declared import criterion
 from torchloo.criteria.rows import Rows, Weight, no_weight
 from torchloo.held_out import HeldOut
 
 __all__ = ["balanced_multiclass_error", "class_accuracy", "confusion", "cross_entropy", "multiclass_error"]
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="one-vs-rest", mean_over_rows=True)
+@criterion(
+    "misclassification rate (largest output)",
+    "the share of rows for which another class than their own has the largest output",
+    lower_is_better=True,
+    differentiable=False,
+    targets="one-vs-rest",
+    mean_over_rows=True,
+    smooth="press or tl.criteria.cross_entropy",
+    counterpart="error_rate",
+)
 def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Rate of rows whose own class does not have the largest output: sum_i w_i [wrong class] / sum_i w_i.
 
@@ -33,7 +42,15 @@ def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool
     return rows.mean(1 - _right(rows))[..., 0]
 
 
-@criterion(lower_is_better=True, differentiable=False, targets="one-vs-rest")
+@criterion(
+    "balanced misclassification rate",
+    "the mean over the classes of the share of their rows for which another has the largest output",
+    lower_is_better=True,
+    differentiable=False,
+    targets="one-vs-rest",
+    smooth="cross_entropy with criterion_weight=tl.balanced_weight",
+    counterpart="balanced_error_rate",
+)
 def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Mean over the classes that are there of the rate of their rows with another predicted class.
 
@@ -45,7 +62,14 @@ def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_out
     return 1 - _class_accuracy(rows).nanmean(-1)
 
 
-@criterion(lower_is_better=True, differentiable=True, targets="classes", mean_over_rows=True)
+@criterion(
+    "cross-entropy",
+    "the mean of -log p, p the softmax of the outputs at the true class",
+    lower_is_better=True,
+    differentiable=True,
+    targets="classes",
+    mean_over_rows=True,
+)
 def cross_entropy(
     held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, scale: Tensor | float = 1.0
 ) -> Tensor:

@@ -55,23 +55,22 @@ class _SquaredDistance(Function):
         shape = torch.Size((*X.shape[:-1], m))
         step = _tile_rows(shape, X.device)
 
-        def tile_of(start: int, rows: int, columns: int) -> Tensor:
-            some, others = left.narrow(-2, start, rows), right.narrow(-2, 0, columns)
+        def tile_of(some: Tensor, others: Tensor) -> Tensor:
             if direct:
                 return _by_differences(some, others).mul_(factor)
             tile = some @ others.mT
             tile = tile.clamp_(max=0) if factor < 0 else tile.clamp_(min=0)  # but by rounding
-            if same:
-                _symmetrise(tile.narrow(-1, start, rows))
+            if same:  # the last of the others are the rows themselves
+                _symmetrise(tile.narrow(-1, others.shape[-2] - some.shape[-2], some.shape[-2]))
             return tile
 
         if torch.compiler.is_compiling() or n <= step:  # an exported graph serves any number of rows
-            return tile_of(0, n, m).to(dtype)
+            return tile_of(left, right).to(dtype)
         D = X.new_empty(shape, dtype=dtype)
         for start in range(0, n, step):
             rows = min(step, n - start)
             columns = start + rows if same else m
-            tile = tile_of(start, rows, columns)
+            tile = tile_of(left.narrow(-2, start, rows), right.narrow(-2, 0, columns))
             if same:
                 D.narrow(-2, 0, start).narrow(-1, start, rows).copy_(tile.narrow(-1, 0, start).mT)
             D.narrow(-2, start, rows).narrow(-1, 0, columns).copy_(tile)

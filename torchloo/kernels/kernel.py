@@ -43,6 +43,11 @@ class Choice:
         """The kernel for so many inputs."""
         return self.make(inputs)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the kernel is linear in finitely many features."""
+        return self(1).is_linear
+
 
 CHOICES: dict[str, Choice] = {}
 """The `choices` of all kernels, by name."""
@@ -294,9 +299,9 @@ class Kernel(nn.Module):
                 raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
         dtype = full_dtype(X.dtype)
         if self.features is None:
-            return (
-                X if self.is_embedding_inside else X.flatten(-event).to(dtype) if event > 1 else X.to(dtype)
-            )
+            if (event == 1 and X.dtype == dtype) or self.is_embedding_inside:
+                return X
+            return X.flatten(-event).to(dtype)
         if event == 1:
             F, n = self.features(X), X.shape[-2]
             self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)

@@ -50,6 +50,10 @@ class KernelMachine(nn.Module):
     Only `fit` stores classes, for `predict_class`; a HeldOut has the columns for its targets.
     """
 
+    label: str
+    """What the machine is called in a report."""
+    needs_classes: bool = False
+    """Whether it takes class labels only, and must see rows of every class."""
     _function: str
     _with_graph = "solve, whose Fit is differentiable"
     _fitted: tuple[str, ...] = ("support", "coef", "bias")

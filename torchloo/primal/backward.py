@@ -27,7 +27,7 @@ E = (rbar a^T + a rbar^T) / 2 + diag(reg vbar), what it adds itself is -H E H^T 
 -diag(E) / zeta^2 to zetabar; no 1 - h appears. The Q of the others acts on it as on all rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -195,7 +195,7 @@ class _Refit:
     def __init__(self, work: "_Backward", one: "Refitted") -> None:
         machines, p = work.machines, len(work.machines.rotation)
         self.r, self.j, self.rows = one.r, one.j, one.rows
-        self.outputs = slice(None) if machines.regs.shape[1] == 1 else slice(one.j, one.j + 1)
+        self.outputs = machines.outputs_of(one.j)
         self.H = machines.turned(one.spread)
         U = torch.cat([machines.rotation @ one.X[:p], one.X[p:]])
         e = one.Y - U.mT @ work.q[one.r, self.outputs].mT  # (s, c)
@@ -206,6 +206,30 @@ class _Refit:
         self.EH = (rb @ (a.mT @ self.H.mT) + a @ (rb.mT @ self.H.mT)) / 2 + g.unsqueeze(-1) * self.H.mT
         self.diagonal = (rb * a).sum(-1) + g
         self.a, self.start = a, 0  # where it stands among all refitted rows is known later
+
+
+def _inverse_blocks(
+    X: Tensor, zeta: Tensor, f: Tensor, lost: Tensor | None
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """W = P_LL^{-1} of sets of rows X (g, s, p') as functions: W x, and diag(W diag(g) W) for g (g, s, 1).
+
+    By Note [leaving sets out]. Lost sets, (g, 1, 1), get some harmless W.
+    """
+    size = min(X.shape[-2:])
+    unit, root = torch.eye(size, dtype=X.dtype, device=X.device), f.sqrt()
+    V = X * zeta.sqrt() * root
+    rest = unit - (V @ V.mT if X.shape[-2] == size else V.mT @ V)
+    rest = torch.cholesky_inverse(torch.linalg.cholesky(rest if lost is None else rest.where(~lost, unit)))
+    if X.shape[-2] == size:
+        W = rest / zeta.sqrt() / zeta.sqrt().mT
+        return (lambda x: W @ x), (lambda g: W.square() @ g)
+    half = X * root @ rest * root  # X C_L^{-1}
+
+    def squares(g: Tensor) -> Tensor:
+        quadratic = (half @ ((g * X).mT @ X) * half).sum(-1, keepdim=True)
+        return g * (1 / zeta.square() + 2 * (X * half).sum(-1, keepdim=True) / zeta) + quadratic
+
+    return (lambda x: x / zeta + half @ (X.mT @ x)), squares
 
 
 class _Backward:
@@ -223,17 +247,12 @@ class _Backward:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
         self.others, self.visited = solved.others.backward(), list[_Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
-        self.f, self.q, regs = machines.f, machines.q, machines.regs
+        self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
         if solved.moments.centre:
-            self.f = torch.cat([self.f, solved.per_weight.expand_as(self.f[..., :1])], -1)
             self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
-        R, own = regs.shape
-        every = slice(None)
-        self.each = [(r, j, every if own == 1 else slice(j, j + 1)) for r in range(R) for j in range(own)]
-        size = self.f.shape[-1]
-        self.Q = self.f.new_zeros(R, own, size, size)
+        self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.t, self.v = torch.zeros_like(self.q), torch.zeros_like(self.q)
-        self.regbar = torch.zeros_like(regs)
+        self.regbar = torch.zeros_like(machines.regs)
         self.refits = [_Refit(self, one) for one in refitted]
         self.lost = torch.zeros_like(self.variance, dtype=torch.bool)  # (R, n, c')
         for one in self.refits:
@@ -304,14 +323,9 @@ class _Backward:
                     self.visited.append(visit)
                 yield visit
             return
-        small, large = self.partition.split(self.f.shape[-1])
-        size = self.solved.size
-        for sets in small.groups:
-            for some in sets.split(max(1, size // sets.shape[1])):
-                yield self._small(some, gather)
-        for sets in large.groups:
-            for rows in sets:
-                yield self._large(rows, gather)
+        for sets in self.partition.groups:
+            for some in sets.split(max(1, self.solved.size // sets.shape[1])):
+                yield self._together(some, gather)
 
     def _rotated(self, X: Tensor) -> Tensor:
         return self.machines.rotated(X, ones=self.solved.moments.centre)
@@ -342,83 +356,37 @@ class _Backward:
         DN = torch.mm(f.mT, scale, out=room_like(U, len(U))).mul_(U)
         return _Visit(part.rows, part, U, zeta, r / inverse, abar, D.sum((0, 1)), DN)
 
-    def _small(self, sets: Tensor, gather: bool) -> _Visit:
-        """Sets (g, s) of no more rows than features."""
-        rows = sets.flatten()
+    def _together(self, sets: Tensor, gather: bool) -> _Visit:
+        """Sets (g, s) of one size."""
+        rows, shape = sets.flatten(), sets.shape
         part = self.solved.stream.take(self.solved.function, rows)
         U, zeta = self._rotated(part.X).double(), part.weight.double()
         r, rbar, inverse, g = self.cotangents(rows)
         flags = self._flags(rows)
-        root = zeta.sqrt().reshape(*sets.shape, 1)
-        X = U.mT.reshape(*sets.shape, -1)  # (g, s, p')
-        V = X * root
-        unit = torch.eye(sets.shape[1], dtype=V.dtype, device=V.device)
+        X, z = U.mT.unflatten(0, shape), zeta.reshape(*shape, 1)  # (g, s, p')
         abar, a = torch.empty_like(r), torch.empty_like(r)
-        diagonal, DN = torch.zeros_like(zeta), torch.zeros_like(X)
+        diagonal, DN = torch.zeros_like(z), torch.zeros_like(X)
         for k, j, outputs in self.each:
-            N = V * root * self.f[k, j]  # (g, s, p')
-            M = unit - (V * self.f[k, j]) @ V.mT
-            if flags is not None:  # a harmless block in place of one that was refitted
-                lost = flags[k, j].reshape(sets.shape)[:, :1, None]
-                M = torch.where(lost, unit, M)
-            W = torch.cholesky_inverse(torch.linalg.cholesky(M)) / root / root.mT
-            r_L, rbar_L = (t[k, outputs].unflatten(-1, sets.shape).permute(1, 2, 0) for t in (r, rbar))
-            g_L = g[k, j].reshape(*sets.shape, 1)
-            abar_L = W @ rbar_L  # (g, s, c)
-            outer = abar_L @ r_L.mT
-            D = -(outer + outer.mT) / 2 - W @ (g_L * W)
-            if flags is not None:
-                D = torch.where(lost, torch.zeros_like(D), D)
-            DN_L = D @ N
+            lost = None if flags is None else flags[k, j].reshape(shape)[:, :1, None]
+            times, squares = _inverse_blocks(X, z, self.f[k, j], lost)
+            r_L, rbar_L = (t[k, outputs].unflatten(-1, shape).permute(1, 2, 0) for t in (r, rbar))
+            N, abar_L = z * X * self.f[k, j], times(rbar_L)  # (g, s, p') and (g, s, c)
+            DN_L = -(abar_L @ (r_L.mT @ N) + r_L @ (abar_L.mT @ N)) / 2
+            diagonal_L = -(abar_L * r_L).sum(-1, keepdim=True)
+            if self.vbar is not None:
+                g_L = g[k, j].reshape(z.shape)
+                DN_L, diagonal_L = DN_L - times(g_L * times(N)), diagonal_L - squares(g_L)
+            if lost is not None:  # those have a share of their own
+                DN_L, diagonal_L = DN_L.masked_fill(lost, 0.0), diagonal_L.masked_fill(lost, 0.0)
             DN += DN_L
-            diagonal += D.diagonal(dim1=-2, dim2=-1).flatten()
-            abar[k, outputs] = abar_L.permute(2, 0, 1).flatten(1)
-            a[k, outputs] = ((M * root * root.mT) @ r_L).permute(2, 0, 1).flatten(1)
+            diagonal += diagonal_L
+            a_L = z * r_L - N @ (X.mT @ (z * r_L))  # P_LL = Omega - N X^T Omega
+            abar[k, outputs], a[k, outputs] = (t.permute(2, 0, 1).flatten(1) for t in (abar_L, a_L))
             if gather:
                 self.Q[k, j] += (N.mT @ DN_L).sum(0)
                 self.regbar[k, j] += (g[k, j] * inverse[k, j]).sum() / self.machines.regs[k, j]
-        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal, DN.reshape(-1, len(U)).mT))
-
-    def _large(self, rows: Tensor, gather: bool) -> _Visit:
-        """One set (s,) of more rows than features, by the other side of its block."""
-        part = self.solved.stream.take(self.solved.function, rows)
-        U, zeta = self._rotated(part.X).double(), part.weight.double()
-        r, rbar, inverse, g = self.cotangents(rows)
-        flags = self._flags(rows)
-        gram = (U * zeta) @ U.mT
-        unit = torch.eye(len(U), dtype=U.dtype, device=U.device)
-        abar, a = torch.empty_like(r), torch.empty_like(r)
-        diagonal, DN = torch.zeros_like(zeta), torch.zeros_like(U)
-        for k, j, outputs in self.each:
-            root = self.f[k, j].sqrt()
-            if flags is not None and bool(flags[k, j, 0]):  # refitted: nothing but what _with_refits puts
-                a[k, outputs], abar[k, outputs] = 0.0, 0.0
-                continue
-            L = torch.linalg.cholesky(unit - root.unsqueeze(-1) * gram * root)
-            B = root.unsqueeze(-1) * torch.cholesky_inverse(L) * root  # C_L^{-1}
-            BU = B @ U  # (p', s), P_LL^{-1} N
-            N = zeta * U * self.f[k, j].unsqueeze(-1)  # (p', s)
-            r_L, rbar_L, g_L = r[k, outputs], rbar[k, outputs], g[k, j]
-            abar_L = rbar_L / zeta + (rbar_L @ U.mT) @ BU  # (c, s)
-            spread = g_L * BU
-            outer = (N @ r_L.mT) @ abar_L + (N @ abar_L.mT) @ r_L
-            DN_L = -outer / 2 - spread / zeta - (spread @ U.mT) @ BU
-            norms = (U * BU).sum(0)
-            quadratic = ((U * g_L) @ U.mT @ BU * BU).sum(0)
-            own = (1 / zeta.square() + 2 * norms / zeta) * g_L
-            diagonal -= (abar_L * r_L).sum(0) + own + quadratic
-            DN += DN_L
-            abar[k, outputs] = abar_L
-            # a = P r, with P_LL = Omega - N^T (U Omega)
-            a[k, outputs] = zeta * r_L - (r_L @ N.mT) @ (U * zeta)
-            if gather:
-                self.Q[k, j] += DN_L @ N.mT
-                self.regbar[k, j] += (g_L * inverse[k, j]).sum() / self.machines.regs[k, j]
-        if gather and flags is not None:
-            for k, j, _ in self.each:
-                if bool(flags[k, j, 0]):
-                    self.regbar[k, j] += (g[k, j] * inverse[k, j]).sum() / self.machines.regs[k, j]
-        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal, DN))
+        DN_rows = DN.reshape(-1, len(U)).mT
+        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal.flatten(), DN_rows))
 
     def _with_refits(self, visit: _Visit) -> _Visit:
         """A visit with a of refitted sets among its rows, and its cotangent, put in place."""

@@ -176,6 +176,16 @@ class Machines:
     fold: bool = False
     """Whether it may be used."""
 
+    @property
+    def each(self) -> list[tuple[int, int, slice]]:
+        """All regularisations: r, j, and the outputs that share it."""
+        R, own = self.regs.shape
+        return [(r, j, self.outputs_of(j)) for r in range(R) for j in range(own)]
+
+    def outputs_of(self, j: int) -> slice:
+        """The outputs that have the regularisations (R,) of column j."""
+        return slice(None) if self.regs.shape[1] == 1 else slice(j, j + 1)
+
     def rotated(self, X: Tensor, fold: bool = True, ones: bool = False) -> Tensor:
         """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for."""
         columns = self.expansion.columns(X)

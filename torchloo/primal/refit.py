@@ -130,11 +130,9 @@ def _together(sets: list[Tensor], limit: int) -> list[list[Tensor]]:
 
 def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> list[Refitted]:
     """Write the rows of lost sets: a pass for as many small sets as a block has rows, or for one large."""
-    others, shared = solved.others, machines.regs.shape[1] == 1
-    refitted = []
+    others, refitted = solved.others, []
     for r, j in sorted({key for keys in others.gather(list(lost)) for key in keys}):
-        outputs = slice(None) if shared else slice(j, j + 1)
-        sets = lost.get((r, j), [])
+        outputs, sets = machines.outputs_of(j), lost.get((r, j), [])
         for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
             work = _Round(solved, machines.regs[r, j], outputs, some, large)
             for rows, own, residuals, variance, spread in work.solve():

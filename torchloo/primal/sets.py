@@ -1,7 +1,7 @@
 """Clusters of a stream, left out together.
 
-Their rows are gathered wherever they stand, many small sets at a time; a set with more rows than features
-is visited twice, first for its sums. See Note [leaving sets out].
+Their rows are gathered wherever they stand, many sets of one size at a time; a set with more rows than
+features and than a block is visited twice, first for its sums. See Note [leaving sets out].
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchloo.clusters import Partition
 from torchloo.primal.block import Block
-from torchloo.primal.leaving_out import factor_of_rest, leave_out_small, rows_of_large
+from torchloo.primal.leaving_out import factor_of_rest, leave_out_large, leave_out_small, rows_of_large
 from torchloo.primal.machines import ImpreciseError, Machines
 from torchloo.primal.moments import add_symmetric, mirrored
 from torchloo.primal.refit import Lost, Refitted, refit
@@ -39,7 +39,7 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
     """Go to all sets, under a bar."""
     stream = visit.solved.stream
     stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
-    small, large = partition.split(visit.f.shape[-1])
+    small, large = partition.split(max(visit.size, visit.f.shape[-1]))
     with stream.bar("clusters") as bar:
         for sets in small.groups:
             for rows in sets.split(max(1, visit.size // sets.shape[1])):
@@ -61,12 +61,7 @@ class _Visit:
         self.size = solved.stream.block or solved.size
         self.lost: Lost = {}
         self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
-        self.f = machines.f  # (R, c', p')
-        if solved.moments.centre:
-            self.f = torch.cat([self.f, solved.per_weight.expand_as(self.f[..., :1])], -1)
-        R, own = machines.regs.shape
-        every = slice(None)
-        self.each = [(r, j, every if own == 1 else slice(j, j + 1)) for r in range(R) for j in range(own)]
+        self.f = solved.with_bias(machines.f)  # (R, c', p')
 
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (p', b), residuals (R, c, b) and weights (b,)."""
@@ -89,23 +84,25 @@ class _Visit:
             self.read += checksum(part, rows)
 
     def small(self, sets: Tensor) -> None:
-        """Sets (g, s) of no more rows than features."""
+        """Sets (g, s) of no more rows than a block has, or than there are features."""
         g, s = sets.shape
+        few = s <= self.f.shape[-1]
+        unit = torch.eye(self.f.shape[-1], dtype=self.f.dtype, device=self.f.device)
         part, U, e, zeta = self._read(sets.flatten())
         scale = zeta.sqrt().reshape(g, s, 1)
         V = U.mT.reshape(g, s, -1) * scale
         residuals, variance = torch.empty_like(e), torch.empty_like(e[:, : self.machines.regs.shape[1]])
-        for r, j, outputs in self.each:
+        for r, j, outputs in self.machines.each:
             e_L = e[r, outputs].unflatten(-1, (g, s)).permute(1, 2, 0)  # (g, s, c)
             given = (V * self.f[r, j].sqrt(), scale, e_L, self.machines.least[r, j])
-            r_L, inverse, lost = leave_out_small(*given)
-            self._note(lost, r, j, sets, small=True)
+            r_L, inverse, lost = leave_out_small(*given) if few else leave_out_large(*given, unit)
+            self._note(lost, r, j, sets, few)
             residuals[r, outputs] = r_L.permute(2, 0, 1).flatten(1)
             variance[r, j] = self.machines.regs[r, j] * inverse.flatten()
         self._write(part, residuals, variance, sets.flatten())
 
     def large(self, rows: Tensor) -> None:
-        """One set (s,) of more rows than features."""
+        """One set (s,) of more rows than a block has, and than there are features."""
         p, (R, c) = self.f.shape[-1], self.machines.offset.shape
         A, t = self.f.new_zeros(p, p), self.f.new_zeros(R, c, p)
         for some in rows.split(self.size):
@@ -115,7 +112,7 @@ class _Visit:
         mirrored(A)
         unit = torch.eye(p, dtype=A.dtype, device=A.device)
         factors, roots = [], self.f.sqrt()  # (R, c', p')
-        for r, j, _ in self.each:
+        for r, j, _ in self.machines.each:
             root = roots[r, j]
             rest = unit - root.unsqueeze(-1) * A * root
             L, lost = factor_of_rest(rest, self.machines.least[r, j])
@@ -125,7 +122,7 @@ class _Visit:
             part, U, e, zeta = self._read(some)
             variance = torch.empty_like(e[:, : self.machines.regs.shape[1]])
             scale = zeta.sqrt().unsqueeze(-1)
-            for (r, j, outputs), L in zip(self.each, factors, strict=True):
+            for (r, j, outputs), L in zip(self.machines.each, factors, strict=True):
                 B = U.mT * scale * roots[r, j]
                 given = (B, scale, e[r, outputs].mT, L, (roots[r, j] * t[r, outputs]).mT)
                 r_L, inverse = rows_of_large(*given)

@@ -346,6 +346,10 @@ class StreamFit:
         """What the bias adds to z^T C^{-1} z: 1 / w, or 0 without one."""
         return self.moments.centre / self.moments.weight
 
+    def with_bias(self, f: Tensor) -> Tensor:
+        """f (R, c', p) of Note [rotated features], and that of the bias, if there is one."""
+        return torch.cat([f, self.per_weight.expand_as(f[..., :1])], -1) if self.moments.centre else f
+
     def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
         try:
             return self._left_out(clusters, out)

@@ -67,5 +67,5 @@ def _files(findings: Findings, source: Source) -> str:
         f"<code>held_out.csv</code> has the held-out prediction of every row, its residual{leverage}. "
         "The same command gives the same again:"
     )
-    command = re.sub(r"(--[a-z]+)", r'<span class="option">\1</span>', text(source.command))
+    command = re.sub(r"(--[a-z-]+)", r'<span class="option">\1</span>', text(source.command))
     return section("Files", paragraph(words), f"<pre><code>{command}</code></pre>\n")

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from torchloo.catalogue import KERNELS, MACHINES
 from torchloo.commands.findings import Findings
 from torchloo.report import pictures
 from torchloo.report.markup import figure, items, number, paragraph, section, table, text
-from torchloo.report.wording import CRITERIA, KERNELS, MACHINES, PARAMETERS
 
 __all__ = ["data", "machine"]
 
@@ -64,17 +64,19 @@ def _coding(findings: Findings) -> str:
 def machine(findings: Findings) -> str:
     """The settings that were chosen, and how the search went."""
     plan, choice = findings.plan, findings.choice
-    name, meaning = CRITERIA[plan.criterion]
+    name = plan.criterion_function.label
+    meaning = plan.criterion_function.meaning
     meaning += ", each class against the others, on average over the classes" * plan.averaged
     several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
     together = ", its cluster left out with it" if findings.lco is not None else ""
     until = f", until the {choice.stopped} was used up" if choice.stopped else ""
     words = (
-        f"A {MACHINES[plan.spec.machine]} with {KERNELS[plan.spec.kernel]}{several}. Its settings were "
-        f"chosen by {name}: {meaning}, each row held out in turn{together}. "
+        f"A {MACHINES[plan.spec.machine].label} with {KERNELS[plan.spec.kernel].label}{several}. Its "
+        f"settings were chosen by {name}: {meaning}, each row held out in turn{together}. "
         f"{choice.evaluations} settings were tried{until}."
     )
-    rows = [[key, number(value), PARAMETERS.get(key, "")] for key, value in findings.parameters]
+    scalars = [each for each in findings.parameters if not each.value.ndim]
+    rows = [[name, number(float(value)), meaning] for name, value, meaning in scalars]
     if plan.spec.machine == "sparse":
         rows.append(["basis", f"{plan.spec.basis}", "rows, drawn at random, that the machine is built on"])
     rows.append([name, number(choice.value), f"{meaning}, at these settings"])
@@ -84,10 +86,10 @@ def machine(findings: Findings) -> str:
 
 
 def _relevance(findings: Findings) -> str:
-    """Which inputs matter, by the lengthscales of ARD."""
-    if findings.lengthscales is None:
+    """Which inputs matter, by a kernel that has parameters for each."""
+    relevance = findings.relevance
+    if relevance is None:
         return ""
-    relevance = 1 - np.exp(-0.5 / findings.lengthscales**2)  # what the kernel loses over one deviation
     order, names = np.argsort(-relevance)[:_MOST_BARS], findings.prepared.schema.inputs
     svg = pictures.bars([names[j] for j in order], relevance[order], "relevance")
     which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
@@ -103,7 +105,7 @@ def _search(findings: Findings) -> str:
     choice, criterion = findings.choice, findings.plan.criterion_function
     if len(choice.history) < 2:
         return ""
-    name, _ = CRITERIA[findings.plan.criterion]
+    name = criterion.label
     better = "Lower" if criterion.lower_is_better else "Higher"
     caption = (
         f"The search: each dot is a setting that was tried, the line is the best {name} so far. {better} is "
@@ -115,9 +117,10 @@ def _search(findings: Findings) -> str:
 def _path(findings: Findings) -> str:
     if findings.path is None:
         return ""
-    name, _ = CRITERIA[findings.plan.criterion]
+    name = findings.plan.criterion_function.label
+    chosen = next(each.value for each in findings.parameters if each.name == "reg")
     caption = (
         f"{name} for other values of reg, all else as chosen; the dashed line is the value chosen. Far "
         "to the left the machine overfits, far to the right it underfits."
     )
-    return figure(pictures.reg_curve(*findings.path, dict(findings.parameters)["reg"], name), caption)
+    return figure(pictures.reg_curve(*findings.path, float(chosen), name), caption)

@@ -16,10 +16,10 @@ import torch
 from numpy.polynomial import Chebyshev
 from torch import Tensor
 
+from torchloo.criteria.score import Score
 from torchloo.machine import LeastSquares
 from torchloo.search.objective import Objective, Outset
 from torchloo.search.parameters import Entry, Space
-from torchloo.search.score import Score
 
 __all__ = ["has_path", "only_reg", "search_reg"]
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from torchloo.criteria.score import Score
 from torchloo.fisher import KFD
 from torchloo.kernels import Kernel
 from torchloo.search.objective import Best, Evaluation, Objective
 from torchloo.search.parameters import Space, named_so, the_one
 from torchloo.search.problems import Problems
 from torchloo.search.run import CALLBACK, INTERRUPTED, TIME_BUDGET, Plan, StopSearch, run
-from torchloo.search.score import Score
 from torchloo.search.starts import given_matrix
 
 __all__ = [

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torchloo.criteria.score import Score
 from torchloo.search.alike import in_order
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
 from torchloo.search.problems import Problems, StreamRows
-from torchloo.search.score import Score
 from torchloo.search.starts import given_matrix
 from torchloo.streaming.stream import Stream
 

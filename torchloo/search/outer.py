@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torchloo.criteria.score import Score, as_held_out
 from torchloo.decision import shifted, threshold
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
 from torchloo.search.compared import Rival, best_of, contest
 from torchloo.search.problems import stack, weight_of
-from torchloo.search.score import Score, as_held_out
 from torchloo.search.starts import given_matrix
 from torchloo.splits import Split
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from torchloo.classes import is_label
+from torchloo.criteria.score import Score
 from torchloo.guards import Guard, require_floating
 from torchloo.kernels import Kernel
 from torchloo.search.alike import Clusters
-from torchloo.search.score import Score
 from torchloo.streaming.stream import Stream
 
 __all__ = [

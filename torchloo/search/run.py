@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torchloo.criteria.score import Score
 from torchloo.search import gradient, grid, nelder_mead
 from torchloo.search.along_reg import only_reg, search_reg
 from torchloo.search.objective import Evaluation, Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problems import Problems
-from torchloo.search.score import Score
 from torchloo.search.starts import first_start, further_starts
 
 __all__ = ["CALLBACK", "INTERRUPTED", "TIME_BUDGET", "Plan", "StopSearch", "run", "warn_stopped"]

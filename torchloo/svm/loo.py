@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.svm.fit import SVMFit, checked, solve_problems, trained
+from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
@@ -118,15 +118,13 @@ def _outcomes(
     smo: SMOOptions,
 ) -> list[RowOutcome]:
     """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
-    if method == "smo":
-        doubles = [(K, y.double(), box.double()) for K, y, box in problems]
-        return [
-            leave_one_out_by_smo(K, y, box, _trained(K, y, box), values, epsilon, smo, rows)
-            for K, y, box in doubles
-        ]
-    machines: dict[int, tuple[Problem, Exact]] = {}
     K, y, box = (torch.stack(x) for x in zip(*problems, strict=True))
-    for numbers, problem, full in solve_problems("svm_loo", K, y.double(), box.double()):
+    y, box = y.double(), box.double()
+    if method == "smo":
+        fit = trained("svm_loo", K, y, box)
+        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows).by_problem()
+    machines: dict[int, tuple[Problem, Exact]] = {}
+    for numbers, problem, full in solve_problems("svm_loo", K, y, box):
         for b, number in enumerate(numbers.tolist()):
             machines[number] = Problem(*(x[b] for x in problem)), Exact(*(x[b] for x in full))
     in_turn = [machines[number] for number in range(len(problems))]
@@ -136,8 +134,3 @@ def _outcomes(
         raise ValueError(
             "svm_loo: K is too ill-conditioned to follow its paths; scale the inputs or use a smaller C"
         ) from failure
-
-
-def _trained(K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    """The machine of one problem."""
-    return trained("svm_loo", K[None], y[None], box[None]).machine(0)

@@ -17,7 +17,7 @@ OneProblem = tuple[Tensor, Tensor, Tensor]
 
 
 class RowOutcome(NamedTuple):
-    """Outcome for each of the n rows of one problem."""
+    """Outcome for each of the n rows of one problem, (n,), or of several, (T, n)."""
 
     outputs: Tensor
     certified: Tensor
@@ -27,6 +27,11 @@ class RowOutcome(NamedTuple):
     newton: Tensor
     machines: Deferred | None
     """The held-out machines for the backward; None if not asked for."""
+
+    def by_problem(self) -> "list[RowOutcome]":
+        """Of an outcome of T problems, (T, n), each on its own."""
+        fields = zip(*self[:6], strict=True)
+        return [RowOutcome(*(*of_one, self.machines)) for of_one in fields]
 
 
 def taken_apart(K: Tensor, y: Tensor, box: Tensor) -> list[OneProblem]:

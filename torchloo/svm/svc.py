@@ -64,6 +64,8 @@ class SVC(KernelMachine):
             machine/kernel_machine.py.
     """
 
+    label = "support vector machine"
+    needs_classes = True
     _function = "svc"
     _with_graph = "loo or lco, whose outputs are differentiable"
     C = Positive("how much the machine pays for each row on the wrong side", torch.reciprocal)

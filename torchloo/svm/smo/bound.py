@@ -16,17 +16,60 @@ Rounding of K, Note [rounding of K], leaves 1/2 |w|^2 in doubt by (e . alpha)^2 
 max(E) sum box, and H by (sum beta_i (e_i + e_r))^2 / 2, as k'_ij may be off by (e_i + e_r) (e_j + e_r).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
+from torchloo.svm.smo.free_newton import subset
 from torchloo.svm.smo.inner import box_qp
 from torchloo.svm.smo.rounds import SMOState
 
-__all__ = ["BOUND", "GAP_BALL", "DualBound", "primal_objective"]
+__all__ = ["BOUND", "GAP_BALL", "DualBound", "SMOOptions", "primal_objective"]
 
 BOUND, GAP_BALL = 1, 2  # what SMOState.stopped_by says
+
+
+class SMOOptions(NamedTuple):
+    """Variants of Algorithms 1 to 3 of BOUND for method "smo" of `svm_loo`.
+
+    `SMOOptions(working=2, bound=True)` is the proposed algorithm of the paper, `SMOOptions(working=2)` the
+    standard one that it is compared with. Beside Newton steps neither proof pays for its time (banana, RBF,
+    C = 100: 80 ms without, 117 with the gap ball, 158 with the bound), so they have to be asked for.
+    """
+
+    working: int = 64
+    """Size of the working sets; 2 is the SMO of the paper: each round is one step on the worst pair."""
+
+    seed: bool = True
+    """Start from the full machine, else from zero."""
+
+    bound: bool = False
+    """Stop when the dual bound proves the sign (only where no values are asked for), Note [dual bound]."""
+
+    gap_ball: bool = False
+    """Stop when the gap ball proves it (likewise), Note [gap ball]."""
+
+    trials: int = 10
+    """M of the paper: the first so many open points decide whether the proofs are worth their time."""
+
+    useful: float = 0.5
+    """The share of them that must be proved before they meet epsilon-KKT."""
+
+    newton: int = 4
+    """Newton steps on the free set in each round, at most, Note [free sets]; none with working=2."""
+
+    most_rounds: int = 100_000
+    """Problems that need more are left unsolved: "not solved: out of rounds"."""
+
+    rule_every: int = 1
+    """Rounds from one test of the proofs to the next."""
+
+    patience: int = 100
+    """Sweeps, rounds whose working sets have n variables together, that may fail to halve the violation of
+    a problem; then it is left unsolved too."""
 
 
 def primal_objective(s: SMOState) -> tuple[Tensor, Tensor]:
@@ -39,108 +82,180 @@ def primal_objective(s: SMOState) -> tuple[Tensor, Tensor]:
 
 
 class DualBound:
-    """Algorithm 3 of BOUND for a batch, with the gap ball as a second proof. A StopRule of smo.
+    """Algorithm 3 of BOUND for a batch, with the gap ball as a second proof.
 
     Note [free columns]
     beta costs no kernel column of its own. A feasible alpha is a feasible beta with H = G, so beta
     first goes to the best point between itself and alpha, whose v = u is known; then H is
-    maximised exactly over the columns that alpha has just read. So a run with the bound reads no more
+    maximised over the columns that alpha has just read. So a run with the bound reads no more
     than a run without it, but for ties that fall differently. Coordinates of beta's own choice, 4 or
     16 a round, were tried on four small sets: hardly a proof more, and up to seven times the columns.
+
+    Note [efficiency test]
+    The first problems of each kernel matrix are trials, the M of the paper, and the only ones of which the
+    proofs are asked at first, while all problems are solved together. As soon as the useful share of them is
+    proved, the others are asked too; once so many have met epsilon-KKT unproved that this cannot be, none is.
     """
 
     def __init__(
         self,
         K: Tensor,
-        start: Tensor,
-        y: Tensor,
+        table: Tensor,
         target: Tensor,
         rounding: Tensor,
-        bound: bool = True,
-        gap_ball: bool = True,
+        options: SMOOptions,
     ) -> None:
-        """Start from beta = alpha: K (n, n), alpha (B, n), labels (n,), rows left out (B,), e of K (n,).
+        """For problems without the rows `target` (B,) on kernel matrices K (T, n, n), by a `table` (B,).
 
-        `bound` and `gap_ball` say which of the two proofs are looked for.
+        The table is ascending; `rounding` is e of each K, (T, n).
         """
-        self.K, self.y, self.target, self.rounding = K, y, target, rounding
-        self.bound, self.gap_ball = bound, gap_ball
-        self.beta = start.clone()
-        self.v = (start * y) @ K
-        self.edge = K[target] - K.diagonal()[target][:, None]  # (B, n) k_ri - k_rr
+        self.K, self.rounding, self.target, self.options = K, rounding, target, options
+        trials, useful = options.trials, options.useful
+        count = self._by_table(torch.ones_like(table), table)
+        number = torch.arange(len(table), device=table.device) - (count.cumsum(0) - count)[table]
+        self.trial = number < trials  # (B,)
+        self.needed = useful * count.clamp_max(trials)  # (T,) proofs among the trials
+        self.allowed = count.clamp_max(trials) - self.needed  # (T,) failures
+        self.proved, self.failed = torch.zeros_like(count), torch.zeros_like(count)
+        self.beta = self.v = K.new_zeros(len(target), K.shape[1])
+        self.begun = torch.zeros_like(self.trial)  # whose beta is set
+
+    def _by_table(self, x: Tensor, table: Tensor) -> Tensor:
+        """Sums of x (B,) over the problems of each kernel matrix, (T,)."""
+        return torch.zeros(len(self.K), dtype=torch.long, device=x.device).index_add_(0, table, x.long())
 
     def take(self, rows: Tensor) -> None:
         """Keep only the problems at `rows`."""
-        for name in ("target", "beta", "v", "edge"):
+        for name in ("target", "trial", "begun", "beta", "v"):
             setattr(self, name, getattr(self, name)[rows])
 
-    def advance(self, state: SMOState) -> Tensor:
-        """The proofs that cost nothing; where they fail, a higher H."""
-        primal, bias = primal_objective(state)
-        u = state.F + state.y
-        held = Held(state.alpha, u, state.box, self.target, self.rounding)
-        ball = gap_ball_sign(self.K, self.y, held, bias).sign if self.gap_ball else torch.zeros_like(bias)
-        proved = self._proved_by_bound(state, primal, ball != 0) if self.bound else torch.zeros_like(bias) > 0
-        f_r = u.gather(1, self.target[:, None])[:, 0] + bias
-        state.sign = torch.where(proved, torch.where(f_r >= 0, 1.0, -1.0).to(ball), ball)
-        state.stopped_by = torch.where(proved, BOUND, torch.where(ball != 0, GAP_BALL, 0))
-        return state.stopped_by > 0
+    def advance(self, state: SMOState, going: Tensor) -> Tensor:
+        """Set stopped_by and sign of the state where a sign is proved, and say where, (B,).
 
-    def _proved_by_bound(self, s: SMOState, primal: Tensor, known: Tensor) -> Tensor:
-        """Primal < H, if need be with a higher H where the sign is not known (B,) already, (B,)."""
-        self._approach(s)
-        proved = self._exceeds(s, primal)
-        unproved = ~proved & ~known & s.read.any(1)
-        if not bool(unproved.any()):
-            return proved
-        self._raise(s, unproved.nonzero()[:, 0])
-        return self._exceeds(s, primal)
+        `going` (B,) are the problems that have not met epsilon-KKT.
+        """
+        table = state.table
+        self.failed = self.failed + self._by_table(self.trial & ~going, table)
+        useful = (self.proved >= self.needed) & (self.failed <= self.allowed)
+        hopeful = self.failed <= self.allowed
+        asked = going & torch.where(self.trial, hopeful[table], useful[table])
+        rows = subset(asked)
+        if len(rows):
+            if not self.options.seed:  # with a seed the column of r has been read
+                first = asked[rows] & ~self.begun[rows]
+                state.columns = state.columns.index_add(0, rows, first.long())
+            sign, by = self._proofs(state.take(rows), rows)
+            self.begun = self.begun.index_copy(0, rows, self.begun[rows] | asked[rows])
+            state.sign = state.sign.index_copy(0, rows, sign * asked[rows])
+            state.stopped_by = state.stopped_by.index_copy(0, rows, by * asked[rows])
+        stopped = state.stopped_by > 0
+        self.proved = self.proved + self._by_table(self.trial & stopped, table)
+        return stopped
 
-    def _gradient(self, y: Tensor, beta: Tensor, v: Tensor) -> Tensor:
-        """h of Note [dual bound], (B, n)."""
-        total = (beta * y).sum(1, keepdim=True)
-        return 1 - y * (v - v.gather(1, self.target[:, None]) - total * self.edge)
+    def _proofs(self, s: SMOState, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Signs of the problems at `rows`, 0 where none is proved, and what proves them, (R,) both."""
+        primal, bias = primal_objective(s)
+        u, r = s.F + s.y, self.target[rows]
+        ball = torch.zeros_like(bias)
+        if self.options.gap_ball:
+            held = Held(s.alpha, u, s.box, r, self.rounding[s.table], table=s.table)
+            ball = gap_ball_sign(self.K, s.y, held, bias).sign
+        proved = self._proved_by_bound(s, rows, primal, ball != 0) if self.options.bound else ball > 1
+        f_r = u.gather(1, r[:, None])[:, 0] + bias
+        sign = torch.where(proved, torch.where(f_r >= 0, 1.0, -1.0).to(ball), ball)
+        return sign, torch.where(proved, BOUND, torch.where(ball != 0, GAP_BALL, 0))
 
-    def _exceeds(self, s: SMOState, primal: Tensor) -> Tensor:
-        """Primal < H with room for rounding, (B,)."""
-        bound = (self.beta * (1 + self._gradient(s.y, self.beta, self.v))).sum(1) / 2
-        return primal < bound - 1e-9 * primal.abs() - self._doubt(s)
+    def _proved_by_bound(self, s: SMOState, rows: Tensor, primal: Tensor, known: Tensor) -> Tensor:
+        """Primal < H, if need be with a higher H where the sign is not known (R,) already, (R,)."""
+        at_r = _AtTarget.of(self.K, s, self.target[rows])
+        u, begun = s.F + s.y, self.begun[rows][:, None]
+        beta = torch.where(begun, self.beta[rows], s.alpha)
+        v = torch.where(begun, self.v[rows], u)
+        beta, v = at_r.approach(beta, v, s.alpha, u)
+        proved = self._exceeds(s, at_r, beta, v, primal)
+        unproved = subset(~proved & ~known & s.read.any(1))
+        if len(unproved):
+            risen = self._raised(s.take(unproved), at_r.take(unproved), beta[unproved], v[unproved])
+            beta, v = (x.index_copy(0, unproved, new) for x, new in zip((beta, v), risen, strict=True))
+            proved = self._exceeds(s, at_r, beta, v, primal)
+        self.beta, self.v = self.beta.index_copy(0, rows, beta), self.v.index_copy(0, rows, v)
+        return proved
 
-    def _doubt(self, s: SMOState) -> Tensor:
-        """What rounding of K leaves open of the primal and of H, Note [dual bound], (B,)."""
-        e = self.rounding
-        pull = s.alpha @ e
-        of_beta = self.beta @ e + self.beta.sum(1) * e[self.target]
-        return (pull.square() + of_beta.square()) / 2 + pull * e.amax() * s.box.sum(1)
+    def _exceeds(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor, primal: Tensor) -> Tensor:
+        """Primal < H with room for rounding, Note [dual bound], (R,)."""
+        bound = (beta * (1 + at_r.gradient(beta, v))).sum(1) / 2
+        e = self.rounding[s.table]
+        pull = (s.alpha * e).sum(1)
+        of_beta = (beta * (e + e.gather(1, at_r.r))).sum(1)
+        doubt = (pull.square() + of_beta.square()) / 2 + pull * e.amax(1) * s.box.sum(1)
+        return primal < bound - 1e-9 * primal.abs() - doubt
 
-    def _approach(self, s: SMOState) -> None:
-        """The best point between beta and alpha, Note [free columns]."""
-        u = s.F + s.y
-        step = s.alpha - self.beta
-        h = self._gradient(s.y, self.beta, self.v)
+    def _raised(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """beta and v with a higher H by the columns alpha has read: a sweep beside pairs, else the best."""
+        used, W = s.read.to(s.y).topk(int(s.read.sum(1).max()), 1)  # (R, q): 1 and 0
+        y, before, box = (x.gather(1, W) for x in (s.y, beta, s.box * s.read))
+        h = at_r.gradient(beta, v).gather(1, W)
+        Q = at_r.centred(self.K, s.table, W) * y[:, :, None] * y[:, None, :]
+        if self.options.working == 2:
+            change = _swept(Q, h, box, before) * used
+        else:
+            c = -h - (Q @ (before * used)[:, :, None])[:, :, 0]
+            found = torch.where(used > 0, box_qp(Q, c, box, before, tolerance=1e-9), before)
+            mean_slope = c + (Q @ ((before + found) * used)[:, :, None])[:, :, 0] / 2
+            better = ((before - found) * mean_slope).sum(1, keepdim=True) > 0
+            change = torch.where(better, found - before, 0.0)
+        rows = W + (s.table * self.K.shape[1])[:, None]
+        moved = embedding_bag(rows, self.K.flatten(0, 1), per_sample_weights=change * y, mode="sum")
+        return beta.scatter_add(1, W, change), v + moved
+
+
+def _swept(Q: Tensor, h: Tensor, box: Tensor, beta: Tensor) -> Tensor:
+    """The change of beta (R, q) by maximising over one coordinate after the other, h being the gradient."""
+    new = beta.clone()
+    for j in range(beta.shape[1]):
+        curvature = Q[:, j, j].clamp_min(torch.finfo(Q.dtype).tiny)
+        value = (new[:, j] + h[:, j] / curvature).clamp_min(0).minimum(box[:, j])
+        h = h - Q[:, :, j] * (value - new[:, j])[:, None]
+        new[:, j] = value
+    return new - beta
+
+
+class _AtTarget(NamedTuple):
+    """The problem with f(x_r) = 0 of Note [dual bound], for R rows r."""
+
+    y: Tensor
+    """Labels, (R, n)."""
+    r: Tensor
+    """(R, 1)."""
+    edge: Tensor
+    """k_ri - k_rr, (R, n)."""
+    corner: Tensor
+    """k_rr, (R, 1)."""
+
+    @classmethod
+    def of(cls, K: Tensor, s: SMOState, r: Tensor) -> "_AtTarget":
+        k_r = K[s.table, r]
+        corner = k_r.gather(1, r[:, None])
+        return cls(s.y, r[:, None], k_r - corner, corner)
+
+    def take(self, rows: Tensor) -> "_AtTarget":
+        return _AtTarget(*(x[rows] for x in self))
+
+    def gradient(self, beta: Tensor, v: Tensor) -> Tensor:
+        """h, (R, n)."""
+        total = (beta * self.y).sum(1, keepdim=True)
+        return 1 - self.y * (v - v.gather(1, self.r) - total * self.edge)
+
+    def approach(self, beta: Tensor, v: Tensor, alpha: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """The best point between beta and alpha, Note [free columns], and its v."""
+        step, h = alpha - beta, self.gradient(beta, v)
         slope = (step * h).sum(1, keepdim=True)
-        bend = (step * (h - self._gradient(s.y, s.alpha, u))).sum(1, keepdim=True)
+        bend = (step * (h - self.gradient(alpha, u))).sum(1, keepdim=True)
         t = (slope / bend.clamp_min(torch.finfo(bend.dtype).tiny)).clamp(0, 1)
-        self.beta = self.beta + t * step
-        self.v = self.v + t * (u - self.v)
+        return beta + t * step, v + t * (u - v)
 
-    def _raise(self, s: SMOState, rows: Tensor) -> None:
-        """Maximise H of the problems at `rows` over the columns that alpha has read."""
-        read = s.read[rows]
-        used, W = read.to(s.y).topk(int(read.sum(1).max()), 1)  # (R, q): 1 and 0
-        y, before, box = (x[rows].gather(1, W) for x in (s.y, self.beta, s.box))
-        h = self._gradient(s.y, self.beta, self.v)[rows].gather(1, W)
-        Q = self._centred(rows, W) * y[:, :, None] * y[:, None, :]
-        c = -h - (Q @ (before * used)[:, :, None])[:, :, 0]
-        beta = torch.where(used > 0, box_qp(Q, c, box * used, before, tolerance=1e-9), before)
-        mean_slope = c + (Q @ ((before + beta) * used)[:, :, None])[:, :, 0] / 2
-        better = ((before - beta) * mean_slope).sum(1, keepdim=True) > 0
-        change = torch.where(better, beta - before, 0.0)
-        self.beta[rows] = self.beta[rows].scatter_add(1, W, change)
-        self.v[rows] += embedding_bag(W, self.K, per_sample_weights=change * y, mode="sum")
-
-    def _centred(self, rows: Tensor, W: Tensor) -> Tensor:
-        """k'_ij = k_ij - k_ri - k_rj + k_rr, where k_ri = edge_i + k_rr, (R, q, q)."""
-        edge = self.edge[rows].gather(1, W)
-        corner = self.K.diagonal()[self.target[rows]][:, None, None]
-        return self.K[W[:, :, None], W[:, None, :]] - edge[:, :, None] - edge[:, None, :] - corner
+    def centred(self, K: Tensor, table: Tensor, W: Tensor) -> Tensor:
+        """k'_ij = k_ij - k_ri - k_rj + k_rr at W (R, q), (R, q, q)."""
+        edge = self.edge.gather(1, W)
+        K_WW = K[table[:, None, None], W[:, :, None], W[:, None, :]]
+        return K_WW - edge[:, :, None] - edge[:, None, :] - self.corner[:, :, None]

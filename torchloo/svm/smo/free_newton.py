@@ -1,4 +1,4 @@
-"""Newton steps on the free sets of many SVMs that share a kernel matrix.
+"""Newton steps on the free sets of many SVMs that share kernel matrices.
 
 Note [free sets]
 With a = alpha * y the dual of the variables of a set S, the others held, has its maximum where F = u - y is
@@ -6,8 +6,8 @@ one number -b on S. The change d of a that leads there solves
 
     [0 1^T; 1 K_SS] [b; d_S] = [0; -F_S],   d = 0 elsewhere.
 
-Leave-one-out problems have nearly the same free set. So they share a tableau W, Note [tableau] with all
-labels +1, for one set S_0, the variables that are free in most of them; a problem only solves for the k
+Problems on one kernel matrix have nearly the same free set. So they share a tableau W, Note [tableau] with
+all labels +1, for one set S_0, the variables that are free in most of them; a problem only solves for the k
 indices P that are in one of S and S_0 but not in the other. With x = -F on S, else 0, and v = x W for the
 part of x in S_0,
 
@@ -17,87 +17,184 @@ A linear kernel has more free variables than its rank on the way, and no single 
 the diagonal of K, for W only, turns d where the objective has no curvature; how far to go the true K says.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from torchloo.svm.path.tableau import pivot_transform
-
-__all__ = ["FreeSets"]
+__all__ = ["FreeSets", "Groups", "subset"]
 
 _RIDGE = 1e-8  # of k_ii, for directions only
 _SHORT = 1e-3  # of the mean of k_ii: the least that counts for the ridge
 _ROUNDING = 1e-6  # of the sum of |d|: how far rounding may take the sum of d from 0
 _FAR = 96  # indices in which a free set may differ from the common one
-_NEARER = 16  # by so many more, and twice as many as before, most may differ until there is a new common one
+_NEARER = 16  # by so many more, and twice as many as need be, they may differ until there is a new common one
+_LARGE = 200  # rows of kernel matrices of which each is worth a product of its own, on a CPU
+
+
+def subset(mask: Tensor) -> Tensor:
+    """Indices among which are those where the mask (B,) is true: on a CPU these, else all.
+
+    To ask an accelerator which they are would wait for all it has to do.
+    """
+    if mask.device.type == "cpu":
+        return mask.nonzero()[:, 0]
+    return torch.arange(len(mask), device=mask.device)
+
+
+class Groups(NamedTuple):
+    """Problems in the order of the kernel matrices that they use."""
+
+    table: Tensor
+    """Which of T kernel matrices each problem uses, ascending, (B,)."""
+
+    sizes: Tensor
+    """How many problems each of them has, (T,)."""
+
+    most: int
+    """The number of problems of the largest group, or more."""
+
+    @classmethod
+    def of(cls, table: Tensor, T: int, most: int) -> "Groups":
+        """The groups of an ascending table (B,)."""
+        return cls(
+            table,
+            torch.zeros(T, dtype=torch.long, device=table.device).index_add_(
+                0, table, torch.ones_like(table)
+            ),
+            most,
+        )
+
+    def take(self, rows: Tensor) -> "Groups":
+        """The groups of the problems at `rows`."""
+        return Groups.of(self.table[rows], len(self.sizes), self.most)
+
+    def product(self, x: Tensor, A: Tensor) -> Tensor:
+        """x_b A_t for each problem b and its t: (B, q) and (T, q, p) give (B, p)."""
+        if len(A) == 1:
+            return x @ A[0]
+        if x.device.type == "cpu" and A.shape[-1] >= _LARGE:
+            parts = x.split(self.sizes.tolist())
+            return torch.cat([part @ a for part, a in zip(parts, A, strict=True)])
+        start = self.sizes.cumsum(0) - self.sizes
+        place = torch.arange(len(x), device=x.device) + (self.table * self.most - start[self.table])
+        padded = x.new_zeros(len(A) * self.most, x.shape[1]).index_copy_(0, place, x)
+        together = padded.view(len(A), self.most, -1) @ A
+        return together.flatten(0, 1).index_select(0, place)
 
 
 class FreeSets:
-    """Directions for problems on one kernel matrix K (n, n), Note [free sets].
+    """Directions for problems on kernel matrices K (T, n, n), Note [free sets].
 
-    Cost 2 n^2 s for each common set of s variables, then B (n s + k^3) for B directions. Memory 4 n^2.
+    Cost 2 n^2 s for each common set of s variables, then B (n s + k^3) for B directions.
+    Memory 4 n^2 for each kernel matrix.
     """
 
     def __init__(self, K: Tensor) -> None:
-        self.K = K
-        self.size = 0  # of the common set
-        self.limit = -1.0  # of the differences that most problems may have
-        self.order = self.back = self.W = K  # set by `_choose`
+        self.K = self.W = K
+        self.common = torch.zeros_like(K[:, 0], dtype=torch.bool)  # (T, n)
+        self.usable = self.common[:, :1]  # (T, 1)
+        self.stale, self.better = self.common[:, 0], self.common
+        self._index(1)
 
-    def directions(self, free: Tensor, F: Tensor) -> Tensor:
+    def _index(self, size: int) -> None:
+        """Indices S (T, s) of the common sets, padded with others, and the rows of W there, (T, s, n)."""
+        self.S = self.common.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
+        self.inside = self.common.gather(1, self.S)
+        self.W_S = _rows(self.W, self.S)
+
+    def look(self, free: Tensor, groups: Groups) -> list[Tensor]:
+        """How many kernel matrices need another common set for the free sets (B, n), and its size then.
+
+        What is free in most problems differs from their free sets the least.
+        """
+        total = self.K.new_zeros(self.common.shape).index_add_(0, groups.table, free.to(self.K))
+        share = total / groups.sizes[:, None].clamp_min(1)
+        least = torch.minimum(share, 1 - share).sum(1)
+        now = torch.where(self.common, 1 - share, share).sum(1)
+        majority = share > 0.5
+        self.stale = majority.any(1) & (~self.common.any(1) | (now > 2 * least + _NEARER))
+        self.better = torch.where(self.stale[:, None], majority, self.common)
+        return [self.stale.sum(), self.better.sum(1).amax()]
+
+    def renew(self, size: int) -> None:
+        """Take the common sets that the last look has found, of at most so many variables."""
+        rows = subset(self.stale)
+        W, usable = _tableaux(self.K[rows], self.better[rows], size)
+        if len(rows) == len(self.K):
+            self.W, self.usable = W, usable
+        else:
+            self.W = self.W.index_copy(0, rows, W)
+            self.usable = self.usable.index_copy(0, rows, usable)
+        self.common = self.better
+        self._index(size)
+
+    def directions(self, free: Tensor, F: Tensor, groups: Groups) -> Tensor:
         """d (B, n) for the masks S and F (B, n).
 
         0 for problems that are too far from the common set or too singular.
         """
-        apart = self._apart(free)
-        if float(apart.sum(1).double().median()) > self.limit:
-            self._choose(free)
-            apart = self._apart(free)
-            self.limit = 2 * float(apart.sum(1).double().median()) + _NEARER
-        if not self.size:
-            return torch.zeros_like(F)
-        s, count = self.size, apart.sum(1, keepdim=True)
-        near = count <= _FAR
-        free = free.index_select(1, self.order)
-        x = -F.index_select(1, self.order).masked_fill_(~(free & near), 0)
-        v = x[:, :s] @ self.W[:s]  # (B, n)
-        d = self._changed(x - v, apart & near)
-        d[:, :s] = -(v[:, :s].addmm(d, self.W[:, :s]))
-        d = d.masked_fill_(~(free & near), 0)
+        table = groups.table
+        common, S, inside = self.common[table], self.S[table], self.inside[table]
+        apart = free ^ common
+        near = (apart.sum(1, keepdim=True) <= _FAR) & self.usable[table]
+        free = free & near
+        x = -F.masked_fill(~free, 0)
+        v = groups.product(x.gather(1, S).masked_fill_(~inside, 0), self.W_S)  # (B, n)
+        c = self._changed(x - v, apart & near, table)
+        on_common = (v.gather(1, S) + groups.product(c, self.W_S.mT)).masked_fill_(~inside, 0)
+        d = c.masked_fill_(common, 0).scatter_add_(1, S, -on_common).masked_fill_(~free, 0)
         excess, size = d.sum(1, keepdim=True), d.abs().sum(1, keepdim=True)
-        d = torch.where(free & near, d - excess / free.sum(1, keepdim=True), 0.0)
+        d = torch.where(free, d - excess / free.sum(1, keepdim=True), 0.0)
         balanced = (excess.abs() <= _ROUNDING * size) & size.isfinite()
-        return d.masked_fill_(~balanced, 0).index_select(1, self.back)
+        return d.masked_fill_(~balanced, 0)
 
-    def _apart(self, free: Tensor) -> Tensor:
-        """Which variables, in the order of the tableau, are in one of the two sets only, (B, n) bool."""
-        if not self.size:
-            return free
-        apart = free.index_select(1, self.order)
-        apart[:, : self.size] ^= True
-        return apart
-
-    def _choose(self, free: Tensor) -> None:
-        """Take the variables that are free in most problems (B, n) as the common set."""
-        common = 2 * free.sum(0) > len(free)
-        self.size = int(common.sum())
-        if not self.size:
-            return
-        k = self.K.diagonal()
-        lifted = self.K + torch.diag_embed(_RIDGE * k.clamp_min(_SHORT * k.mean()))
-        try:
-            tableau = pivot_transform(lifted[None], torch.ones_like(k)[None], common[None])
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            self.size = 0
-            return
-        self.order = tableau.order[0]
-        self.back = self.order.argsort()
-        self.W = tableau.A[0, : len(k), : len(k)]
-
-    def _changed(self, lack: Tensor, apart: Tensor) -> Tensor:
+    def _changed(self, lack: Tensor, apart: Tensor, table: Tensor) -> Tensor:
         """c of Note [free sets] at the indices P given as a mask, 0 elsewhere, (B, n)."""
-        k = int(apart.sum(1).max())
+        k = int(apart.sum(1).max()) if apart.device.type == "cpu" else min(_FAR, lack.shape[1])
         used, P = apart.to(lack).topk(k, 1)  # (B, k)
-        W_PP = self.W[P[:, :, None], P[:, None, :]] * used[:, :, None] * used[:, None, :]
+        W_PP = self.W[table[:, None, None], P[:, :, None], P[:, None, :]]
+        W_PP = W_PP * used[:, :, None] * used[:, None, :]
         W_PP.diagonal(dim1=1, dim2=2).add_(1 - used)
         c, _ = torch.linalg.solve_ex(W_PP, (lack.gather(1, P) * used)[:, :, None])
         return torch.zeros_like(lack).scatter_(1, P, c[:, :, 0])
+
+
+def _rows(K: Tensor, S: Tensor) -> Tensor:
+    """Rows S (T, s) of matrices (T, n, n), (T, s, n)."""
+    if len(K) == 1:  # faster than an index by tensors
+        return K[0].index_select(0, S[0])[None]
+    return K[torch.arange(len(K), device=K.device)[:, None], S]
+
+
+def _tableaux(K: Tensor, common: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """W of Note [free sets] for common sets (T, n) of at most so many variables; which are regular, (T, 1).
+
+    Inverts the positive definite K_SS + c 1 1^T, c the mean diagonal, which leaves the blocks of the inverse
+    of [0 1^T; 1 K_SS] as they are but for the corner, which it lowers by c.
+    """
+    k = K.diagonal(dim1=1, dim2=2)
+    ridge = _RIDGE * torch.maximum(k, _SHORT * k.mean(1, keepdim=True))
+    lifted = K + torch.diag_embed(ridge)
+    S = common.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
+    inside = common.gather(1, S).to(K)  # (T, s)
+    K_S = _rows(lifted, S) * inside[:, :, None]
+    both = inside[:, :, None] * inside[:, None, :]
+    c = (k.gather(1, S) * inside).sum(1) / inside.sum(1).clamp_min(1)
+    c = c.clamp_min(torch.finfo(K.dtype).tiny)[:, None, None]
+    K_SS = K_S.gather(2, S[:, None, :].expand(-1, S.shape[1], -1))
+    factor, info = torch.linalg.cholesky_ex((K_SS + c) * both + torch.diag_embed(1 - inside))
+    inverse = torch.cholesky_inverse(factor) * both
+    row = inverse.sum(2, keepdim=True)  # (T, s, 1)
+    total = row.sum(1, keepdim=True)
+    edge = row / total
+    inner = inverse - edge * row.mT
+    of_bias = c - 1 / total + edge.mT @ K_S  # (T, 1, n)
+    Z = edge + inner @ K_S  # (T, s, n)
+    rest = torch.baddbmm(lifted - of_bias, K_S.mT, Z, alpha=-1)
+    on_S = torch.zeros_like(Z).scatter_(2, S[:, None, :].expand_as(inner), -inner)
+    Z = torch.where(common[:, None, :], on_S, Z)
+    within = torch.zeros_like(K).scatter_(1, S[:, :, None].expand_as(Z), Z)
+    W = torch.where(common[:, :, None], within, torch.where(common[:, None, :], within.mT, rest))
+    usable = (info == 0) & common.any(1) & W.diagonal(dim1=1, dim2=2).isfinite().all(1)
+    return W, usable[:, None]

@@ -16,16 +16,19 @@ With working=2 a round is one step on the most violating pair, the SMO of Keerth
 """
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from torchloo.svm.smo.free_newton import FreeSets
+from torchloo.svm.smo.free_newton import FreeSets, Groups, subset
 from torchloo.svm.smo.inner import box_qp
 
-__all__ = ["SMOState", "StopRule", "seed_without", "smo"]
+if TYPE_CHECKING:
+    from torchloo.svm.smo.bound import DualBound
+
+__all__ = ["SMOState", "seed_without", "smo"]
 
 _TINY = 1e-12
 _PAIRS = 32  # steps on pairs before the interior point
@@ -75,16 +78,6 @@ class SMOState:
         return SMOState(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
-class StopRule(Protocol):
-    """Another reason to stop, tested once a round."""
-
-    def advance(self, state: SMOState) -> Tensor:
-        """Work on the own bound, set state.stopped_by and state.sign; mask of those to stop, (B,)."""
-
-    def take(self, rows: Tensor) -> None:
-        """Keep only the problems at `rows`."""
-
-
 def smo(
     K: Tensor,
     y: Tensor,
@@ -92,7 +85,7 @@ def smo(
     alpha: Tensor,
     epsilon: float = 1e-3,
     table: Tensor | None = None,
-    rule: StopRule | None = None,
+    rule: "DualBound | None" = None,
     working: int = 64,
     most_rounds: int = 100_000,
     rule_every: int = 1,
@@ -108,7 +101,7 @@ def smo(
         y, box, alpha: labels, upper bounds and start of each problem, (B, n).
         epsilon: largest violation of the optimality conditions.
         table: which kernel matrix each problem uses, (B,); default the first.
-        rule: an additional stopping rule (bound.py).
+        rule: another reason to stop, of the same problems (bound.py).
         working: size of the working sets.
         most_rounds: give up after so many rounds, or when rounding lets nothing move; `violation` tells.
         rule_every: ask the rule every so many rounds.
@@ -116,58 +109,89 @@ def smo(
         newton: Newton steps on the free set in each round, at most; 0: none, as with working=2.
 
     Cost O(B n q) a round, and O(B n^2) a Newton step. Memory O(B (n + q^2)), and 4 n^2 for each kernel matrix
-    for Newton steps. Reference: Keerthi et al. 2001; Fan et al. 2005.
+    for Newton steps. On an accelerator the host waits once a round.
+    Reference: Keerthi et al. 2001; Fan et al. 2005.
     """
-    B, n = alpha.shape
-    zero = torch.zeros(B, dtype=torch.long, device=K.device)
-    table = zero if table is None else table
-    u = (
-        torch.stack([a @ K[t] for a, t in zip(alpha * y, table.tolist(), strict=True)])
-        if len(K) > 1
-        else ((alpha * y) @ K[0])
-    )
-    state = SMOState(
-        torch.arange(B, device=K.device), table, box, y, alpha.clone(), u - y,
-        alpha.new_zeros(B), alpha.new_zeros(B), zero.clone(), zero.clone(), zero.clone(), zero.clone(),
-        torch.zeros_like(alpha, dtype=torch.bool), alpha.new_zeros(B),
-        alpha.new_full((B,), torch.inf), zero.clone(),
-    )  # fmt: skip
-    flat = K.reshape(-1, n)
-    newton = newton if working > 2 else 0
-    sets = [FreeSets(k) for k in K] if newton else []
+    q = min(working, y.shape[1])
+    sets = FreeSets(K) if newton and q > 2 else None
+    state = _first_state(K, y, box, alpha, table)
+    if rule is not None:
+        rule.take(state.name)
+    groups = Groups.of(state.table, len(K), len(y))
     ended: list[SMOState] = []
-    stuck = torch.zeros(B, dtype=torch.bool, device=K.device)
+    stuck = torch.zeros_like(state.name, dtype=torch.bool)
     for round_ in range(most_rounds):
-        done = stuck | (_update_violation(state) <= epsilon)
+        F_up, F_low = _movable(state)
+        done = stuck | (_update_violation(state, F_up, F_low) <= epsilon)
         if patience is not None:
             done |= state.waited >= patience
         if round_ == most_rounds - 1:
-            done[:] = True
-        state = _without(state, done, ended, rule)
-        if rule is not None and len(state.name) and round_ % rule_every == 0:
-            stopped = rule.advance(state)
+            done = torch.ones_like(done)
+        if rule is not None and round_ % rule_every == 0:
+            done |= rule.advance(state, ~done)
             state.read = torch.zeros_like(state.read)
-            state = _without(state, stopped, ended, rule)
-        if not len(state.name):
-            break
-        moved = _improve(flat, state, _working_set(state, min(working, n)), epsilon, bool(newton))
-        for number, free_sets in enumerate(sets):
-            rows = (state.table == number).nonzero()[:, 0]
-            moved[rows] |= _newton_steps(free_sets, state, rows, newton)
+        plan = _look(state, done, groups, sets)
+        if plan.ended:
+            rest, gone = done.to(torch.uint8).argsort(stable=True).split([len(done) - plan.ended, plan.ended])
+            ended.append(state.take(gone))
+            if not len(rest):
+                break
+            state, F_up, F_low = state.take(rest), F_up[rest], F_low[rest]
+            groups = Groups.of(state.table, len(K), plan.most)
+            if rule is not None:
+                rule.take(rest)
+        if q == 2:
+            stuck = ~_pair_step(K, state, F_up, F_low)
+            continue
+        W = _working_set(state, F_up, F_low, q)
+        moved = _improve(K, state, W, epsilon, sets is not None, plan.stalled)
+        if sets is not None:
+            if plan.stale:
+                sets.renew(plan.size)
+            moved |= _newton_steps(sets, state, groups, newton)
         stuck = ~moved
     joined = SMOState(*(torch.cat([getattr(part, f.name) for part in ended]) for f in fields(SMOState)))
     return joined.take(joined.name.argsort())
 
 
-def _without(s: SMOState, done: Tensor, ended: list[SMOState], rule: StopRule | None) -> SMOState:
-    """The problems that go on; those that are done (B,) go to `ended`."""
-    if not bool(done.any()):
-        return s
-    ended.append(s.take(done.nonzero()[:, 0]))
-    rest = (~done).nonzero()[:, 0]
-    if rule is not None:
-        rule.take(rest)
-    return s.take(rest)
+def _first_state(K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, table: Tensor | None) -> SMOState:
+    """The problems at their start, in the order of their kernel matrices."""
+    zero = torch.zeros(len(y), dtype=torch.long, device=y.device)
+    table = zero if table is None else table
+    order = table.argsort(stable=True)
+    table, y, box, alpha = table[order], y[order], box[order], alpha[order]
+    F = Groups.of(table, len(K), len(y)).product(alpha * y, K) - y
+    none = alpha.new_zeros(len(y))
+    return SMOState(
+        order, table, box, y, alpha, F, none, none, zero, zero.clone(), zero.clone(), zero,
+        torch.zeros_like(y, dtype=torch.bool), none, none + torch.inf, zero,
+    )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """What the host has to know of a round."""
+
+    ended: int
+    """Problems that end here."""
+    most: int = 0
+    """Those of one kernel matrix that go on, at most, if there are several."""
+    stalled: int = 0
+    """Problems that need the interior point."""
+    stale: int = 0
+    """Kernel matrices that need a new common set, Note [free sets]."""
+    size: int = 0
+    """The size of the largest common set then."""
+
+
+def _look(s: SMOState, done: Tensor, groups: Groups, sets: FreeSets | None) -> _Plan:
+    """All that is asked for in one reading, the only time that the host waits in a round."""
+    numbers = [done.sum()]
+    if len(groups.sizes) > 1 or sets is not None:
+        numbers.append(torch.zeros_like(groups.sizes).index_add_(0, s.table, (~done).long()).amax())
+    if sets is not None:
+        numbers.append(((s.waited >= _STALLED) & ~done).sum())
+        numbers += sets.look((s.alpha > 0) & (s.alpha < s.box), groups)
+    return _Plan(*torch.stack(numbers).tolist()) if len(numbers) > 1 else _Plan(int(numbers[0]))
 
 
 def _directions(alpha: Tensor, box: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,9 +206,8 @@ def _movable(s: SMOState) -> tuple[Tensor, Tensor]:
     return s.F.masked_fill(~up, torch.inf), s.F.masked_fill(~low, -torch.inf)
 
 
-def _update_violation(s: SMOState) -> Tensor:
+def _update_violation(s: SMOState, F_up: Tensor, F_low: Tensor) -> Tensor:
     """Set bias, violation and waited of each problem, and return the violation, (B,)."""
-    F_up, F_low = _movable(s)
     b_up, b_low = F_up.amin(1), F_low.amax(1)
     s.violation = (b_low - b_up).clamp_min(0).nan_to_num(0, 0, 0)
     halved = s.violation < s.mark / 2
@@ -196,9 +219,8 @@ def _update_violation(s: SMOState) -> Tensor:
     return s.violation
 
 
-def _working_set(s: SMOState, q: int) -> Tensor:
+def _working_set(s: SMOState, F_up: Tensor, F_low: Tensor, q: int) -> Tensor:
     """The q worst violators, (B, q); both directions have a share, so that the equality lets them move."""
-    F_up, F_low = _movable(s)
     share = max(q // 4, 1)
     rising = F_up.topk(share, 1, largest=False, sorted=False).indices
     falling = F_low.topk(share, 1, sorted=False).indices
@@ -207,58 +229,76 @@ def _working_set(s: SMOState, q: int) -> Tensor:
     return score.masked_fill(s.box <= 0, -torch.inf).topk(q, 1).indices
 
 
-def _improve(flat: Tensor, s: SMOState, W: Tensor, epsilon: float, newton: bool) -> Tensor:
+def _improve(K: Tensor, s: SMOState, W: Tensor, epsilon: float, newton: bool, stalled: int) -> Tensor:
     """Optimise over working sets W (B, q), update F by one product; whether alpha moved, (B,).
 
-    Only roughly, but for stalled problems, where Newton steps follow.
+    Where Newton steps follow only roughly, but for the `stalled` problems.
     """
-    rows = W + (s.table * s.F.shape[1])[:, None]
-    K_WW = flat[rows[:, :, None], W[:, None, :]]  # (B, q, q)
+    K_WW = K[s.table[:, None, None], W[:, :, None], W[:, None, :]]  # (B, q, q)
     y, box, before, F = (x.gather(1, W) for x in (s.y, s.box, s.alpha, s.F))
-    most = 1 if W.shape[1] == 2 else _FEW_PAIRS if newton else _PAIRS
-    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon, most)
-    if newton:
-        unsolved &= s.waited >= _STALLED
-    hard = unsolved.nonzero()[:, 0]
-    if len(hard):
+    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon, _FEW_PAIRS if newton else _PAIRS)
+    if stalled or not newton:
+        hard = subset(unsolved & (s.waited >= _STALLED) if newton else unsolved)
         parts = (x[hard] for x in (K_WW, y, box, before, F, alpha))
-        alpha = alpha.index_copy(0, hard, _solve_exactly(*parts))
-    change = (alpha - before) * y
-    s.alpha.scatter_(1, W, alpha)
-    s.F = s.F + embedding_bag(rows, flat, per_sample_weights=change, mode="sum")
-    s.steps += steps
-    moved = change != 0
-    s.read |= torch.zeros_like(s.read).scatter_(1, W, moved)
-    s.columns += moved.sum(1)
+        alpha = alpha.index_copy(0, hard, _solve_exactly(*parts)) if len(hard) else alpha
+    s.steps = s.steps + steps
+    return _enter(K, s, W, before, alpha)
+
+
+def _enter(K: Tensor, s: SMOState, W: Tensor, before: Tensor, alpha: Tensor) -> Tensor:
+    """Change the coefficients at W (B, q), and F by one product; whether any has changed, (B,)."""
+    change, moved = (alpha - before) * s.y.gather(1, W), alpha != before
+    s.alpha = s.alpha.scatter(1, W, alpha)
+    rows = W + (s.table * K.shape[1])[:, None]
+    s.F = s.F + embedding_bag(rows, K.flatten(0, 1), per_sample_weights=change, mode="sum")
+    s.read = s.read.scatter(1, W, s.read.gather(1, W) | moved)
+    s.columns = s.columns + moved.sum(1)
     return moved.any(1)
 
 
-def _newton_steps(sets: FreeSets, s: SMOState, rows: Tensor, most: int) -> Tensor:
-    """So many Newton steps of the problems at `rows` (R,), until no bound blocks; which moved, (R,)."""
-    moved = torch.zeros_like(rows, dtype=torch.bool)
-    going = torch.arange(len(rows), device=rows.device)
-    for _ in range(most):
-        if not len(going):
+def _pair_step(K: Tensor, s: SMOState, F_up: Tensor, F_low: Tensor) -> Tensor:
+    """One step on the most violating pair, Keerthi et al. 2001; whether alpha moved, (B,)."""
+    W = torch.stack([F_up.argmin(1), F_low.argmax(1)], 1)  # (B, 2)
+    k_ii, k_ij, _, k_jj = K[s.table[:, None, None], W[:, :, None], W[:, None, :]].flatten(1).unbind(1)
+    y, box, before = (x.gather(1, W) for x in (s.y, s.box, s.alpha))
+    newton = s.violation / (k_ii + k_jj - 2 * k_ij).clamp_min(_TINY)
+    alpha, _ = _pair(y, box, before, newton)
+    s.steps = s.steps + 1
+    return _enter(K, s, W, before, alpha)
+
+
+def _newton_steps(sets: FreeSets, s: SMOState, groups: Groups, most: int) -> Tensor:
+    """So many Newton steps, until no bound blocks; which problems moved, (B,)."""
+    moved = torch.zeros_like(s.name, dtype=torch.bool)
+    rows, going = torch.arange(len(moved), device=moved.device), ~moved
+    for step in range(most):
+        changed, blocked = _newton_step(sets, s, rows, going, groups)
+        moved[rows] |= changed
+        going = changed & blocked
+        kept = subset(going)
+        if not len(kept) or step == most - 1:
             break
-        changed, blocked = _newton_step(sets, s, rows[going])
-        moved[going] |= changed
-        going = going[(changed & blocked).nonzero()[:, 0]]
+        rows, going, groups = rows[kept], going[kept], groups.take(kept)
     return moved
 
 
-def _newton_step(sets: FreeSets, s: SMOState, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Along Note [free sets] to the maximum or the first bound; which moved, and which met a bound, (R,)."""
+def _newton_step(
+    sets: FreeSets, s: SMOState, rows: Tensor, going: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """Along Note [free sets] to the maximum or the first bound; which moved, and which met a bound, (R,).
+
+    Of the problems at `rows` (R,), those that are `going`.
+    """
     alpha, box, y, F = (x.index_select(0, rows) for x in (s.alpha, s.box, s.y, s.F))
-    free = (alpha > 0) & (alpha < box)
-    d = sets.directions(free, F)
-    K_d = d @ sets.K
+    d = sets.directions((alpha > 0) & (alpha < box), F, groups)
+    K_d = groups.product(d, sets.K)
     slope, bend = -(F * d).sum(1), (K_d * d).sum(1)
     change = d * y  # of alpha
     room = torch.where(change > 0, box - alpha, -alpha).div_(change).masked_fill_(change == 0, torch.inf)
     nearest, j = room.min(1, keepdim=True)  # (R, 1)
     best = slope / bend.clamp_min(torch.finfo(bend.dtype).tiny)
     blocked = nearest[:, 0] <= best
-    moves = (slope > 0) & (blocked | (bend > 0))
+    moves = going & (slope > 0) & (blocked | (bend > 0))
     t = torch.where(blocked, nearest[:, 0], best).masked_fill_(~moves, 0)[:, None]
     blocked &= moves
     new = torch.addcmul(alpha, change, t)
@@ -296,36 +336,36 @@ def _pairs(
         F_i, i = F.masked_fill(~up, torch.inf).min(1)
         gain = F.masked_fill(~low, -torch.inf) - F_i[:, None]  # (B, q)
         moving = gain.amax(1) > epsilon / 2  # not the slope of j, whose gain may lie in a tiny eta
-        if count == most or (count % 4 == 0 and not bool(moving.any())):
+        looks = count % 4 == 0 and K.device.type == "cpu"
+        if count == most or (looks and not bool(moving.any())):
             break
         K_i = K[batch, i]
         eta = (diagonal[batch, i][:, None] + diagonal - 2 * K_i).clamp_min_(_TINY)
         j = torch.where(gain > 0, gain.square() / eta, -1.0).argmax(1)
-        slope = gain.gather(1, j[:, None])[:, 0]
-        room = torch.minimum(_room(alpha, box, y, i, 1.0), _room(alpha, box, y, j, -1.0))
-        t = torch.minimum(slope / eta.gather(1, j[:, None])[:, 0], room).masked_fill(~moving, 0)
-        alpha = _moved(_moved(alpha, box, y, i, t), box, y, j, -t)
+        newton = (gain / eta).gather(1, j[:, None])[:, 0].masked_fill(~moving, 0)
+        pair = torch.stack([i, j], 1)
+        of_y, of_box, of_alpha = (x.gather(1, pair) for x in (y, box, alpha))
+        value, t = _pair(of_y, of_box, of_alpha, newton)
+        alpha = alpha.scatter(1, pair, value)
         F = F + t[:, None] * (K_i - K[batch, j])
         steps += moving
     return alpha, steps, moving
 
 
-def _room(alpha: Tensor, box: Tensor, y: Tensor, i: Tensor, sense: float) -> Tensor:
-    """How far a_i = alpha_i y_i can move up (sense 1) or down (-1), (B,)."""
-    i = i[:, None]
-    grows = (y.gather(1, i) * sense) > 0
-    value = alpha.gather(1, i)
-    return torch.where(grows, box.gather(1, i) - value, value)[:, 0]
+def _pair(y: Tensor, box: Tensor, alpha: Tensor, newton: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise a of the first of each pair (B, 2) and lower that of the second by `newton` (B,), or to a bound.
+
+    The new alpha, snapped to the bound that it hits, and the step.
+    """
+    sense = y * y.new_tensor([1.0, -1.0])  # of alpha
+    t = newton.minimum(torch.where(sense > 0, box - alpha, alpha).amin(1))
+    return _snapped(alpha + sense * t[:, None], box), t
 
 
-def _moved(alpha: Tensor, box: Tensor, y: Tensor, i: Tensor, t: Tensor) -> Tensor:
-    """alpha with a_i moved by t and snapped to the bound that it hits."""
-    i = i[:, None]
-    limit = box.gather(1, i)
-    value = alpha.gather(1, i) + y.gather(1, i) * t[:, None]
-    value = torch.where(value > limit * (1 - _TINY), limit, value)
-    value = torch.where(value < limit * _TINY, 0.0, value)
-    return alpha.scatter(1, i, value)
+def _snapped(alpha: Tensor, box: Tensor) -> Tensor:
+    """Rounding must neither pass a bound nor miss it: what misses it looks free."""
+    alpha = torch.where(alpha > box * (1 - _TINY), box, alpha)
+    return torch.where(alpha < box * _TINY, 0.0, alpha)
 
 
 def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
@@ -343,9 +383,7 @@ def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
     rest = surplus.abs() - (left - alpha.minimum(box)).sum(1)
     shrink = torch.where(same, 0.0, left)
     left = left - _pour(rest.clamp_min(0), shrink, near)
-    # Rounding must neither pass a bound nor miss it: what misses it looks free.
-    left = torch.where(left > box * (1 - _TINY), box, left)
-    return torch.where(left < box * _TINY, 0.0, left)
+    return _snapped(left, box)
 
 
 def _pour(amount: Tensor, room: Tensor, near: Tensor) -> Tensor:

@@ -8,35 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo import criteria
+from torchloo.criteria.classification import error_rate
+from torchloo.criteria.declared import CRITERIA
+from torchloo.criteria.regression import press
+from torchloo.criteria.several_classes import multiclass_error
 from torchloo.held_out import HeldOut
 
 __all__ = ["Score", "as_held_out", "usual_criterion"]
-
-_SMOOTH = {
-    "error_rate": "smooth_error",
-    "balanced_error_rate": "smooth_error with criterion_weight=tl.balanced_weight",
-    "wmw": "smooth_wmw",
-    "auc": "smooth_wmw",
-    "leave_pair_out_auc": "smooth_wmw",
-    "kendall_tau": "mse",
-    "multiclass_error": "press or tl.criteria.cross_entropy",
-    "balanced_multiclass_error": "cross_entropy with criterion_weight=tl.balanced_weight",
-}
 
 
 def usual_criterion(search: str, labelled: bool, columns: bool) -> Any:
     """The criterion where none is given, for numbers or class labels, coded as several columns or one."""
     if not labelled or search == "gradient":
-        return criteria.press
-    return criteria.multiclass_error if columns else criteria.error_rate
+        return press
+    return multiclass_error if columns else error_rate
 
 
 class Score:
     """A criterion of torchloo.criteria, by itself or by name, or any callable of a HeldOut.
 
-    A callable of your own is called with one unbatched HeldOut at a time and taken to be better where it is
-    lower, unless it has an attribute `lower_is_better`.
+    A callable that the decorator `criterion` has not made one of them is called with one unbatched HeldOut at
+    a time and taken to be better where it is lower, unless it has an attribute `lower_is_better`.
 
     Attributes:
         sign: 1 where lower is better, else -1, so that sign * value is to be minimised.
@@ -45,13 +37,13 @@ class Score:
 
     def __init__(self, function: str, argument: str, criterion: Any) -> None:
         if isinstance(criterion, str):
-            known = [name for name in criteria.__all__ if hasattr(getattr(criteria, name), "takes_fit")]
-            if criterion not in known:
+            if criterion not in CRITERIA:
+                known = ", ".join(sorted(CRITERIA))
                 raise ValueError(
-                    f"{function}: {argument} must be one of {', '.join(known)}, or a callable of a HeldOut, "
+                    f"{function}: {argument} must be one of {known}, or a callable of a HeldOut, "
                     f"got {criterion!r}"
                 )
-            criterion = getattr(criteria, criterion)
+            criterion = CRITERIA[criterion]
         if not callable(criterion):
             got = type(criterion).__name__
             raise TypeError(f"{function}: {argument} must be a name or a callable of a HeldOut, got {got}")
@@ -64,14 +56,14 @@ class Score:
         self.targets: str | None = getattr(marked, "targets", None)
         self.mean_over_rows: bool = getattr(marked, "mean_over_rows", False)
         self.differentiable: bool = getattr(marked, "differentiable", True)
+        self.smooth: str = getattr(marked, "smooth", "")
         self.sign = 1.0 if getattr(marked, "lower_is_better", True) else -1.0
         self.name: str = getattr(marked, "__name__", type(marked).__name__)
 
     def require_differentiable(self) -> None:
         """Raise where a gradient is asked of a criterion that has none, naming one that has."""
         if not self.differentiable:
-            smooth = _SMOOTH.get(self.name)
-            instead = f"{self.argument}=tl.criteria.{smooth}, or " if smooth else ""
+            instead = f"{self.argument}=tl.criteria.{self.smooth}, or " if self.smooth else ""
             raise ValueError(
                 f"{self.function}: {self.argument} must be differentiable for search='gradient', got "
                 f"{self.name}; use {instead}search='nelder-mead'"
@@ -105,9 +97,17 @@ class Score:
         """Values of batch shape, for a HeldOut (or the Fit, where the criterion takes one) of any batch."""
         own = isinstance(weight, str) and weight == "own"
         call: Callable[..., Any] = self.criterion
-        if self.batched or self.takes_fit:
+        if self.takes_fit:
             return call(held_out) if own else call(held_out, weight=weight)
         batch = held_out.weight.shape[:-1]
+        if self.batched:
+            value = call(held_out) if own else call(held_out, weight=weight)
+            if value.shape != batch:
+                raise TypeError(
+                    f"{self.function}: {self.argument} must return shape {tuple(batch)}, one number for each "
+                    f"problem, got {tuple(value.shape)}"
+                )
+            return value
         flat = [
             call(one) if own else call(one, weight=_entry(weight, i, batch))
             for i, one in enumerate(_unbatched(held_out, batch))
