@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from counting import Counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_svm import loo_by_enumeration, svm_by_enumeration
@@ -13,14 +14,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import svm, svm_lco, svm_loo
+from torchloo.svm import host_reads, svm, svm_lco, svm_loo
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.proof.certify import value_bound
 from torchloo.svm.proof.checks import sufficiency_checks
+from torchloo.svm.smo.bound import DualBound
 from torchloo.svm.smo.free_newton import FreeSets, Groups
 from torchloo.svm.smo.inner import box_qp
 from torchloo.svm.smo.loo_smo import SMOOptions
-from torchloo.svm.smo.rounds import seed_without, smo
+from torchloo.svm.smo.rounds import SMOState, seed_without, smo
 from torchloo.svm.solve.low_rank import in_double
 
 
@@ -432,3 +434,51 @@ def test_options_of_the_smo_are_for_the_smo():
         tl.SVC(tl.kernels.RBF()).loo(X, y, smo=tl.svm.SMOOptions())
     held = tl.SVC(tl.kernels.RBF()).loo(X, y, method="smo", smo=tl.svm.SMOOptions(working=2))
     assert int(held.newton_steps.sum()) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SMOOptions(working=2, bound=True, gap_ball=True),
+        SMOOptions(working=12, bound=True, gap_ball=True, newton=0),
+        SMOOptions(working=8, bound=True, gap_ball=True, useful=0.0),
+        SMOOptions(working=16),
+    ],
+    ids=["pairs", "sets", "newton", "plain"],
+)
+def test_where_the_host_must_wait_it_does_so_once_a_round(options, monkeypatch):
+    """As on an accelerator: what is looked at on a CPU at no cost is computed for all problems instead."""
+    X, y = toy(27, n=24, d=3)
+    K = torch.stack([rbf(X, 0.8), rbf(X, 2.0), X @ X.T])
+    table, rows = torch.arange(3).repeat_interleave(24), torch.arange(24).repeat(3)
+    labels = y.expand(72, -1).contiguous()
+    box = torch.tensor([20.0, 3.0, 1.0], dtype=torch.float64)[table][:, None].repeat(1, 24)
+    box = box.scatter(1, rows[:, None], 0.0)
+    module, rounds = sys.modules["torchloo.svm.smo.rounds"], Counter()
+    look = module._look
+    monkeypatch.setattr(module, "_look", lambda *x: rounds.update(looks=1) or look(*x))
+
+    def solve() -> SMOState:
+        rounding = torch.full((3, 24), 1e-9, dtype=torch.float64)
+        rule = DualBound(K, table, rows, rounding, options) if options.bound else None
+        rounds.clear()
+        return smo(
+            K, labels, box, torch.zeros_like(box), 1e-3, table, rule, options.working, newton=options.newton
+        )
+
+    usual = solve()
+    monkeypatch.setattr(host_reads, "_AT_NO_COST", set())
+    with Counting() as count:
+        end = solve()
+    assert count.synchronisations == rounds["looks"] > 3
+    assert bool(((end.violation <= 1e-3) | (end.stopped_by > 0)).all())
+    assert bool((end.newton > 0).any()) == bool((usual.newton > 0).any())
+    assert_close(
+        end.F + labels, torch.einsum("bn,bnm->bm", end.alpha * labels, K[table]), atol=1e-8, rtol=1e-8
+    )
+    assert bool((usual.sign != 0).any()) == options.bound
+    assert abs(int((end.sign != 0).sum()) - int((usual.sign != 0).sum())) <= 12
+    both = (usual.sign != 0) & (end.sign != 0)
+    assert torch.equal(usual.sign[both], end.sign[both])
+    exact = torch.cat([svm_loo(k, y, C).outputs for k, C in zip(K, (20.0, 3.0, 1.0), strict=True)])
+    assert bool((end.sign * exact >= 0).all())

@@ -28,7 +28,8 @@ themselves, give derivatives of every order.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,8 @@ class _Coefficients(Function):
             return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None
 
 
-class Normal(NamedTuple):
+@dataclass(frozen=True)
+class Normal:
     """Rows in memory and their normal equations, whatever the regularisation and the targets."""
 
     V: Tensor
@@ -181,7 +183,8 @@ class Normal(NamedTuple):
         return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y))
 
 
-class Rotated(NamedTuple):
+@dataclass(frozen=True)
+class Rotated:
     """Normal equations in the coordinates of the eigenvectors of S."""
 
     normal: Normal
@@ -228,7 +231,8 @@ def _solved(normal: Normal, R: Tensor, reg: Tensor, T: Tensor, Y: Tensor) -> tup
     return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
-class Primal(NamedTuple):
+@dataclass(frozen=True)
+class Primal:
     """A factorised primal problem: its solution, and P by blocks on demand.
 
     `dual` and the blocks are divided by `reg`, which makes them those of the dual form.

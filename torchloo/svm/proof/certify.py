@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.host_reads import subset
 from torchloo.svm.solve.exact import duality_gap
 from torchloo.svm.stacked import dot
 
@@ -212,11 +213,14 @@ class Proof(NamedTuple):
 def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
     """The sign of f*(x_r) by Note [gap ball]; y is (m,) or (B, m), K as `held.table` says."""
     proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target, held.table))
-    rows = (proof.sign == 0).nonzero()[:, 0]
-    if len(rows):
-        labels = y if y.ndim == 1 else y[rows]
-        proof.sign[rows] = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])
-    return proof
+    rows = subset(proof.sign == 0)
+    if not len(rows):
+        return proof
+    labels = y if y.ndim == 1 else y[rows]
+    closer = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])
+    return proof._replace(
+        sign=torch.where(proof.sign == 0, proof.sign.index_copy(0, rows, closer), proof.sign)
+    )
 
 
 def reach_of(K: Tensor, target: Tensor, table: Tensor | None = None) -> Tensor:

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from torchloo.svm.host_reads import may_look, subset
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
-from torchloo.svm.smo.free_newton import subset
 from torchloo.svm.smo.inner import box_qp
 from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "SMOOptions", "primal_objective"]
 
 BOUND, GAP_BALL = 1, 2  # what SMOState.stopped_by says
+_CLIMB = 8  # steps of beta beside pairs
+_MOST = 64  # columns over which H is raised at once, or as many as a working set has
 
 
 class SMOOptions(NamedTuple):
@@ -63,9 +65,6 @@ class SMOOptions(NamedTuple):
 
     most_rounds: int = 100_000
     """Problems that need more are left unsolved: "not solved: out of rounds"."""
-
-    rule_every: int = 1
-    """Rounds from one test of the proofs to the next."""
 
     patience: int = 100
     """Sweeps, rounds whose working sets have n variables together, that may fail to halve the violation of
@@ -115,8 +114,7 @@ class DualBound:
         number = torch.arange(len(table), device=table.device) - (count.cumsum(0) - count)[table]
         self.trial = number < trials  # (B,)
         self.needed = useful * count.clamp_max(trials)  # (T,) proofs among the trials
-        self.allowed = count.clamp_max(trials) - self.needed  # (T,) failures
-        self.proved, self.failed = torch.zeros_like(count), torch.zeros_like(count)
+        self.proved = torch.zeros_like(count)
         self.beta = self.v = K.new_zeros(len(target), K.shape[1])
         self.begun = torch.zeros_like(self.trial)  # whose beta is set
 
@@ -135,9 +133,8 @@ class DualBound:
         `going` (B,) are the problems that have not met epsilon-KKT.
         """
         table = state.table
-        self.failed = self.failed + self._by_table(self.trial & ~going, table)
-        useful = (self.proved >= self.needed) & (self.failed <= self.allowed)
-        hopeful = self.failed <= self.allowed
+        hopeful = self.proved + self._by_table(self.trial & going, table) >= self.needed
+        useful = self.proved >= self.needed
         asked = going & torch.where(self.trial, hopeful[table], useful[table])
         rows = subset(asked)
         if len(rows):
@@ -191,13 +188,15 @@ class DualBound:
         return primal < bound - 1e-9 * primal.abs() - doubt
 
     def _raised(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """beta and v with a higher H by the columns alpha has read: a sweep beside pairs, else the best."""
-        used, W = s.read.to(s.y).topk(int(s.read.sum(1).max()), 1)  # (R, q): 1 and 0
+        """beta and v with a higher H over the columns read: the highest, or beside pairs some steps up."""
+        q = min(max(_MOST, self.options.working), s.read.shape[1])
+        q = min(q, int(s.read.sum(1).max())) if may_look(s.read) else q
+        used, W = s.read.to(s.y).topk(q, 1)  # (R, q): 1 and 0
         y, before, box = (x.gather(1, W) for x in (s.y, beta, s.box * s.read))
         h = at_r.gradient(beta, v).gather(1, W)
         Q = at_r.centred(self.K, s.table, W) * y[:, :, None] * y[:, None, :]
         if self.options.working == 2:
-            change = _swept(Q, h, box, before) * used
+            change = _climbed(Q, h, torch.where(used > 0, box, before), before)
         else:
             c = -h - (Q @ (before * used)[:, :, None])[:, :, 0]
             found = torch.where(used > 0, box_qp(Q, c, box, before, tolerance=1e-9), before)
@@ -209,14 +208,16 @@ class DualBound:
         return beta.scatter_add(1, W, change), v + moved
 
 
-def _swept(Q: Tensor, h: Tensor, box: Tensor, beta: Tensor) -> Tensor:
-    """The change of beta (R, q) by maximising over one coordinate after the other, h being the gradient."""
-    new = beta.clone()
-    for j in range(beta.shape[1]):
-        curvature = Q[:, j, j].clamp_min(torch.finfo(Q.dtype).tiny)
-        value = (new[:, j] + h[:, j] / curvature).clamp_min(0).minimum(box[:, j])
-        h = h - Q[:, :, j] * (value - new[:, j])[:, None]
-        new[:, j] = value
+def _climbed(Q: Tensor, h: Tensor, box: Tensor, beta: Tensor) -> Tensor:
+    """The change of beta (R, q) by steps along the coordinate that gains most, h being the gradient."""
+    new, batch = beta, torch.arange(len(h), device=h.device)
+    curvature = Q.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(Q.dtype).tiny)
+    for _ in range(min(_CLIMB, h.shape[1])):
+        d = (new + h / curvature).clamp_min(0).minimum(box) - new
+        j = (d * (h - d * curvature / 2)).argmax(1)
+        step = d[batch, j][:, None]
+        new = new.scatter_add(1, j[:, None], step)
+        h = h - Q[batch, j] * step
     return new - beta
 
 

@@ -22,24 +22,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FreeSets", "Groups", "subset"]
+from torchloo.svm.host_reads import may_look, subset
+from torchloo.svm.stacked import rows_of
+
+__all__ = ["FreeSets", "Groups"]
 
 _RIDGE = 1e-8  # of k_ii, for directions only
 _SHORT = 1e-3  # of the mean of k_ii: the least that counts for the ridge
 _ROUNDING = 1e-6  # of the sum of |d|: how far rounding may take the sum of d from 0
 _FAR = 96  # indices in which a free set may differ from the common one
 _NEARER = 16  # by so many more, and twice as many as need be, they may differ until there is a new common one
-_LARGE = 200  # rows of kernel matrices of which each is worth a product of its own, on a CPU
-
-
-def subset(mask: Tensor) -> Tensor:
-    """Indices among which are those where the mask (B,) is true: on a CPU these, else all.
-
-    To ask an accelerator which they are would wait for all it has to do.
-    """
-    if mask.device.type == "cpu":
-        return mask.nonzero()[:, 0]
-    return torch.arange(len(mask), device=mask.device)
+_LARGE = 200  # rows of kernel matrices of which each is worth a product of its own, where sizes may be read
 
 
 class Groups(NamedTuple):
@@ -73,7 +66,7 @@ class Groups(NamedTuple):
         """x_b A_t for each problem b and its t: (B, q) and (T, q, p) give (B, p)."""
         if len(A) == 1:
             return x @ A[0]
-        if x.device.type == "cpu" and A.shape[-1] >= _LARGE:
+        if may_look(x) and A.shape[-1] >= _LARGE:
             parts = x.split(self.sizes.tolist())
             return torch.cat([part @ a for part, a in zip(parts, A, strict=True)])
         start = self.sizes.cumsum(0) - self.sizes
@@ -101,7 +94,7 @@ class FreeSets:
         """Indices S (T, s) of the common sets, padded with others, and the rows of W there, (T, s, n)."""
         self.S = self.common.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
         self.inside = self.common.gather(1, self.S)
-        self.W_S = _rows(self.W, self.S)
+        self.W_S = rows_of(self.W, self.S)
 
     def look(self, free: Tensor, groups: Groups) -> list[Tensor]:
         """How many kernel matrices need another common set for the free sets (B, n), and its size then.
@@ -151,20 +144,13 @@ class FreeSets:
 
     def _changed(self, lack: Tensor, apart: Tensor, table: Tensor) -> Tensor:
         """c of Note [free sets] at the indices P given as a mask, 0 elsewhere, (B, n)."""
-        k = int(apart.sum(1).max()) if apart.device.type == "cpu" else min(_FAR, lack.shape[1])
+        k = int(apart.sum(1).max()) if may_look(apart) else min(_FAR, lack.shape[1])
         used, P = apart.to(lack).topk(k, 1)  # (B, k)
         W_PP = self.W[table[:, None, None], P[:, :, None], P[:, None, :]]
         W_PP = W_PP * used[:, :, None] * used[:, None, :]
         W_PP.diagonal(dim1=1, dim2=2).add_(1 - used)
         c, _ = torch.linalg.solve_ex(W_PP, (lack.gather(1, P) * used)[:, :, None])
         return torch.zeros_like(lack).scatter_(1, P, c[:, :, 0])
-
-
-def _rows(K: Tensor, S: Tensor) -> Tensor:
-    """Rows S (T, s) of matrices (T, n, n), (T, s, n)."""
-    if len(K) == 1:  # faster than an index by tensors
-        return K[0].index_select(0, S[0])[None]
-    return K[torch.arange(len(K), device=K.device)[:, None], S]
 
 
 def _tableaux(K: Tensor, common: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +164,7 @@ def _tableaux(K: Tensor, common: Tensor, size: int) -> tuple[Tensor, Tensor]:
     lifted = K + torch.diag_embed(ridge)
     S = common.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
     inside = common.gather(1, S).to(K)  # (T, s)
-    K_S = _rows(lifted, S) * inside[:, :, None]
+    K_S = rows_of(lifted, S) * inside[:, :, None]
     both = inside[:, :, None] * inside[:, None, :]
     c = (k.gather(1, S) * inside).sum(1) / inside.sum(1).clamp_min(1)
     c = c.clamp_min(torch.finfo(K.dtype).tiny)[:, None, None]

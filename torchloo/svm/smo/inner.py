@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.host_reads import may_look, subset
+
 __all__ = ["box_qp"]
 
 _RIDGE = 1e-13
@@ -120,16 +122,25 @@ def _interior_point(program: _Program, tolerance: float, most: int = 40) -> Tens
     p = _Point(program.u / 2, program.u / 2, multiplier, multiplier, torch.zeros_like(size))
     left = torch.arange(len(size), device=size.device)
     x = torch.empty_like(program.c)
-    for _ in range(most):
+    for _ in range(most if may_look(x) else most // 2):  # no more than nearly all need, where all must go on
         dual = program.gradient(p.x) + program.a * p.b - p.z + p.w  # (B, q)
         x[left] = _at_bounds(p, program.u)
         wrong = torch.maximum(p.complementarity(), dual.abs().amax(1, keepdim=True))
-        rows = (wrong > tolerance * size)[:, 0].nonzero()[:, 0]  # NaN, a failed factor, ends too
+        going = wrong > tolerance * size  # NaN, a failed factor, ends too
+        rows = subset(going[:, 0])
         if not len(rows):
             break
-        left, size, dual, program = left[rows], size[rows], dual[rows], program.take(rows)
-        p = _Point(*(v[rows] for v in p))
-        p = _step(program, p, dual)
+        if len(rows) < len(left):
+            left, size, dual, going, program = (
+                left[rows],
+                size[rows],
+                dual[rows],
+                going[rows],
+                program.take(rows),
+            )
+            p = _Point(*(v[rows] for v in p))
+        new = _step(program, p, dual)
+        p = new if may_look(going) else _Point(*(torch.where(going, *v) for v in zip(new, p, strict=True)))
     return x
 
 

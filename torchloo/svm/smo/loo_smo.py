@@ -15,7 +15,7 @@ from torchloo.svm.solve.low_rank import in_double
 
 __all__ = ["SMOOptions", "check_options", "leave_clusters_out_by_smo", "leave_one_out_by_smo"]
 
-_LEAST = {"working": 2, "trials": 0, "newton": 0, "most_rounds": 1, "rule_every": 1, "patience": 1}
+_LEAST = {"working": 2, "trials": 0, "newton": 0, "most_rounds": 1, "patience": 1}
 
 
 def check_options(function: str, options: SMOOptions | None, method: str) -> SMOOptions:
@@ -101,7 +101,7 @@ def _solve(
     rounds = -(-options.patience * n // min(options.working, n))
     return smo(
         K, y, boxes, start, epsilon, table, rule,
-        options.working, options.most_rounds, options.rule_every, rounds, options.newton,
+        options.working, options.most_rounds, rounds, options.newton,
     )  # fmt: skip
 
 

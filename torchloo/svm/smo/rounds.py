@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from torchloo.svm.smo.free_newton import FreeSets, Groups, subset
+from torchloo.svm.host_reads import may_look, subset
+from torchloo.svm.smo.free_newton import FreeSets, Groups
 from torchloo.svm.smo.inner import box_qp
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = ["SMOState", "seed_without", "smo"]
 _TINY = 1e-12
 _PAIRS = 32  # steps on pairs before the interior point
 _FEW_PAIRS = 8  # steps on pairs before Newton steps
+_ASKED, _PAIRS_ASKED = 8, 4  # a rule waits for an eighth more rounds; and for so many pairs at least
 _STALLED = 4  # rounds that do not halve the violation, before the interior point comes to help
 
 
@@ -88,7 +90,6 @@ def smo(
     rule: "DualBound | None" = None,
     working: int = 64,
     most_rounds: int = 100_000,
-    rule_every: int = 1,
     patience: int | None = None,
     newton: int = 4,
 ) -> SMOState:
@@ -101,10 +102,10 @@ def smo(
         y, box, alpha: labels, upper bounds and start of each problem, (B, n).
         epsilon: largest violation of the optimality conditions.
         table: which kernel matrix each problem uses, (B,); default the first.
-        rule: another reason to stop, of the same problems (bound.py).
+        rule: another reason to stop, of the same problems (bound.py); asked at first in every round, or after
+            every fourth pair, and ever more rarely, so that no stop comes later by more than an eighth.
         working: size of the working sets.
         most_rounds: give up after so many rounds, or when rounding lets nothing move; `violation` tells.
-        rule_every: ask the rule every so many rounds.
         patience: give a problem up whose violation has not been halved in so many rounds.
         newton: Newton steps on the free set in each round, at most; 0: none, as with working=2.
 
@@ -119,6 +120,7 @@ def smo(
         rule.take(state.name)
     groups = Groups.of(state.table, len(K), len(y))
     ended: list[SMOState] = []
+    asks = 0  # the round of the next test by the rule
     stuck = torch.zeros_like(state.name, dtype=torch.bool)
     for round_ in range(most_rounds):
         F_up, F_low = _movable(state)
@@ -127,7 +129,8 @@ def smo(
             done |= state.waited >= patience
         if round_ == most_rounds - 1:
             done = torch.ones_like(done)
-        if rule is not None and round_ % rule_every == 0:
+        if rule is not None and round_ >= asks:
+            asks = round_ + round_ // _ASKED + (_PAIRS_ASKED if q == 2 else 1)
             done |= rule.advance(state, ~done)
             state.read = torch.zeros_like(state.read)
         plan = _look(state, done, groups, sets)
@@ -336,8 +339,7 @@ def _pairs(
         F_i, i = F.masked_fill(~up, torch.inf).min(1)
         gain = F.masked_fill(~low, -torch.inf) - F_i[:, None]  # (B, q)
         moving = gain.amax(1) > epsilon / 2  # not the slope of j, whose gain may lie in a tiny eta
-        looks = count % 4 == 0 and K.device.type == "cpu"
-        if count == most or (looks and not bool(moving.any())):
+        if count == most or (count % 4 == 0 and may_look(moving) and not bool(moving.any())):
             break
         K_i = K[batch, i]
         eta = (diagonal[batch, i][:, None] + diagonal - 2 * K_i).clamp_min_(_TINY)
