@@ -399,7 +399,7 @@ def test_a_result_that_is_not_finite_is_blamed_on_inputs_only_where_they_are_not
 def test_a_basis_that_is_empty_or_of_other_columns_is_refused():
     g = good()
     for shape in ((0, 2), (3, 0), (2,)):
-        with pytest.raises(ValueError, match="basis must be .* with at least one row, got shape"):
+        with pytest.raises(ValueError, match=r"basis must be .* with at least one row, got shape"):
             tl.SparseLSSVM(tl.kernels.RBF(), basis=torch.empty(shape, dtype=torch.float64))
     machine = tl.SparseLSSVM(tl.kernels.RBF(), basis=g["X"][:2, :1])
     for call in (machine.loo, machine.fit):
