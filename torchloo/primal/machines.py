@@ -117,7 +117,7 @@ class Expansion:
 
         It is a number of the dtype of the rows, so that nothing is rounded twice in the difference.
         """
-        self.origin = first.double().mean(1, keepdim=True).to(dtype).double()
+        self.origin = first.mean(1, keepdim=True, dtype=torch.float64).to(dtype).double()
         return self.origin
 
     def away(self, features: Tensor) -> Tensor:

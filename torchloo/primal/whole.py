@@ -256,7 +256,7 @@ class Primal:
     """a = P Y, (..., n, c)."""
 
     @property
-    def bias(self) -> bool:
+    def has_bias(self) -> bool:
         """Whether there is an unpenalised bias."""
         return self.normal.mean is not None
 
@@ -273,7 +273,7 @@ class Primal:
         """
         normal = self.normal
         B, root = self._whitened(normal.V), normal.root
-        if self.bias:
+        if self.has_bias:
             B = torch.cat([B, _expanded(root * normal.per_weight.sqrt(), B)], -1)
         return B, _expanded(root, B), self.dual * self.noise
 
@@ -320,7 +320,7 @@ class Primal:
     def _total(self, B: Tensor) -> Tensor:
         """T C T^T as it is found; see `leave_out_large`."""
         penalty = self._whitened(self._whitened(self.R).mT)
-        return torch.nn.functional.pad(penalty, (0, self.bias, 0, self.bias)) + B.mT @ B
+        return torch.nn.functional.pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
 
     def _without(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
         """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
@@ -352,7 +352,7 @@ class Primal:
             return t[problem[len(problem) - (t.ndim - 2) :]]
 
         V, root, R = (own(t) for t in (self.normal.V, self.normal.root, self.R))
-        if self.bias:
+        if self.has_bias:
             V, R = torch.cat([V, root], -1), torch.nn.functional.pad(R, (0, 1, 0, 1))
         return refit_at_once(V, R, root, root * own(_about_mean(self.Y, self.normal)[0]), sets, guard)
 

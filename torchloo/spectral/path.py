@@ -84,7 +84,7 @@ class Path:
         r, variance, refitted = self.each().parts(lambda form: form.left_out(sets, guard))
         return self._shaped(r), self._shaped(variance), self._shaped(refitted)
 
-    def each(self) -> "Each":
+    def each(self) -> "Forms":
         """All regularisations with a form of their own."""
         raise NotImplementedError
 
@@ -106,8 +106,40 @@ class Path:
 
 
 @dataclass
-class Each(Path):
-    """A form for each regularisation, and for each output that has its own."""
+class Forms(Path):
+    """Regularisations that all have a form of their own, and how these are put together."""
+
+    def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        """What a function makes of every form, tensors (..., c), as (R, ..., c) each."""
+        raise NotImplementedError
+
+    def coefficients(self) -> Tensor:
+        return self.along(lambda form: (form.dual,))[0]
+
+    def blocks_of(self, partition: Partition) -> list[Tensor]:
+        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
+        return [block.movedim(-1, -4) for block in blocks]
+
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        return self.parts(lambda form: form.held_out(partition, guard))
+
+    def each(self) -> "Forms":
+        return self
+
+    def parts(self, of_form: Callable[..., Parts]) -> Parts:
+        """Held-out parts of all R from those of each form."""
+
+        def of(form: Dual | Primal) -> tuple[Tensor, ...]:
+            r, variance, refitted = of_form(form)
+            return r, variance.expand_as(r), refitted.unsqueeze(-1)
+
+        r, variance, refitted = self.along(of)
+        return r, variance, refitted.any(-1)
+
+
+@dataclass
+class Each(Forms):
+    """A dual form for each regularisation, and for each output that has its own."""
 
     form_of: Callable[[Tensor, Tensor], Dual]
     """The form for a regularisation (...) and targets (..., n, c)."""
@@ -133,31 +165,8 @@ class Each(Path):
             rows.append([torch.cat(parts, -1) for parts in answers])
         return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
-    def coefficients(self) -> Tensor:
-        return self.along(lambda form: (form.dual,))[0]
-
     def biases(self) -> Tensor:
         return self.along(lambda form: (form.bias,))[0]
-
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
-        return [block.movedim(-1, -4) for block in blocks]
-
-    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
-        return self.parts(lambda form: form.held_out(partition, guard))
-
-    def each(self) -> "Each":
-        return self
-
-    def parts(self, of_form: Callable[..., Parts]) -> Parts:
-        """Held-out parts of all R from those of each form."""
-
-        def of(form: Dual) -> tuple[Tensor, ...]:
-            r, variance, refitted = of_form(form)
-            return r, variance.expand_as(r), refitted.unsqueeze(-1)
-
-        r, variance, refitted = self.along(of)
-        return r, variance, refitted.any(-1)
 
 
 @dataclass
@@ -352,7 +361,7 @@ def from_features(
 
 
 @dataclass
-class ByFeatures(Path):
+class ByFeatures(Forms):
     """Machines of the same rows with fewer features than there are rows: an axis more of the primal form.
 
     Without a graph, the features are rotated once to where the normal matrix is diagonal for every
@@ -392,28 +401,6 @@ class ByFeatures(Path):
         if self._rotated is not None:
             coef = self._rotated.Q @ coef
         return self._shaped(coef), self._shaped(offset)
-
-    def coefficients(self) -> Tensor:
-        return self.along(lambda form: (form.dual,))[0]
-
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
-        return [block.movedim(-1, -4) for block in blocks]
-
-    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
-        return self._parts(lambda form: form.held_out(partition, guard))
-
-    def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
-        r, variance, refitted = self._parts(lambda form: form.left_out(sets, guard))
-        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
-
-    def _parts(self, of_form: Callable[[Primal], Parts]) -> Parts:
-        def of(form: Primal) -> tuple[Tensor, ...]:
-            r, variance, refitted = of_form(form)
-            return r, variance.expand_as(r), refitted.unsqueeze(-1)
-
-        r, variance, refitted = self.along(of)
-        return r, variance, refitted.any(-1)
 
 
 @dataclass(frozen=True)
