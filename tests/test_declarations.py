@@ -252,6 +252,18 @@ def test_a_name_of_the_library_cannot_be_taken():
     assert CRITERIA["mse"] is tl.criteria.mse
 
 
+def test_a_name_of_a_kernel_of_the_library_cannot_be_taken():
+    before = KERNELS["rbf"]
+    with pytest.raises(
+        ValueError, match=r"Mine: choices must have new names, got rbf, which torchloo.kernels"
+    ):
+
+        class Mine(Laplace):
+            choices = (Choice("rbf", "a kernel", lambda d: Mine()),)
+
+    assert KERNELS["rbf"] is before
+
+
 def lambda_named(name):
     def function(held_out):
         return held_out.residuals.square().mean(-1)
