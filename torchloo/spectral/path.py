@@ -16,7 +16,7 @@ from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Normal, Primal, centred, ridge_penalty
+from torchloo.primal.whole import Normal, Primal, Rotated, centred, ridge_penalty
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
@@ -371,14 +371,17 @@ class ByFeatures(Forms):
     normal: Normal
 
     @functools.cached_property
-    def _rotated(self) -> tuple[Normal, Tensor, Tensor] | None:
+    def _rotated(self) -> Rotated | None:
         tensors = (self.normal.S, self.regs, self.problem.Y)
         graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return None if graph or not values_visible(*tensors) else self.normal.rotated()
+        if graph or not values_visible(*tensors):
+            return None
+        return self.normal.rotated(self.regs.amin(0).amin(-1), self.problem.guard)
 
     def along(self, of: Callable[[Primal], tuple[Tensor, ...]]) -> list[Tensor]:
         """What a function makes of primal forms, tensors (R, ..., c), of a few regularisations at a time."""
-        normal, w, _ = self._rotated or (self.normal, None, None)
+        rotated = self._rotated
+        normal = self.normal if rotated is None else rotated.normal
         regs, Y, batch = self.regs, self.problem.Y.double(), self.problem.reg.shape
         own = regs.shape[-1] > 1
         regs = regs.expand(len(regs), *batch, regs.shape[-1])
@@ -386,8 +389,8 @@ class ByFeatures(Forms):
         width = max(1, _TOGETHER // (normal.V.numel() * self.regs.shape[-1]))
         found = []
         for reg in regs.split(width):  # (R, ...) or (R, c, ...)
-            T = None if w is None else (w + reg.unsqueeze(-1)).rsqrt()
-            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, T)
+            inverse = None if rotated is None else rotated.inverse(reg)
+            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, inverse)
             parts = of(form)
             found.append([part.movedim(1, -1)[..., 0, :] for part in parts] if own else parts)
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
@@ -396,7 +399,7 @@ class ByFeatures(Forms):
         """Coefficients of the features, (..., p, c), and the offset (..., c)."""
         coef, offset = self.along(lambda form: (form.coef, form.offset))
         if self._rotated is not None:
-            coef = self._rotated[2] @ coef
+            coef = self._rotated.Q @ coef
         return self._shaped(coef), self._shaped(offset)
 
 
