@@ -10,7 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operations whose result the host has to see, without namespace and overload.
-_LOOKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+_LOOKS = {
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+}
 
 
 class _HostReads(TorchFunctionMode):

@@ -25,9 +25,9 @@ def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor,
 
 
 def solved(K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
-    """One problem K (n, n), y and box (n,), merged, and its solution."""
+    """One problem K (n, n), y and box (n,), as a stack, merged, and its solution."""
     ((_, problem, full),) = solve_problems("test", K[None], y[None], box[None])
-    return Problem(*(x[0] for x in problem)), Exact(*(x[0] for x in full))
+    return problem, full
 
 
 @st.composite
@@ -58,4 +58,4 @@ def loo_by_smo(
     fit = svm(K[None], y[None], C)
     box = torch.full_like(y[None], C)
     found = leave_one_out_by_smo(K[None], y[None], box, fit, values, epsilon, options or SMOOptions())
-    return found.by_problem()[0]
+    return RowOutcome.of([field[0] for field in found[:6]], None)

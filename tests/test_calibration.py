@@ -148,3 +148,15 @@ def test_outputs_that_hardly_differ_converge():
     received = tl.calibrate(held_out(f, y))(f)
     expected = tl.calibrate(held_out(1e7 * (f + 1), y))(1e7 * (f + 1))
     torch.testing.assert_close(received, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rounding_of_the_loss_near_its_minimum_stops_no_search():
+    for seed, c, n in (
+        (13, 3, 43),
+        (247, 3, 31),
+        (335, 4, 37),
+        (454, 3, 33),
+        (483, None, 62),
+        (591, None, 47),
+    ):
+        tl.calibrate(held_out(*noisy(n, c, seed)))  # each took more than 100 steps, of rounding alone

@@ -697,4 +697,7 @@ def test_a_messy_table_goes_through_without_a_report(folder, capsys, monkeypatch
     assert run("predict", "out/model.pt", "new.csv") == 2
     assert "unexpected 'more' (or --ignore-extra)" in capsys.readouterr().err
     assert run("predict", "out/model.pt", "new.csv", "--ignore-extra") == 0
+    assert run("select", "messy.csv", *words[:-1], "other", "--missing", "drop", "--no-report") == 0
+    assert run("predict", "other/model.pt", "new.csv", "--ignore-extra") == 2
+    assert "fill them in, or select the model with --missing mean" in capsys.readouterr().err
     assert pd.read_csv("predictions.csv")["prediction"].notna().all()

@@ -450,6 +450,17 @@ def test_a_fit_keeps_its_targets_and_notices_changed_inputs(case):
         assert_close(fit.held_out().outputs, expected.outputs)
 
 
+@every_smoother
+@pytest.mark.parametrize("count", [2, 9])
+def test_a_solved_path_keeps_its_regularisations(case, count):
+    X, Y, weight = problem(N)
+    y, regs = case.targets(Y)[:, 0], torch.logspace(-2, 1, count, dtype=torch.float64)
+    expected = case.make().path(X, y, regs, None, weight)
+    path = case.make().solve_path(X, y, regs, weight)
+    regs.mul_(10)
+    assert_close(path.held_out().outputs, expected.outputs)
+
+
 def test_a_basis_is_copied_unless_it_is_a_parameter():
     X, Y, _ = problem(N)
     basis = X[:4].clone()

@@ -61,7 +61,7 @@ class OneByOne(NotLifted):
     differentiable=True,
     mean_over_rows=True,
 )
-def absolute_error(held_out, weight="own"):
+def own_error(held_out, weight="own"):
     """A criterion of one's own, which serves a batch at once."""
     BATCHES.append(held_out.weight.shape[:-1])
     own = torch.ones_like(held_out.weight) if weight is None else weight
@@ -74,7 +74,7 @@ def absolute_error(held_out, weight="own"):
     "the share of rows that are predicted to within one half",
     lower_is_better=False,
     differentiable=False,
-    smooth="absolute_error",
+    smooth="own_error",
 )
 def hits(held_out, weight="own"):
     """Another, which has no gradient."""
@@ -82,7 +82,7 @@ def hits(held_out, weight="own"):
 
 
 BATCHES = []
-OWN = ("absolute_error", "hits")
+OWN = ("own_error", "hits")
 
 
 def table(n=24, d=2):
@@ -217,22 +217,20 @@ def test_every_function_of_a_held_out_is_a_criterion_or_known_to_be_none():
 def test_a_criterion_of_ones_own_scores_all_starts_at_once_and_by_its_name():
     options = {"starts": 4, "generator": torch.Generator().manual_seed(1)}
     BATCHES.clear()
-    found = search(Laplace(), criterion="absolute_error", **options)
+    found = search(Laplace(), criterion="own_error", **options)
     assert torch.Size([4]) in BATCHES
     X, y = table()
     held_out = found.machine.loo(X, y)
     assert found.value == pytest.approx(held_out.residuals.abs().mean().item())
     alone = search(Laplace(), criterion=lambda h: h.residuals.abs().mean(), **options)
     assert found.value <= 1.01 * alone.value
-    assert tl.standard_error("absolute_error", held_out) > 0
-    validated = tl.validate(
-        tl.LSSVM(Laplace()), X, y, 3, criterion="absolute_error", metric=hits, progress=False
-    )
+    assert tl.standard_error("own_error", held_out) > 0
+    validated = tl.validate(tl.LSSVM(Laplace()), X, y, 3, criterion="own_error", metric=hits, progress=False)
     assert 0 <= validated.mean <= 1
 
 
 def test_a_criterion_of_ones_own_without_gradient_names_its_substitute_and_is_maximised():
-    with pytest.raises(ValueError, match=r"got hits; use criterion=tl.criteria.absolute_error, or search="):
+    with pytest.raises(ValueError, match=r"got hits; use criterion=tl.criteria.own_error, or search="):
         search(Laplace(), criterion="hits")
     found = search(Laplace(), criterion=hits, search="grid")
     assert found.value == max(step.value for step in found.history)
@@ -254,6 +252,18 @@ def test_a_name_of_the_library_cannot_be_taken():
     assert CRITERIA["mse"] is tl.criteria.mse
 
 
+def test_a_name_of_a_kernel_of_the_library_cannot_be_taken():
+    before = KERNELS["rbf"]
+    with pytest.raises(
+        ValueError, match=r"Mine: choices must have new names, got rbf, which torchloo.kernels"
+    ):
+
+        class Mine(Laplace):
+            choices = (Choice("rbf", "a kernel", lambda d: Mine()),)
+
+    assert KERNELS["rbf"] is before
+
+
 def lambda_named(name):
     def function(held_out):
         return held_out.residuals.square().mean(-1)
@@ -268,9 +278,9 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
     monkeypatch.chdir(tmp_path)
     X, y = table(40)
     pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}).to_csv("data.csv", index=False)
-    words = ["select", "data.csv", "--target", "y", "--kernel", "laplace", "--criterion", "absolute_error"]
+    words = ["select", "data.csv", "--target", "y", "--kernel", "laplace", "--criterion", "own_error"]
     assert cli.main([*words, "--outer", "0", "--out", "out", "--no-progress"]) == 0
-    assert "absolute_error 0." in capsys.readouterr().out
+    assert "own_error 0." in capsys.readouterr().out
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     for said in (
         "A least-squares support vector machine with a Laplace kernel. ",

@@ -210,6 +210,24 @@ def test_a_path_of_float32_rows_has_the_digits_of_float32_whatever_its_length(co
     assert ((received - expected).abs().amax(-1) <= 1e-6 * expected.abs().amax(-1)).all()
 
 
+@pytest.mark.parametrize("machine", ["rls", "lssvm"])
+@pytest.mark.parametrize("clusters", [list(range(11)), [i % 3 for i in range(11)]], ids=["rows", "sets"])
+def test_a_path_of_fewer_features_than_rows_has_the_digits_of_the_rows(machine, clusters):
+    """Squared by the normal matrix, a tiny regularisation would be lost beside the heaviest rows."""
+    for seed in range(6):
+        X, y = randn(11, 9, seed=seed), randn(11, seed=seed + 1)
+        weight = 10 ** (
+            12 * torch.rand(11, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 6
+        )
+        regs, solver = torch.tensor([1e-9, 1.0], dtype=torch.float64), make(machine, "linear", 1.0, 11)
+        for path in (
+            solver.solve_path(X, y, regs, weight).held_out(clusters),
+            solver.path(X.unsqueeze(0), y, regs, clusters, weight),  # a batch
+        ):
+            problem = (machine, "linear", X, y, weight, clusters)
+            assert_refitted(problem, regs[0], path.outputs[0].reshape(-1), path.targets[0])
+
+
 def twins(seed, batch=(), apart=1e-7):
     """A kernel matrix in which rows 0 and 1 nearly coincide, so that their block is nearly singular."""
     X = randn(*batch, 9, 2, seed=seed)

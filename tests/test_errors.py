@@ -374,6 +374,15 @@ def test_a_kernel_matrix_that_overflows_is_named():
             machine(tl.kernels.Polynomial(3)).loo(1e150 * g["X"], g["y"])
 
 
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM, tl.KFD], ids=["rls", "lssvm", "kfd"])
+def test_weights_too_small_to_divide_by_are_refused(machine):
+    g = good()
+    weight = poked(g["weight"], 1e-320)
+    for kernel in (tl.kernels.RBF(), tl.kernels.Linear()):
+        with pytest.raises(ValueError, match=r"reg / weight must be finite, got"):
+            machine(kernel).loo(g["X"], g["y"], weight)
+
+
 @pytest.mark.parametrize("result", [torch.nan, torch.inf])
 def test_a_result_that_is_not_finite_is_blamed_on_inputs_only_where_they_are_not(result):
     Y, guard = good()["Y"], Guard("f")
@@ -385,3 +394,14 @@ def test_a_result_that_is_not_finite_is_blamed_on_inputs_only_where_they_are_not
     guard.implied(bad, bad)
     with pytest.raises(ValueError, match="f: Y must be finite"):
         guard.check()
+
+
+def test_a_basis_that_is_empty_or_of_other_columns_is_refused():
+    g = good()
+    for shape in ((0, 2), (3, 0), (2,)):
+        with pytest.raises(ValueError, match=r"basis must be .* with at least one row, got shape"):
+            tl.SparseLSSVM(tl.kernels.RBF(), basis=torch.empty(shape, dtype=torch.float64))
+    machine = tl.SparseLSSVM(tl.kernels.RBF(), basis=g["X"][:2, :1])
+    for call in (machine.loo, machine.fit):
+        with pytest.raises(ValueError, match=r"basis must have inputs like X, of shape \(2,\), got \(1,\)"):
+            call(g["X"], g["y"])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchloo as tl
+from torchloo import cli
 
 
 def images(n: int = 60, classes: int = 3):
@@ -203,6 +204,33 @@ def test_a_pipeline_of_scikit_learn_on_a_data_frame_with_string_classes():
     search = GridSearchCV(pipeline, {"looclassifier__kernel": ["linear", "rbf"]}, cv=3).fit(iris.data, names)
     assert search.best_score_ > 0.9
     assert set(search.predict(iris.data)) <= set(iris.target_names)
+
+
+def test_a_messy_table_with_missing_values(tmp_path, monkeypatch, capsys):
+    pd = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    size, age = (torch.rand(2, 60, generator=generator) * 100).round(decimals=1).tolist()
+    towns = ["Ulm", "Bonn", "Köln"]
+    lines = ["size;age;town;sold on;price"]
+    for i in range(60):
+        cells = [str(size[i]).replace(".", ","), str(age[i]), towns[i % 3], f"2024-03-{i % 28 + 1:02}"]
+        if i % 8 == 0:
+            cells[i % 3] = ""
+        lines.append(";".join([*cells, f"{3 * size[i] - age[i] + 40 * (i % 3):.1f}"]))
+    (tmp_path / "houses.csv").write_text("\n".join(lines), encoding="cp1252")
+    command = ["select", "houses.csv", "--target", "price", "--outer", "5", "--no-report", "--no-progress"]
+    assert cli.main(command) == 2
+    assert "missing values: 3 in column 'size', the first in row 1" in capsys.readouterr().err
+    assert cli.main([*command, "--missing", "mean", "--time-budget", "60"]) == 0
+    said = capsys.readouterr().out
+    assert "read as Windows-1252" in said
+    assert "dates, taken as days since 1970: 'sold on'" in said
+    assert cli.main(["predict", "houses-torchloo/model.pt", "houses.csv"]) == 0
+    predicted = pd.read_csv("predictions.csv")
+    assert predicted.columns.tolist() == ["row", "prediction", "lower", "upper"]
+    inside = (predicted["lower"] <= predicted["prediction"]) & (predicted["prediction"] <= predicted["upper"])
+    assert inside.all()
 
 
 def test_several_machines_under_a_time_budget():

@@ -47,6 +47,17 @@ def fitted(kernel, machine="lssvm", dtype=torch.float64):
     return MACHINES[machine](KERNELS[kernel]()).fit(X, y)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wrong_number_of_columns_is_told_as_the_machine_tells_it(kernel):
+    machine = fitted(kernel)
+    if machine._linear or machine.kernel.features is None:
+        for predict in (machine, machine.frozen()):
+            with pytest.raises(
+                ValueError, match=r"lssvm: X must have 4 columns, as in fit, got shape \(5, 3\)"
+            ):
+                predict(rows(5, 3))
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_outputs_are_those_of_the_machine(kernel, machine):

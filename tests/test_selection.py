@@ -641,3 +641,37 @@ def test_a_search_ends_where_rounding_begins(search):
     for tolerance in (1e-6, 1e-12):
         chosen = select(tl.LSSVM(K.RBF()), X, y, search=search, tolerance=tolerance)
         assert chosen.evaluations < (25 if search == "gradient" else 100)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+def test_a_search_as_one_object_is_that_of_its_options(method):
+    X, y = sine()
+    options = {"starts": 2, "prior": 0.5, "max_evaluations": 20, "bounds": {"reg": (1e-3, 1e3)}}
+
+    def drawn():
+        return {**options, "generator": torch.Generator().manual_seed(3), "progress": False}
+
+    arguments = tl.LSSVM(K.RBF()), X, y
+    together = tl.select(*arguments, "mse", tl.Search(method, **drawn()))
+    assert together.history == tl.select(*arguments, "mse", method, **drawn()).history
+    for k, by_name in enumerate(({}, drawn())):  # what is given by name goes first
+        found = tl.validate(
+            *arguments, 3, "mse", search=tl.Search(method, **drawn() | {"starts": 2 + k}), **by_name
+        )
+        assert found.table == tl.validate(*arguments, 3, "mse", search=method, **drawn()).table
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tl.Search("bfgs"), ValueError, "Search: search must be one of gradient"),
+        (lambda: tl.Search(starts=0), ValueError, "Search: starts must be a whole number from 1 on, got 0"),
+        (lambda: {"method": "grid"}, TypeError, "select: unknown argument 'method'; options of select are"),
+        (lambda: {"function": "x"}, TypeError, "select: unknown argument 'function'; options of select are"),
+        (lambda: {"tolerance": 2}, ValueError, "select: tolerance must lie between 0 and 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_their_names(make, error, message):
+    X, y = sine()
+    with pytest.raises(error, match=message):
+        tl.select(tl.RLS(K.RBF()), X, y, **make())

@@ -179,6 +179,7 @@ def test_best_params_have_the_names_that_a_search_takes():
         (LOORegressor(kernel="cubic"), "kernel must be one of .* got 'cubic'"),
         (LOORegressor(criterion="best"), "criterion must be one of"),
         (LOORegressor(search="luck"), "search must be one of"),
+        (LOORegressor("sparse", basis=0), "basis must be a whole number, 1 or more, got 0"),
     ],
 )
 def test_what_is_not_known_by_name_is_refused(estimator, message):

@@ -506,9 +506,9 @@ def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch)
     followed = []
     one_pass = unlearn._unlearn
 
-    def counted(tasks, *others, whole):
-        followed.append(sum(len(task.target) for task in tasks))
-        return one_pass(tasks, *others, whole=whole)
+    def counted(problem, full, targets, *others, whole):
+        followed.append(len(targets.room))
+        return one_pass(problem, full, targets, *others, whole=whole)
 
     monkeypatch.setattr(unlearn, "_unlearn", counted)
     monkeypatch.setattr(unlearn, "_FEW", 10)

@@ -15,7 +15,8 @@ from torchloo.svm.proof.certify import Held, gap_ball_sign
 
 
 def _solved(K, y, C):
-    return solved(K, y, torch.full_like(y, C))
+    """One problem and its solution, without the axis of the stack."""
+    return (type(stack)(*(x[0] for x in stack)) for stack in solved(K, y, torch.full_like(y, C)))
 
 
 def _held(problem, alpha, box=None):

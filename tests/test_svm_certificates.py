@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
 from torchloo.svm.held_out import BALL, BOUND
-from torchloo.svm.path.unlearn import unlearn
+from torchloo.svm.path.unlearn import Targets, unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.rows import RowOutcome
@@ -204,14 +204,14 @@ def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
     """The optimal value is concave in alpha_r, so y_r f(x_r) falls with it: the path's early stop."""
     K, y, C = problem
     merged, full = solved(K, y, torch.full_like(y, C))
-    held = full.alpha
+    held = full.alpha[0]
     target = (held > 1e-6 * held.max()).nonzero()[:, 0]
-    margin = 1 + full.margin[target]
+    margin, y_r = 1 + full.margin[0, target], merged.y[0, target]
     # Coefficients of size C carry rounding of size 1e-16 C times the condition of the free set.
     rounding = 1e-7 * max(1.0, C / 1e3)
     for share in (0.2, 0.4, 0.6, 0.8, 1.0):
-        end = unlearn(merged, full, target, share * held[target])
-        later = torch.where(end.proved, merged.y[target] * end.output, margin)
+        end = unlearn(merged, full, Targets(torch.zeros_like(target), target, share * held[target]))
+        later = torch.where(end.proved, y_r * end.output, margin)
         assert bool((later <= margin + rounding * (1 + margin.abs())).all())
         margin = later
 

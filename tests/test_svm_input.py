@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torchloo as tl
 from torchloo.svm import svm_lco, svm_loo
-from torchloo.svm.path.unlearn import unlearn_many
+from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.solve.exact import solve_exactly
 
 N = 12
@@ -186,12 +186,12 @@ def test_what_is_solved_anew_counts_its_pairs_and_columns(monkeypatch):
     assert bool((held.iterations > 0).all())
     assert bool((held.kernel_columns > 0).all())
 
-    def nothing_solved(tasks, *others, **options):
-        ends = unlearn_many(tasks, *others, **options)
-        no = torch.zeros_like(ends[0].proved)
-        return [end._replace(proved=no, solved=no) for end in ends]
+    def nothing_solved(*arguments):
+        ends = unlearn(*arguments)
+        no = torch.zeros_like(ends.proved)
+        return ends._replace(proved=no, solved=no)
 
-    monkeypatch.setattr("torchloo.svm.path.loo_path.unlearn_many", nothing_solved)
+    monkeypatch.setattr("torchloo.svm.path.loo_path.unlearn", nothing_solved)
     held = svm_loo(rbf(X), y, 3.0)
     assert bool(held.refitted.any())
     assert bool((held.kernel_columns[held.refitted] > 0).all())

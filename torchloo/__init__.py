@@ -14,6 +14,7 @@ from torchloo.primal.solved import StreamFit
 from torchloo.probing import Probe, probe
 from torchloo.rls import RLS
 from torchloo.sampling_error import standard_error
+from torchloo.search.run import Search
 from torchloo.selection import Selection, select
 from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
@@ -35,6 +36,7 @@ __all__ = [
     "Probe",
     "SVMFit",
     "SVMHeldOut",
+    "Search",
     "Selection",
     "SparseLSSVM",
     "Stream",

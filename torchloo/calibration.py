@@ -24,6 +24,7 @@ __all__ = ["Platt", "Temperature", "calibrate"]
 
 _STEPS = 100
 _HALVINGS = 40
+_ROUNDING = 1e-14  # of the cross-entropy: near its minimum a good step may seem to raise it
 _CONVERGED = 1e-20  # of the squared Newton decrement, per unit of weight
 
 
@@ -151,7 +152,7 @@ def _newton(basis: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
         length = torch.ones_like(loss)
         for _ in range(_HALVINGS):  # of a step that is too long for some problem of the batch
             trial = _entropy(theta - length.unsqueeze(-1) * step, basis, targets, weight)
-            longer = trial[0] > loss - 1e-4 * length * decrement
+            longer = trial[0] > loss * (1 + _ROUNDING) - 1e-4 * length * decrement
             if not bool((longer & (decrement > enough)).any()):
                 break
             length = torch.where(longer, length / 2, length)

@@ -8,7 +8,7 @@ from torchloo.guards import Guard
 
 __all__ = [
     "ILL_CONDITIONED",
-    "REFIT_BELOW",
+    "ILL_CONDITIONED_PATH",
     "SINGLE",
     "condition",
     "inverse_factor",
@@ -25,8 +25,12 @@ SINGLE = 1e-4 / torch.finfo(torch.float32).eps
 # Above this condition of A, its Cholesky factorisation loses more digits than leave-one-out can spare.
 ILL_CONDITIONED = 1e6
 
+# Above this condition, times the square root of the number of rows, eigenvalues of S are known too badly for
+# the smallest regularisation of a path.
+ILL_CONDITIONED_PATH = 1e6
+
 # Below this 1 - h the closed form has lost too many of the 16 digits, however well conditioned the matrix.
-REFIT_BELOW = 1e-4
+_REFIT_BELOW = 1e-4
 
 # 1 - h is trusted where it is this many times the error that the condition may have given it.
 _DIGITS = 1e8
@@ -61,7 +65,7 @@ def trusted(condition: Tensor) -> Tensor:
     Below it, rows and sets are refitted. A factor that comes from B itself has the condition of B.
     """
     lost = _DIGITS * torch.finfo(condition.dtype).eps * condition
-    return lost.clamp(min=REFIT_BELOW, max=max(REFIT_BELOW, 0.5))
+    return lost.clamp(min=_REFIT_BELOW, max=max(_REFIT_BELOW, 0.5))
 
 
 def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

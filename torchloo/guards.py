@@ -236,11 +236,12 @@ class Guard:
 
     def asks(self, question: Tensor) -> bool:
         """Whether a boolean tensor holds everywhere, seen in one synchronisation with `check`."""
-        return bool(self._look([_constant(question).all()])[0])
+        return self.answers(question)[0]
 
     def answers(self, *questions: Tensor) -> list[bool]:
         """`asks` for several questions at once."""
-        return [bool(answer) for answer in self._look([_constant(question).all() for question in questions])]
+        seen = [question.all() if question.ndim else question for question in map(_constant, questions)]
+        return [bool(answer) for answer in self._look(seen)]
 
     def largest(self, *tensors: Tensor) -> list[float]:
         """The largest entry of each tensor, seen in one synchronisation with `check`."""

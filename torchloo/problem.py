@@ -105,7 +105,11 @@ def _check(
         ) from None
     Y, weight = expanded(Y, batch + Y.shape[-2:]), expanded(weight, (*batch, n))
     reg = expanded(reg, batch)
-    return Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
+    problem = Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
+    if weighted:
+        with torch.no_grad():
+            guard.finite(**{"reg / weight": problem.ridge})  # of the smallest weights it may overflow
+    return problem
 
 
 def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:

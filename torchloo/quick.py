@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.autograd import apply
+from torchloo.dual import add_product
 from torchloo.factors import SINGLE
 from torchloo.guards import values_visible
 from torchloo.precision import full_precision
@@ -88,7 +89,7 @@ class _Rows(Function):
             if vbar is not None:
                 negative = negative + v.square() * vbar
             Ybar = P @ abar if ctx.needs_input_grad[2] else None
-            half = P @ (negative * P - abar @ (r / v).mT)  # Mbar is its symmetric part
+            half = P @ add_product(negative * P, abar, r / v, -1.0)  # Mbar is its symmetric part
             Zbar = (half + half.mT) @ Z if ctx.needs_input_grad[0] else None
             return Zbar, half.diagonal(dim1=-2, dim2=-1), Ybar, None
 

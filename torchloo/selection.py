@@ -1,10 +1,9 @@
 """select: hyper-parameters by a leave-one-out criterion."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchloo.classes import is_label
@@ -13,7 +12,6 @@ from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.search.compared import Outcome, best_of, compared, contest, require_comparable
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
-from torchloo.search.prior import Prior
 from torchloo.search.problems import (
     Problems,
     Weighting,
@@ -23,7 +21,7 @@ from torchloo.search.problems import (
     streamed,
     weight_of,
 )
-from torchloo.search.run import Plan, warn_stopped
+from torchloo.search.run import Search, warn_stopped
 from torchloo.search.starts import warn_of_scales
 from torchloo.streaming.stream import Stream
 from torchloo.text_table import rendered
@@ -72,22 +70,12 @@ def select(
     X: Tensor | Stream,
     y: Tensor | None = None,
     criterion: Any = None,
-    search: str = "gradient",
+    search: str | Search = "gradient",
     *,
     clusters: object | None = None,
     weight: Weighting = None,
     criterion_weight: Any = "own",
-    starts: int = 1,
-    start: str = "auto",
-    bounds: Mapping[str, tuple[float, float]] | None = None,
-    grid: Mapping[str, Iterable[Any]] | None = None,
-    prior: Prior = None,
-    max_evaluations: int | None = None,
-    tolerance: float = 1e-6,
-    time_budget: float | None = None,
-    callback: Callable[[Evaluation], Any] | None = None,
-    generator: torch.Generator | None = None,
-    progress: bool = True,
+    **options: Any,
 ) -> Selection:
     """Choose all trainable parameters of a machine by a leave-one-out criterion, and fit it.
 
@@ -105,39 +93,13 @@ def select(
             "cross_entropy" or "multiclass_error"; a criterion of two classes as a mean over the columns is
             functools.partial(tl.criteria.smooth_error, average="outputs"). None takes "press"; for integer
             labels and a search without gradient, "error_rate" or, of more than two, "multiclass_error".
-        search: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
-            evaluations by far. Where reg alone is to be chosen, it follows paths over the whole box instead,
-            by any criterion (Note [search along a path] in search/along_reg.py). "nelder-mead": the simplex
-            method, for any criterion and few parameters. "grid": every point of `grid`; the axis "reg" comes
-            from one decomposition (`path`).
+        search: "gradient", "nelder-mead" or "grid", or a `Search`, which says how in full.
         clusters: labels (n,) of what is left out together: leave-cluster-out.
         weight: training weights (n,), or a function of y as it is given, such as tl.balanced_weight.
         criterion_weight: weights of the criterion: "own" takes the training weights, None counts every row
             once; or as `weight`.
-        starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
-            where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
-            values; the others at random around it, drawn from `generator`. Along a path one is enough.
-        bounds: {name: (low, high)}; by default six decades either way of the first start, so that no
-            parameter runs away. Of grids only the default one is cut. Of several machines, a name holds for
-            those that have such a parameter.
-        grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
-            unique; a value of several numbers sets the entries of an ARD kernel. Default: 25 half decades of
-            reg or C and 9 factors of two of every other parameter around the first start. Settings that are
-            not trained, the "degree" of Polynomial and the "nu" of Matern, may be listed with every search:
-            each choice is a machine to be compared, and has a row in `Selection.table`.
-        prior: hyper-prior against over-fitting of the criterion Q. A strength s adds
-            s |Q(t0)| / n * sum_j (t_j - t0_j)^2 over the logarithms t of the kernel's parameters, t0 being
-            the first start: s is the precision of a Gaussian prior on each (Note [hyper-prior] in
-            search/prior.py). Or a callable, which gets the logarithms by name, (B,) or (B, d), and returns
-            penalties (B,) to be added (subtracted where higher is better).
-        max_evaluations: of each run, by default 200 with gradient, else 200 for each parameter.
-        tolerance: relative change of the criterion at which a run stops.
-        time_budget: seconds after which the search stops, with a warning, and gives the best so far; an
-            evaluation that has begun is finished first, and the final fit comes on top. Several machines have
-            an equal share of what is left each (Note [machines compared] in search/compared.py).
-        callback: a function that is called with every evaluation, an entry of `Selection.history`, in order,
-            once the batch it belongs to is evaluated. If it returns True the search stops, of all machines,
-            and gives the best so far; an exception that it raises ends the call.
+        options: fields of `Search`, by name: starts, start, bounds, grid, prior, max_evaluations, tolerance,
+            time_budget, callback, generator, progress.
 
     Returns:
         Selection: machine (new, fitted), value, history, evaluations, table. Ctrl-C gives the best so far. A
@@ -157,15 +119,12 @@ def select(
         >>> print(f"{chosen.value:.0f}, lengthscale {chosen.machine.kernel.lengthscale:.2f}")
         70551, lengthscale 7.57
     """
-    plan = Plan(
-        "select", search, starts, start, bounds, grid, prior, max_evaluations, tolerance, generator, progress,
-        time_budget, callback,
-    )  # fmt: skip
+    plan = Search.of("select", search, options)
     deadline = plan.deadline()
     rivals = compared(plan, machine, batched=not isinstance(X, Stream))
     rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight) for rival in rivals]
     if criterion is None:
-        criterion = usual_criterion(search, rows[0].labelled, columns=rows[0].problems.y.ndim > 2)
+        criterion = usual_criterion(plan.method, rows[0].labelled, columns=rows[0].problems.y.ndim > 2)
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
     check_clusters("select", score, clusters)
@@ -174,7 +133,7 @@ def select(
     require_comparable(score, rivals)
     outcomes = contest(rivals, [own.problems for own in rows], score, deadline)
     reasons = [outcome.stopped for outcome in outcomes]
-    warn_stopped("select", reasons, time_budget, "this is the best so far")
+    warn_stopped("select", reasons, plan.time_budget, "this is the best so far")
     found = best_of(outcomes, 0)
     assert found is not None
     winner, best = found

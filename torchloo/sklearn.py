@@ -20,6 +20,7 @@ from torch import Tensor
 from torchloo.calibration import calibrate
 from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.criteria.score import Score
+from torchloo.guards import whole_number
 from torchloo.held_out import HeldOut
 from torchloo.intervals import jackknife_plus
 from torchloo.kernels import Kernel, Precomputed
@@ -136,7 +137,8 @@ class _LOOEstimator(BaseEstimator):
         if isinstance(kernel, Precomputed):
             raise TypeError(f"{name}: kernel must be evaluated at new rows, got Precomputed")
         if self.machine == "sparse":
-            chosen = torch.randperm(len(X), generator=generator, device="cpu")[: self.basis]
+            count = whole_number(name, "basis", self.basis)
+            chosen = torch.randperm(len(X), generator=generator, device="cpu")[:count]
             options = {**options, "basis": X[chosen.to(X.device)]}
         strength = {"C": 1 / self.reg} if self.machine == "svc" else {"reg": self.reg}
         with X.device:

@@ -14,7 +14,7 @@ A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out pre
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +107,8 @@ class Fit:
     """True where the targets came without an output axis."""
     predictor: NewPoints | None = None
     """Outputs at new inputs, where a machine with a kernel was solved."""
+    _found: list[Coefficients] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The coefficients, once they were asked for."""
 
     def __call__(self, X_new: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs (..., q, d), what `machine.fit(X, y)(X_new)` gives.
@@ -180,10 +182,9 @@ class Fit:
 
     @property
     def _coefficients(self) -> Coefficients:
-        found = vars(self).get("_found")  # not a cached_property, which torch.compile does not follow
-        if found is None:
-            found = vars(self)["_found"] = self.representation.coefficients(self.form)
-        return found
+        if not self._found:  # not a cached_property, which torch.compile does not follow
+            self._found.append(self.representation.coefficients(self.form))
+        return self._found[0]
 
     @property
     def columns(self) -> Tensor:
@@ -203,7 +204,7 @@ class Fit:
     def predicting(self, predictor: NewPoints, flat: bool) -> "Fit":
         """The same with the coefficients found, for new inputs and targets that may have come as a vector."""
         twin = replace(self, predictor=predictor, flat=flat)
-        vars(twin)["_found"] = self._coefficients
+        twin._found.append(self._coefficients)
         return twin
 
     def checked(self) -> "Fit":

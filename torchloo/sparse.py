@@ -249,6 +249,11 @@ class SparseLSSVM(LeastSquares):
                 "with precomputed matrices call torchloo.functional.sparse_lssvm"
             )
         self.rows: int | Selector | None = None
+        if isinstance(basis, Tensor) and (basis.ndim <= kernel.event_dim or 0 in basis.shape):
+            raise ValueError(
+                f"SparseLSSVM: basis must be {kernel.input_shape} with at least one row, got shape "
+                f"{tuple(basis.shape)}"
+            )
         if isinstance(basis, nn.Parameter):
             self.basis: Tensor | None = basis
         elif isinstance(basis, Tensor):
@@ -375,9 +380,15 @@ class SparseLSSVM(LeastSquares):
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors], basis)
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
-        if self.basis is not None:
-            return self.basis
         axis = self._row_axis
+        if self.basis is not None:
+            given, expected = self.basis.shape[axis + 1 :], X.shape[axis + 1 :]
+            if self.kernel.features is None and given != expected:
+                raise ValueError(
+                    f"{self._function}: basis must have inputs like X, of shape {tuple(expected)}, "
+                    f"got {tuple(given)}"
+                )
+            return self.basis
         if isinstance(self.rows, Selector):
             Y = Y.expand(*X.shape[:axis], *Y.shape[-2:])
             return csr.take(X, self.rows(self.kernel, X, Y, weight).indices, self.kernel.event_dim)

@@ -22,7 +22,7 @@ from torchloo.search.alike import sizes
 from torchloo.search.compared import Rival, compared, require_comparable
 from torchloo.search.outer import Outer, columns_of
 from torchloo.search.problems import Weighting, check_clusters, check_rows
-from torchloo.search.run import INTERRUPTED, Plan, warn_stopped
+from torchloo.search.run import INTERRUPTED, Search, warn_stopped
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, require_whole_clusters, resolve
 from torchloo.text_table import rendered
@@ -70,7 +70,7 @@ def validate(
     splits: int | str | Iterable[tuple[Any, Any]] = 100,
     criterion: Any = None,
     metric: Any = None,
-    search: str = "gradient",
+    search: str | Search = "gradient",
     *,
     clusters: object | None = None,
     allow_cut_clusters: bool = False,
@@ -78,8 +78,6 @@ def validate(
     criterion_weight: Any = "own",
     standardise: bool | Sequence[int] = True,
     threshold: Any = None,
-    generator: torch.Generator | None = None,
-    progress: bool = True,
     **options: Any,
 ) -> Validation:
     """Estimate how well a machine does on new rows when its hyper-parameters are chosen by `select`.
@@ -106,9 +104,8 @@ def validate(
             deviation of the training rows. Not done to the matrix of a Precomputed kernel.
         threshold: a metric by which the outputs are shifted, see `tl.threshold`, fitted in each split to the
             held-out outputs of its training rows, every column of y by itself.
-        generator: source of randomness for splits and starts; None takes torch's global one.
-        options: further arguments of `select`: starts, start, bounds, grid, prior, max_evaluations,
-            tolerance; and time_budget, here the seconds for all splits together.
+        options: fields of `Search`, by name: starts, start, bounds, grid, prior, max_evaluations, tolerance,
+            progress; generator, of the splits too; and time_budget, here the seconds for all splits together.
 
     Returns:
         Validation: scores, mean, stderr, table; str() of it is readable. Ctrl-C, or the end of the time,
@@ -127,11 +124,14 @@ def validate(
         >>> len(estimate.scores)
         5
     """
-    plan = Plan("validate", search=search, generator=generator, progress=progress, **_known(options))
+    plan = Search.of("validate", search, options)
+    generator, progress = plan.generator, plan.progress
+    if plan.callback is not None:
+        raise TypeError("validate: callback must be None, as searches of many splits are one batch")
     deadline, rivals = plan.deadline(), compared(plan, machine)
     targets, columns = _seen_alike(rivals, X, y, standardise)
     if criterion is None:
-        criterion = usual_criterion(search, is_label(y), columns=targets.ndim > 1)
+        criterion = usual_criterion(plan.method, is_label(y), columns=targets.ndim > 1)
     score = Score("validate", "criterion", criterion)
     check_clusters("validate", score, clusters)
     score.require_weight(criterion_weight, "criterion_weight")
@@ -216,14 +216,6 @@ def _usual_metric(y: Tensor) -> Any:
 
 def _shift_metric(metric: Any) -> Score | None:
     return None if metric is None else shift_score("validate", "threshold", metric)
-
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    known = ("starts", "start", "bounds", "grid", "prior", "max_evaluations", "tolerance", "time_budget")
-    for name in options:
-        if name not in known:
-            raise TypeError(f"validate: unknown argument {name!r}; options of select are {', '.join(known)}")
-    return options
 
 
 def _groups(pairs: list[Split], clusters: object | None, rows: int) -> list[list[int]]:

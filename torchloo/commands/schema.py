@@ -114,7 +114,8 @@ class Schema:
         self._require_columns(frame, ignore_extra)
         frame = with_dates(frame, [column.name for column in self.columns if column.dates])
         frame = filled(frame, self.columns)
-        require_complete(frame, [column.name for column in self.columns])
+        remedy = "fill them in, or select the model with --missing mean"
+        require_complete(frame, [column.name for column in self.columns], remedy)
         raw = np.hstack([column.encode(frame[column.name]) for column in self.columns])
         return (raw - np.array(self.centre)) / np.array(self.scale)
 
@@ -239,8 +240,8 @@ def row_number(values: "pd.DataFrame | pd.Series", place: int) -> int:
     return int(values.index[place]) + 1
 
 
-def require_complete(frame: "pd.DataFrame", names: list[str]) -> None:
-    """No missing values, no infinities."""
+def require_complete(frame: "pd.DataFrame", names: list[str], remedy: str) -> None:
+    """No missing values, for which there is a remedy, and no infinities."""
     missing = {name: frame[name].isna().to_numpy() for name in names}
     bad = {name: flags for name, flags in missing.items() if flags.any()}
     if bad:
@@ -248,8 +249,7 @@ def require_complete(frame: "pd.DataFrame", names: list[str]) -> None:
         others = f" (and in {len(bad) - 1} more columns)" if len(bad) > 1 else ""
         raise TableError(
             f"missing values: {int(flags.sum())} in column {name!r}, the first in row "
-            f"{row_number(frame, int(flags.argmax()))}{others}; fill them in, or select with --missing drop "
-            "or mean"
+            f"{row_number(frame, int(flags.argmax()))}{others}; {remedy}"
         )
     for name in names:
         if frame[name].dtype.kind == "f" and not np.isfinite(values := frame[name].to_numpy()).all():

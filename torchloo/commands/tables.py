@@ -84,7 +84,7 @@ def prepare(
     frame = with_dates(frame, dates)
     frame, dropped = _with_rows(frame, special, inputs, missing)
     frame, fills, filled_in = _with_fills(frame, inputs, missing)
-    require_complete(frame, special + inputs)
+    require_complete(frame, special + inputs, "fill them in, or select with --missing drop or mean")
     labels, notes = _classes(frame[roles.target], roles)
     columns, raw, left = _inputs(frame, inputs)
     columns = tuple(replace(c, dates=c.name in dates, fill=fills.get(c.name)) for c in columns)

@@ -67,12 +67,11 @@ def criterion(
     it takes ``weight="own"``, as all criteria do, and ``average=None`` if it reads signs. Without gradient it
     keeps no graph.
 
-    >>> @criterion("mean absolute error", "the mean size of the residuals", lower_is_better=True,
-    ...            differentiable=True)
-    ... def absolute_error(held_out, weight="own"):
-    ...     return held_out.residuals.abs().mean(-1)
-    >>> absolute_error.label
-    'mean absolute error'
+    >>> @criterion("worst error", "the largest residual", lower_is_better=True, differentiable=True)
+    ... def worst_error(held_out, weight="own"):
+    ...     return held_out.residuals.abs().amax(-1)
+    >>> worst_error.label
+    'worst error'
     """
     facts = {name: value for name, value in locals().items() if name in Criterion.__annotations__}
 

@@ -104,7 +104,13 @@ class Kernel(nn.Module):
         super().__init_subclass__(**options)
         if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
             cls._symmetric = False  # what a class says of its own matrices says nothing of another's
-        CHOICES.update({choice.name: choice for choice in vars(cls).get("choices", ())})
+        for choice in vars(cls).get("choices", ()):
+            where = CHOICES.setdefault(choice.name, choice).make.__module__
+            if where != choice.make.__module__:
+                raise ValueError(
+                    f"{cls.__name__}: choices must have new names, got {choice.name}, which {where} has"
+                )
+            CHOICES[choice.name] = choice
 
     def __init__(self, *, features: Features = None, event_dim: int = 1, **positive: Values) -> None:
         super().__init__()

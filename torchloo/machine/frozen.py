@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchloo import csr
 from torchloo.classes import predicted_labels
 from torchloo.guards import full_dtype, is_whole, require_inputs
-from torchloo.machine.predictor import Predictor
+from torchloo.machine.predictor import Predictor, features_or_inputs
 from torchloo.precision import full_precision
 
 __all__ = ["FrozenMachine"]
@@ -44,7 +44,7 @@ class FrozenMachine(nn.Module):
         self.kernel, self.block = predictor.kernel.frozen(), int(block)
         with torch.no_grad():
             support = [predictor.support] if self.linear else self.kernel.embed_support(predictor.support)
-        self._parts = len(support)
+        self._parts, self._inputs = len(support), predictor.support.shape[-self.kernel.event_dim :]
         named = {f"support{k}": rows for k, rows in enumerate(support)}
         for name, tensor in {**named, "coef": predictor.coef, "bias": predictor.bias}.items():
             self.register_buffer(name, tensor.detach().clone())
@@ -72,9 +72,8 @@ class FrozenMachine(nn.Module):
     def _design(self, X: Tensor) -> Tensor:
         """What the coefficients multiply, (..., q, m)."""
         support = (getattr(self, f"support{k}") for k in range(self._parts))
-        if self.linear:
-            return self.kernel.feature_map(X, self.coef.dtype) - next(support)
-        return self.kernel.against(X, support, self.coef.dtype)
+        received = features_or_inputs(self.function, self.kernel, X, self.coef, self.linear, self._inputs)
+        return received - next(support) if self.linear else self.kernel.against(X, support, self.coef.dtype)
 
     def extra_repr(self) -> str:
         """The number of coefficients, and the rows at a time."""

@@ -216,7 +216,7 @@ class LeastSquares(KernelMachine):
     def _path_of(self, regs: Tensor | None) -> Regs:
         if regs is None:
             raise TypeError(f"{self._function}: regs must be regularisations (R,) or (R, c), got None")
-        return Regs(regs, path=True)
+        return Regs(regs.clone() if isinstance(regs, Tensor) else regs, path=True)
 
     def is_one(self, reg: Tensor | Regs) -> bool:
         """Whether there is no batch of regularisations; that of the machine matters on a path too."""

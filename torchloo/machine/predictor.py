@@ -13,7 +13,7 @@ from torchloo.kernels import Kernel, Precomputed
 from torchloo.precision import full_precision
 from torchloo.problem import Given
 
-__all__ = ["Predictor", "Remembered", "SolvedWith"]
+__all__ = ["Predictor", "Remembered", "SolvedWith", "features_or_inputs"]
 
 
 class SolvedWith(NamedTuple):
@@ -118,14 +118,33 @@ class Predictor:
         return self.kernel.diagonal(X)
 
     def _design(self, X: Tensor) -> Tensor:
-        kernel, event = self.kernel, self.kernel.event_dim
-        own = self.linear or isinstance(kernel, Precomputed)
-        expected = self.coef.shape[-2:-1] if own else self.support.shape[-event:]
-        received = kernel.feature_map(X, self.coef.dtype) if self.linear else X
-        if X.ndim <= event or received.shape[-len(expected) :] != expected:
-            what = "give features of" if self.linear and kernel.features is not None else "have"
-            columns = f"{expected[0]} columns" if len(expected) == 1 else f"inputs of shape {tuple(expected)}"
-            raise ValueError(
-                f"{self.function}: X must {what} {columns}, as in fit, got shape {tuple(X.shape)}"
-            )
-        return received - self.support if self.linear else kernel(X, self.support, self.coef.dtype)
+        received = features_or_inputs(
+            self.function,
+            self.kernel,
+            X,
+            self.coef,
+            self.linear,
+            self.support.shape[-self.kernel.event_dim :],
+        )
+        return received - self.support if self.linear else self.kernel(X, self.support, self.coef.dtype)
+
+
+def features_or_inputs(
+    function: str, kernel: Kernel, X: Tensor, coef: Tensor, linear: bool, inputs: Sequence[int]
+) -> Tensor:
+    """The features of X (..., q, *event) where they are weighed, else X, if these go with the coefficients.
+
+    Args:
+        function: name that errors carry.
+        coef: (..., m, c), of features or of support points.
+        linear: whether features are weighed.
+        inputs: shape of an input of `fit`.
+    """
+    own = linear or isinstance(kernel, Precomputed)
+    expected = tuple(coef.shape[-2:-1] if own else inputs)
+    received = kernel.feature_map(X, coef.dtype) if linear else X
+    if X.ndim <= kernel.event_dim or tuple(received.shape[-len(expected) :]) != expected:
+        what = "give features of" if linear and kernel.features is not None else "have"
+        columns = f"{expected[0]} columns" if len(expected) == 1 else f"inputs of shape {expected}"
+        raise ValueError(f"{function}: X must {what} {columns}, as in fit, got shape {tuple(X.shape)}")
+    return received

@@ -298,7 +298,8 @@ class _Backward:
         rotation = self.machines.rotation
         narrow = rotation.to(self.machines.expansion.kind)
         gram, p = (narrow @ narrow.mT).to(rotation), len(rotation)
-        self.penalty = torch.zeros_like(rotation)
+        has_gram = self.machines.expansion.gram is not None
+        self.penalty = rotation.new_zeros(rotation.shape if has_gram else ())
         v = -self.f * self.t
         for r, j, outputs in self.each:
             M = self.Q[r, j, :p, :p]
@@ -307,7 +308,7 @@ class _Backward:
                     M = M - one.H[:p] @ one.EH[:, :p]
             left, right = v[r, outputs, :p], self.q[r, outputs, :p]
             self.regbar[r, j] += (gram * M).sum() - ((left @ gram) * right).sum()
-            if self.machines.expansion.gram is not None:
+            if has_gram:
                 outer = left.mT @ right
                 self.penalty += self.machines.regs[r, j] * (M - (outer + outer.mT) / 2)
 
@@ -342,14 +343,16 @@ class _Backward:
         zeta = part.weight.double()
         r, rbar, inverse, g = self.cotangents(part.rows)
         product = rbar * r
-        E = (product if inverse.shape[1] == r.shape[1] else product.sum(1, keepdim=True)) / inverse + g
-        D = -inverse.square() * E  # (R, c', b)
+        D = (product if inverse.shape[1] == r.shape[1] else product.sum(1, keepdim=True)) * -inverse
+        if self.vbar is not None:
+            D = D - inverse.square() * g  # (R, c', b)
         if (flags := self._flags(part.rows)) is not None:
             D = D.masked_fill(flags, 0.0)
         abar = rbar * inverse
         weighted = zeta * D
         if gather:
-            self.regbar += (g * inverse).sum(-1) / self.machines.regs
+            if self.vbar is not None:
+                self.regbar += (g * inverse).sum(-1) / self.machines.regs
             for k, j, _ in self.each:
                 add_weighted(self.Q[k, j], U, zeta * weighted[k, j])
         f, scale = (t.flatten(0, 1).to(U.dtype) for t in (self.f, weighted))
@@ -428,17 +431,17 @@ class _Backward:
                 for one, at in among:  # a set does not act on itself in this way
                     effect[one.start : one.start + len(at), at] = 0.0
                 UQ -= self.H @ effect
-            ubar = (UQ - visit.DN).mul_(2 * zeta.to(kind))
-            ubar.addmm_(v.mT, a.flatten(0, 1).to(kind))
-            ubar.addmm_(q.mT, weighted.flatten(0, 1).to(kind), alpha=-1)
-            for one, at in among:
-                ubar[:, at] += 2 * one.EH.mT
             if sent.weight is not None:
-                own = UQ.sub_(visit.DN, alpha=2).mul_(U).sum(0)
+                own = torch.sub(UQ, visit.DN, alpha=2).mul_(U).sum(0)
                 zetabar = visit.diagonal + own + (s * a).sum((0, 1)) / zeta
                 for one, at in among:
                     zetabar[at] -= one.diagonal / zeta[at].square()
                 sent.weight[visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
+            ubar = UQ.sub_(visit.DN).mul_(2 * zeta.to(kind))
+            ubar.addmm_(v.mT, a.flatten(0, 1).to(kind))
+            ubar.addmm_(q.mT, weighted.flatten(0, 1).to(kind), alpha=-1)
+            for one, at in among:
+                ubar[:, at] += 2 * one.EH.mT
             sent.add(visit, ubar, weighted.sum(0).mT)
 
 

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import ILL_CONDITIONED, SINGLE, inverse_factor, inverse_factor_of, trusted
+from torchloo.factors import (
+    ILL_CONDITIONED,
+    ILL_CONDITIONED_PATH,
+    SINGLE,
+    inverse_factor,
+    inverse_factor_of,
+    trusted,
+)
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
@@ -44,11 +51,6 @@ _FAR = 1e3
 
 class ImpreciseError(Exception):
     """Products in float32 are not accurate enough; all is done again in float64."""
-
-
-# Above this condition, times the square root of the number of rows, eigenvalues of S are known too badly for
-# the smallest regularisation of a path.
-_ILL_CONDITIONED_PATH = 1e6
 
 
 def transposed(X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -115,7 +117,7 @@ class Expansion:
 
         It is a number of the dtype of the rows, so that nothing is rounded twice in the difference.
         """
-        self.origin = first.double().mean(1, keepdim=True).to(dtype).double()
+        self.origin = first.mean(1, keepdim=True, dtype=torch.float64).to(dtype).double()
         return self.origin
 
     def away(self, features: Tensor) -> Tensor:
@@ -331,7 +333,7 @@ def path_machines(
     machines, fine = with_eigen(w, Q)
     narrow = expansion.kind != torch.float64
     machines.least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
-    limit = SINGLE if narrow else _ILL_CONDITIONED_PATH * moments.count**0.5
+    limit = SINGLE if narrow else ILL_CONDITIONED_PATH * moments.count**0.5
     questions = (estimate < limit, _settled(estimate, moments), fine)
     well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
     if narrow and not (well_conditioned and machines.fold):

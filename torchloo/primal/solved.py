@@ -23,7 +23,14 @@ from torchloo.held_out import HeldOut
 from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
 from torchloo.primal.block import Block, Blocks
 from torchloo.primal.collective import Alone, require_own, require_same
-from torchloo.primal.machines import Expansion, ImpreciseError, Machines, one_machine, path_machines
+from torchloo.primal.machines import (
+    Expansion,
+    ImpreciseError,
+    Machines,
+    one_machine,
+    path_machines,
+    transposed,
+)
 from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
@@ -128,7 +135,11 @@ class StreamFit:
 
     @torch.no_grad()
     def _solve(self) -> Machines:
-        regs, given = self.regs.detach(), (self._guard, self.expansion, self.moments)
+        regs, given, graph = self.regs.detach(), (self._guard, self.expansion, self.moments), self.graph
+        if graph.X is not None and self.expansion.evaluate is transposed:
+            self._guard.implied(self.moments.S.diagonal(), graph.X)
+        if graph.Y is not None:
+            self._guard.implied(self.moments.squares, graph.Y)
         if self._path or regs.numel() > 1:
             return path_machines(*given, regs, self._triangle)
         return one_machine(*given, regs.squeeze(), self._triangle)
@@ -151,7 +162,7 @@ class StreamFit:
                         f"the kernel is told, got a block of shape {tuple(part.X.shape)}"
                     )
                 if bias and self.expansion.origin is None:
-                    columns = columns - self.expansion.begin(columns, part.Y.dtype).to(columns)
+                    columns.sub_(self.expansion.begin(columns, part.Y.dtype))
                 moments = Moments(part.weight, len(columns), part.Y.shape[1], part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())

@@ -28,7 +28,8 @@ themselves, give derivatives of every order.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,11 @@ from torchloo.clusters import Partition
 from torchloo.dual import inner_products
 from torchloo.factors import (
     ILL_CONDITIONED,
-    REFIT_BELOW,
+    ILL_CONDITIONED_PATH,
     inverse_factor,
     inverse_factor_of,
     root_of,
+    triangle,
     trusted,
     with_derivatives,
 )
@@ -53,7 +55,7 @@ from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Normal", "Primal", "centred", "primal", "ridge_penalty"]
+__all__ = ["Normal", "Primal", "Rotated", "centred", "primal", "ridge_penalty"]
 
 
 def _columns(x: Tensor, like: Tensor) -> Tensor:
@@ -120,7 +122,8 @@ class _Coefficients(Function):
             return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None
 
 
-class Normal(NamedTuple):
+@dataclass(frozen=True)
+class Normal:
     """Rows in memory and their normal equations, whatever the regularisation and the targets."""
 
     V: Tensor
@@ -148,22 +151,54 @@ class Normal(NamedTuple):
         """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / sum zeta."""
         return 1 / self.root.square().sum(-2, keepdim=True)
 
-    def rotated(self) -> tuple["Normal", Tensor, Tensor]:
-        """The same in the coordinates of the eigenvectors Q (..., p, p) of S, with its eigenvalues."""
+    def rotated(self, reg: Tensor, guard: Guard) -> "Rotated":
+        """The same where the normal matrices of all regularisations are diagonal; reg (...) is the least.
+
+        Where eigenvalues of S are known too badly for it, they are singular values of the rows, squared.
+        """
         w, Q = torch.linalg.eigh(self.S)
+        limit = ILL_CONDITIONED_PATH * self.V.shape[-2] ** 0.5
+        by_rows = not guard.asks(w[..., -1] < limit * reg)
+        if by_rows:
+            _, values, Qt = torch.linalg.svd(triangle(self.V))
+            w, Q = values.square().flip(-1), Qt.mT.flip(-1)
         w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
         mean = None if self.mean is None else self.mean @ Q
-        return Normal(self.V @ Q, self.root, torch.diag_embed(w), mean), w, Q
+        return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(w), mean), w, Q, by_rows)
 
-    def solve(self, R: Tensor, reg: Tensor, Y: Tensor, guard: Guard, T: Tensor | None = None) -> "Primal":
+    def solve(
+        self,
+        R: Tensor,
+        reg: Tensor,
+        Y: Tensor,
+        guard: Guard,
+        inverse: tuple[Tensor, Tensor] | None = None,
+    ) -> "Primal":
         """The machine of a penalty R (..., p, p) and targets (..., n, c); see `primal`.
 
-        Both may have more axes in front than the rows have. T with T C T^T = I, where it is known.
+        Both may have more axes in front than the rows have. The inverse, where it is known, is T with
+        T C T^T = I, (..., p, p) or diagonal (..., p), and the 1 - h that it can still tell from 0, (...).
         """
-        least = torch.full_like(reg, REFIT_BELOW)
-        if T is None:
-            T, least = _inverse(self.S + R, self.V, R, guard)
+        T, least = _inverse(self.S + R, self.V, R, guard) if inverse is None else inverse
         return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y))
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Normal equations in the coordinates of the eigenvectors of S."""
+
+    normal: Normal
+    w: Tensor
+    """Eigenvalues, ascending, (..., p)."""
+    Q: Tensor
+    """Eigenvectors, (..., p, p)."""
+    by_rows: bool
+    """Whether they were found from the rows, so that their errors are those of a root of S."""
+
+    def inverse(self, reg: Tensor) -> tuple[Tensor, Tensor]:
+        """What `Normal.solve` takes, for regularisations (*, ...)."""
+        estimate = self.w[..., -1] / reg + 1
+        return (self.w + reg.unsqueeze(-1)).rsqrt(), trusted(estimate.sqrt() if self.by_rows else estimate)
 
 
 def _share(root: Tensor) -> Tensor:
@@ -196,7 +231,8 @@ def _solved(normal: Normal, R: Tensor, reg: Tensor, T: Tensor, Y: Tensor) -> tup
     return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
-class Primal(NamedTuple):
+@dataclass(frozen=True)
+class Primal:
     """A factorised primal problem: its solution, and P by blocks on demand.
 
     `dual` and the blocks are divided by `reg`, which makes them those of the dual form.
@@ -220,7 +256,7 @@ class Primal(NamedTuple):
     """a = P Y, (..., n, c)."""
 
     @property
-    def bias(self) -> bool:
+    def has_bias(self) -> bool:
         """Whether there is an unpenalised bias."""
         return self.normal.mean is not None
 
@@ -237,7 +273,7 @@ class Primal(NamedTuple):
         """
         normal = self.normal
         B, root = self._whitened(normal.V), normal.root
-        if self.bias:
+        if self.has_bias:
             B = torch.cat([B, _expanded(root * normal.per_weight.sqrt(), B)], -1)
         return B, _expanded(root, B), self.dual * self.noise
 
@@ -284,7 +320,7 @@ class Primal(NamedTuple):
     def _total(self, B: Tensor) -> Tensor:
         """T C T^T as it is found; see `leave_out_large`."""
         penalty = self._whitened(self._whitened(self.R).mT)
-        return torch.nn.functional.pad(penalty, (0, self.bias, 0, self.bias)) + B.mT @ B
+        return torch.nn.functional.pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
 
     def _without(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
         """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
@@ -316,7 +352,7 @@ class Primal(NamedTuple):
             return t[problem[len(problem) - (t.ndim - 2) :]]
 
         V, root, R = (own(t) for t in (self.normal.V, self.normal.root, self.R))
-        if self.bias:
+        if self.has_bias:
             V, R = torch.cat([V, root], -1), torch.nn.functional.pad(R, (0, 1, 0, 1))
         return refit_at_once(V, R, root, root * own(_about_mean(self.Y, self.normal)[0]), sets, guard)
 

@@ -22,7 +22,7 @@ from torchloo.kernels import Kernel
 from torchloo.search.objective import Best, Evaluation, Objective
 from torchloo.search.parameters import Space, named_so, the_one
 from torchloo.search.problems import Problems
-from torchloo.search.run import CALLBACK, INTERRUPTED, TIME_BUDGET, Plan, StopSearch, run
+from torchloo.search.run import CALLBACK, INTERRUPTED, TIME_BUDGET, Search, StopSearch, run
 from torchloo.search.starts import given_matrix
 
 __all__ = [
@@ -44,7 +44,7 @@ class NoCandidateError(ValueError):
 class Rival(NamedTuple):
     """One of the machines that are compared."""
 
-    plan: Plan
+    plan: Search
     """With the bounds and the axes of the grid that are its own."""
     space: Space
 
@@ -76,7 +76,7 @@ def settings_of(machine: nn.Module) -> dict[str, Kernel]:
     }
 
 
-def compared(plan: Plan, machine: Any, batched: bool = True) -> list[Rival]:
+def compared(plan: Search, machine: Any, batched: bool = True) -> list[Rival]:
     """The machines to search: those given, one or several, with every choice of the settings in a grid."""
     machines = list(machine) if isinstance(machine, list | tuple | nn.ModuleList) else [machine]
     if not machines:
@@ -97,7 +97,7 @@ def compared(plan: Plan, machine: Any, batched: bool = True) -> list[Rival]:
     return rivals
 
 
-def _listed(plan: Plan) -> dict[str, list[Any]] | None:
+def _listed(plan: Search) -> dict[str, list[Any]] | None:
     """The values of a grid as lists, which can be read for every machine."""
     if plan.grid is None:
         return None
@@ -131,18 +131,18 @@ def _shared_out(
     return shares
 
 
-def _with_settings(plan: Plan, space: Space, grid: dict[str, Any] | None, batched: bool) -> list[Rival]:
+def _with_settings(plan: Search, space: Space, grid: dict[str, Any] | None, batched: bool) -> list[Rival]:
     """A machine for every choice of the settings in a grid; other axes are left for the search."""
     if grid is None:
         return [Rival(plan, space)]
     settings = [name for name in grid if name in settings_of(space.machine)]
     axes = {name: values for name, values in grid.items() if name not in settings}
-    if axes and plan.search != "grid":
+    if axes and plan.method != "grid":
         raise ValueError(
             f"{plan.function}: grid must be left out unless search='grid', or name settings such as degree "
-            f"only; got {', '.join(axes)} with search={plan.search!r}"
+            f"only; got {', '.join(axes)} with search={plan.method!r}"
         )
-    if plan.search == "grid" and not grid:
+    if plan.method == "grid" and not grid:
         raise ValueError(
             f"{plan.function}: grid must name a parameter of every machine, and of {Rival(plan, space).name} "
             "it names none"

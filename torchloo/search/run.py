@@ -5,7 +5,7 @@ import numbers
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problems import Problems
 from torchloo.search.starts import first_start, further_starts
 
-__all__ = ["CALLBACK", "INTERRUPTED", "TIME_BUDGET", "Plan", "StopSearch", "run", "warn_stopped"]
+__all__ = ["CALLBACK", "INTERRUPTED", "TIME_BUDGET", "Search", "StopSearch", "run", "warn_stopped"]
 
 SEARCHES = ("gradient", "nelder-mead", "grid")
 
@@ -37,11 +37,47 @@ class StopSearch(Exception):  # noqa: N818, no error
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to search; the arguments are those of `select`."""
+class Search:
+    """How `select` and `validate` search, as one object in place of many arguments.
 
-    function: str
-    search: str = "gradient"
+    ``tl.select(machine, X, y, search=tl.Search("gradient", starts=3))`` is
+    ``tl.select(machine, X, y, search="gradient", starts=3)``; arguments go before the fields of the object.
+
+    Args:
+        method: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
+            evaluations by far. Where reg alone is to be chosen, it follows paths over the whole box instead,
+            by any criterion (Note [search along a path] in search/along_reg.py). "nelder-mead": the simplex
+            method, for any criterion and few parameters. "grid": every point of `grid`; the axis "reg" comes
+            from one decomposition (`path`).
+        starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
+            where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
+            values; the others at random around it, drawn from `generator`. Along a path one is enough.
+        bounds: {name: (low, high)}; by default six decades either way of the first start, so that no
+            parameter runs away. Of grids only the default one is cut. Of several machines, a name holds for
+            those that have such a parameter.
+        grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
+            unique; a value of several numbers sets the entries of an ARD kernel. Default: 25 half decades of
+            reg or C and 9 factors of two of every other parameter around the first start. Settings that are
+            not trained, the "degree" of Polynomial and the "nu" of Matern, may be listed with every search:
+            each choice is a machine to be compared, and has a row in `Selection.table`.
+        prior: hyper-prior against over-fitting of the criterion Q. A strength s adds
+            s |Q(t0)| / n * sum_j (t_j - t0_j)^2 over the logarithms t of the kernel's parameters, t0 being
+            the first start: s is the precision of a Gaussian prior on each (Note [hyper-prior] in
+            search/prior.py). Or a callable, which gets the logarithms by name, (B,) or (B, d), and returns
+            penalties (B,) to be added (subtracted where higher is better).
+        max_evaluations: of each run, by default 200 with gradient, else 200 for each parameter.
+        tolerance: relative change of the criterion at which a run stops.
+        time_budget: seconds after which the search stops, with a warning, and gives the best so far; an
+            evaluation that has begun is finished first, and the final fit comes on top. Several machines have
+            an equal share of what is left each (Note [machines compared] in search/compared.py).
+        callback: a function that is called with every evaluation, an entry of `Selection.history`, in order,
+            once the batch it belongs to is evaluated. If it returns True the search stops, of all machines,
+            and gives the best so far; an exception that it raises ends the call.
+        generator: source of randomness for further starts; None takes torch's global one.
+        progress: whether to show a progress bar.
+    """
+
+    method: str = "gradient"
     starts: int = 1
     start: str = "auto"
     bounds: Mapping[str, tuple[float, float]] | None = None
@@ -49,15 +85,30 @@ class Plan:
     prior: Prior = None
     max_evaluations: int | None = None
     tolerance: float = 1e-6
-    generator: torch.Generator | None = None
-    progress: bool = True
     time_budget: float | None = None
     callback: Callable[[Evaluation], Any] | None = None
+    generator: torch.Generator | None = None
+    progress: bool = True
+    function: str = field(default="Search", repr=False)
+    """Whose argument it is, for errors."""
+
+    @classmethod
+    def of(cls, function: str, search: "str | Search", options: Mapping[str, Any]) -> "Search":
+        """The search of a function that is given a method or a Search, and further fields by name."""
+        known = [each.name for each in fields(cls) if each.name not in ("method", "function")]
+        for name in options:
+            if name not in known:
+                raise TypeError(
+                    f"{function}: unknown argument {name!r}; options of select are {', '.join(known)}"
+                )
+        own = search if isinstance(search, Search) else cls()
+        method = own.method if isinstance(search, Search) else search
+        return replace(own, method=method, function=function, **options)
 
     def __post_init__(self) -> None:
-        if self.search not in SEARCHES:
+        if self.method not in SEARCHES:
             raise ValueError(
-                f"{self.function}: search must be one of {', '.join(SEARCHES)}, got {self.search!r}"
+                f"{self.function}: search must be one of {', '.join(SEARCHES)}, got {self.method!r}"
             )
         if self.start not in ("auto", "machine"):
             raise ValueError(f"{self.function}: start must be 'auto' or 'machine', got {self.start!r}")
@@ -92,7 +143,7 @@ class Plan:
         """The most evaluations of one run."""
         if self.max_evaluations is not None:
             return self.max_evaluations
-        return 200 if self.search == "gradient" else 200 * size
+        return 200 if self.method == "gradient" else 200 * size
 
 
 def _is_positive(value: Any) -> bool:
@@ -101,7 +152,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def run(
-    plan: Plan,
+    plan: Search,
     space: Space,
     problems: Problems,
     score: Score,
@@ -114,10 +165,10 @@ def run(
     """
     for name, y in zip(names, problems.y, strict=True):
         score.require_targets(y, name)
-    if plan.search == "gradient" and not only_reg(space, score):
+    if plan.method == "gradient" and not only_reg(space, score):
         score.require_differentiable()
     prior = HyperPrior(plan.prior, space, problems.X.shape[1])
-    with tqdm(desc=plan.search, unit="loo", disable=not plan.progress, leave=False) as bar:
+    with tqdm(desc=plan.method, unit="loo", disable=not plan.progress, leave=False) as bar:
         objective = Objective(space, problems, score, prior, bar, watch)
         try:
             first, box = _first_starts(plan, space, problems)
@@ -129,7 +180,7 @@ def run(
     return objective, ""
 
 
-def _first_starts(plan: Plan, space: Space, problems: Problems) -> tuple[Tensor, Tensor]:
+def _first_starts(plan: Search, space: Space, problems: Problems) -> tuple[Tensor, Tensor]:
     """The first start of every problem, (P, p), and its bounds, (2, P, p)."""
     if plan.start == "auto":
         weights: Any = [None] * len(problems.X) if problems.weight is None else problems.weight
@@ -141,17 +192,17 @@ def _first_starts(plan: Plan, space: Space, problems: Problems) -> tuple[Tensor,
     return torch.clamp(first, box[0], box[1]), box
 
 
-def _search(plan: Plan, objective: Objective, first: Tensor, box: Tensor) -> None:
+def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> None:
     space = objective.space
     if objective.prior.wants_centre:
         values, _ = objective(first, torch.arange(len(first), device=first.device))
         objective.prior.anchor(first, values)
-    if plan.search == "grid":
+    if plan.method == "grid":
         axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
         grid.scan(objective, first, axes, plan.grid is None, box)
         return
-    search, count = (gradient.descend if plan.search == "gradient" else nelder_mead.walk), plan.starts
-    if plan.search == "gradient" and only_reg(space, objective.score):
+    search, count = (gradient.descend if plan.method == "gradient" else nelder_mead.walk), plan.starts
+    if plan.method == "gradient" and only_reg(space, objective.score):
         search, count = search_reg, 1  # which sees the whole box from one start
     starts = further_starts(space, first, count, plan.generator)  # (P, S, p)
     starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1)).flatten(0, 1)

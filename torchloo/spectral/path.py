@@ -16,7 +16,7 @@ from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Normal, Primal, centred, ridge_penalty
+from torchloo.primal.whole import Normal, Primal, Rotated, centred, ridge_penalty
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
@@ -84,7 +84,7 @@ class Path:
         r, variance, refitted = self.each().parts(lambda form: form.left_out(sets, guard))
         return self._shaped(r), self._shaped(variance), self._shaped(refitted)
 
-    def each(self) -> "Each":
+    def each(self) -> "Forms":
         """All regularisations with a form of their own."""
         raise NotImplementedError
 
@@ -106,8 +106,40 @@ class Path:
 
 
 @dataclass
-class Each(Path):
-    """A form for each regularisation, and for each output that has its own."""
+class Forms(Path):
+    """Regularisations that all have a form of their own, and how these are put together."""
+
+    def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        """What a function makes of every form, tensors (..., c), as (R, ..., c) each."""
+        raise NotImplementedError
+
+    def coefficients(self) -> Tensor:
+        return self.along(lambda form: (form.dual,))[0]
+
+    def blocks_of(self, partition: Partition) -> list[Tensor]:
+        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
+        return [block.movedim(-1, -4) for block in blocks]
+
+    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        return self.parts(lambda form: form.held_out(partition, guard))
+
+    def each(self) -> "Forms":
+        return self
+
+    def parts(self, of_form: Callable[..., Parts]) -> Parts:
+        """Held-out parts of all R from those of each form."""
+
+        def of(form: Dual | Primal) -> tuple[Tensor, ...]:
+            r, variance, refitted = of_form(form)
+            return r, variance.expand_as(r), refitted.unsqueeze(-1)
+
+        r, variance, refitted = self.along(of)
+        return r, variance, refitted.any(-1)
+
+
+@dataclass
+class Each(Forms):
+    """A dual form for each regularisation, and for each output that has its own."""
 
     form_of: Callable[[Tensor, Tensor], Dual]
     """The form for a regularisation (...) and targets (..., n, c)."""
@@ -133,31 +165,8 @@ class Each(Path):
             rows.append([torch.cat(parts, -1) for parts in answers])
         return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
-    def coefficients(self) -> Tensor:
-        return self.along(lambda form: (form.dual,))[0]
-
     def biases(self) -> Tensor:
         return self.along(lambda form: (form.bias,))[0]
-
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
-        return [block.movedim(-1, -4) for block in blocks]
-
-    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
-        return self.parts(lambda form: form.held_out(partition, guard))
-
-    def each(self) -> "Each":
-        return self
-
-    def parts(self, of_form: Callable[..., Parts]) -> Parts:
-        """Held-out parts of all R from those of each form."""
-
-        def of(form: Dual) -> tuple[Tensor, ...]:
-            r, variance, refitted = of_form(form)
-            return r, variance.expand_as(r), refitted.unsqueeze(-1)
-
-        r, variance, refitted = self.along(of)
-        return r, variance, refitted.any(-1)
 
 
 @dataclass
@@ -352,7 +361,7 @@ def from_features(
 
 
 @dataclass
-class ByFeatures(Path):
+class ByFeatures(Forms):
     """Machines of the same rows with fewer features than there are rows: an axis more of the primal form.
 
     Without a graph, the features are rotated once to where the normal matrix is diagonal for every
@@ -362,14 +371,17 @@ class ByFeatures(Path):
     normal: Normal
 
     @functools.cached_property
-    def _rotated(self) -> tuple[Normal, Tensor, Tensor] | None:
+    def _rotated(self) -> Rotated | None:
         tensors = (self.normal.S, self.regs, self.problem.Y)
         graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return None if graph or not values_visible(*tensors) else self.normal.rotated()
+        if graph or not values_visible(*tensors):
+            return None
+        return self.normal.rotated(self.regs.amin(0).amin(-1), self.problem.guard)
 
     def along(self, of: Callable[[Primal], tuple[Tensor, ...]]) -> list[Tensor]:
         """What a function makes of primal forms, tensors (R, ..., c), of a few regularisations at a time."""
-        normal, w, _ = self._rotated or (self.normal, None, None)
+        rotated = self._rotated
+        normal = self.normal if rotated is None else rotated.normal
         regs, Y, batch = self.regs, self.problem.Y.double(), self.problem.reg.shape
         own = regs.shape[-1] > 1
         regs = regs.expand(len(regs), *batch, regs.shape[-1])
@@ -377,8 +389,8 @@ class ByFeatures(Path):
         width = max(1, _TOGETHER // (normal.V.numel() * self.regs.shape[-1]))
         found = []
         for reg in regs.split(width):  # (R, ...) or (R, c, ...)
-            T = None if w is None else (w + reg.unsqueeze(-1)).rsqrt()
-            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, T)
+            inverse = None if rotated is None else rotated.inverse(reg)
+            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, inverse)
             parts = of(form)
             found.append([part.movedim(1, -1)[..., 0, :] for part in parts] if own else parts)
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
@@ -387,30 +399,8 @@ class ByFeatures(Path):
         """Coefficients of the features, (..., p, c), and the offset (..., c)."""
         coef, offset = self.along(lambda form: (form.coef, form.offset))
         if self._rotated is not None:
-            coef = self._rotated[2] @ coef
+            coef = self._rotated.Q @ coef
         return self._shaped(coef), self._shaped(offset)
-
-    def coefficients(self) -> Tensor:
-        return self.along(lambda form: (form.dual,))[0]
-
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
-        return [block.movedim(-1, -4) for block in blocks]
-
-    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
-        return self._parts(lambda form: form.held_out(partition, guard))
-
-    def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
-        r, variance, refitted = self._parts(lambda form: form.left_out(sets, guard))
-        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
-
-    def _parts(self, of_form: Callable[[Primal], Parts]) -> Parts:
-        def of(form: Primal) -> tuple[Tensor, ...]:
-            r, variance, refitted = of_form(form)
-            return r, variance.expand_as(r), refitted.unsqueeze(-1)
-
-        r, variance, refitted = self.along(of)
-        return r, variance, refitted.any(-1)
 
 
 @dataclass(frozen=True)

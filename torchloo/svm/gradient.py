@@ -24,7 +24,7 @@ from torch import Tensor
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 
-__all__ = ["Deferred", "Machines", "outputs_with_gradient"]
+__all__ = ["Deferred", "Machines", "matrix_numbers", "outputs_with_gradient"]
 
 _ROWS = 2**20  # entries of the rows of machines that are entered at once
 _TOGETHER = 2**22  # entries of the inverses of machines that are made at once
@@ -207,24 +207,38 @@ def _width(alpha: Tensor, box: Tensor) -> Tensor:
     return _INSIDE * torch.minimum(box, alpha.amax(1, keepdim=True))
 
 
+def matrix_numbers(K: Tensor, batch: torch.Size) -> Tensor:
+    """Which of the matrices of K (..., n, n), counted in order, each problem of a batch has, on the host."""
+    matrices = K.shape[:-2].numel()
+    return torch.arange(matrices, device="cpu").reshape(K.shape[:-2]).expand(batch).flatten()
+
+
 class _HeldOutOutputs(torch.autograd.Function):
     """Outputs that are known, with the backward of Note [gradient]. Once differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, K: Tensor, box: Tensor, outputs: Tensor, machines: Deferred) -> Tensor:
-        ctx.machines = machines
-        ctx.dtype = K.dtype
+    def forward(ctx: Any, K: Tensor, box: Tensor, outputs: Tensor, machines: list[Deferred]) -> Tensor:
+        ctx.machines, ctx.dtype, ctx.shape = machines, K.dtype, K.shape
+        ctx.numbers = matrix_numbers(K, box.shape[:-1]).tolist()
         return outputs.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        machines, g = ctx.machines(), grad.double()
-        K_bar = (machines.adjoint * g[:, None]).T @ machines.coef
-        box_bar = g @ machines.box_rate
-        return ((K_bar + K_bar.T) / 2).to(ctx.dtype), box_bar.to(ctx.dtype), None, None
+        n = grad.shape[-1]
+        rows = grad.double().reshape(-1, n)
+        K_bar, box_bar = rows.new_zeros(ctx.shape).view(-1, n, n), torch.empty_like(rows)
+        for b, (number, deferred) in enumerate(zip(ctx.numbers, ctx.machines, strict=True)):
+            machines, g = deferred(), rows[b]
+            K_bar[number].addmm_((machines.adjoint * g[:, None]).T, machines.coef)
+            box_bar[b] = g @ machines.box_rate
+        K_bar = ((K_bar + K_bar.mT) / 2).view(ctx.shape).to(ctx.dtype)
+        return K_bar, box_bar.view_as(grad).to(ctx.dtype), None, None
 
 
-def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: Deferred) -> Tensor:
-    """Outputs (n,), differentiable once in K (n, n) and box (n,) by Note [gradient]."""
+def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: list[Deferred]) -> Tensor:
+    """Outputs (..., n), differentiable once in K and box (..., n) by Note [gradient].
+
+    The batch shape is that of `box`, to which K (..., n, n) broadcasts; machines has one entry a problem.
+    """
     return _HeldOutOutputs.apply(K, box, outputs, machines)

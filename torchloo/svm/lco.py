@@ -13,9 +13,8 @@ from torchloo.svm.held_out import SVMHeldOut
 from torchloo.svm.parallel import check_workers, in_parallel, without_graph
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.rows import OneProblem, RowOutcome, assembled, taken_apart
+from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
-from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.without import left_of, solve_without
 
@@ -61,20 +60,20 @@ def svm_lco(
     if len(labels.unique()) < 2:
         raise ValueError("svm_lco: clusters must leave some rows in, got one cluster that holds every row")
     box = C[..., None] * weight
-    problems = taken_apart(K, y, box)
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
     of_problem = partial(_outcome, labels=labels, method=method, epsilon=epsilon, trace=trace)
     with without_graph(trace):
-        outcomes = in_parallel(of_problem, problems, workers)
-    return assembled(problems, outcomes, y, weight, labels)
+        outcomes = in_parallel(of_problem, list(stacks(K, y, box, most=1)), workers)
+    return assembled(K, y, box, weight, outcomes, labels)
 
 
-def _outcome(problem: OneProblem, labels: Tensor, method: str, epsilon: float, trace: bool) -> RowOutcome:
+def _outcome(stack: Stack, labels: Tensor, method: str, epsilon: float, trace: bool) -> RowOutcome:
     """Leave-cluster-out of one problem."""
-    K, y, box = problem[0], problem[1].double(), problem[2].double()
+    K, y, box = stack[0], stack[1].double(), stack[2].double()
     if method == "smo":
-        full = trained("svm_lco", K[None], y[None], box[None]).machine(0)
-        return leave_clusters_out_by_smo(K, y, box, full, labels, epsilon)
+        full = trained("svm_lco", K, y, box).machine(0)
+        found = leave_clusters_out_by_smo(K[0], y[0], box[0], full, labels, epsilon)
+        return RowOutcome.of([x[None] for x in found[:6]], None)
     return _leave_clusters_out_exactly(K, y, box, labels, trace)
 
 
@@ -82,8 +81,8 @@ def _leave_clusters_out_exactly(
     K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
-    ((_, problem, full),) = solve_problems("svm_lco", K[None], y[None], box[None])
-    problem, full = Problem(*(x[0] for x in problem)), Exact(*(x[0] for x in full))
+    ((_, stacked, full),) = solve_problems("svm_lco", K, y, box)
+    problem = Problem(*(x[0] for x in stacked))
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))
@@ -92,7 +91,8 @@ def _leave_clusters_out_exactly(
     alpha, counts = torch.zeros_like(boxes), torch.zeros(3, len(names), dtype=torch.long, device=y.device)
     both = _both_classes(problem.y, boxes)
     near = (gone[both] > 0).to(y) @ problem.K
-    alpha[both], *effort = solve_without(problem, full, boxes[both], near)
+    first = torch.zeros(len(near), dtype=torch.long, device=y.device)
+    alpha[both], *effort = solve_without(stacked, full, first, boxes[both], near)
     counts[:, both] = torch.stack(effort)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
@@ -100,7 +100,8 @@ def _leave_clusters_out_exactly(
     if machines is not None:
         machines.add(lambda machines: _enter(machines, problem, alpha, boxes, member, both))
     iterations, columns, newton = counts[:, member]
-    return RowOutcome(outputs, certified, by, iterations, columns, newton, machines)
+    found = [x[None] for x in (outputs, certified, by, iterations, columns, newton)]
+    return RowOutcome.of(found, None if machines is None else [machines])
 
 
 def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:

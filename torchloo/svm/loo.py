@@ -1,8 +1,6 @@
 """svm_loo: leave-one-out of the SVM, exact and certified."""
 
-from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,16 +8,12 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.parallel import check_workers, in_parallel, share_out, without_graph
+from torchloo.svm.parallel import check_workers, in_parallel, share_of, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
-from torchloo.svm.rows import OneProblem, RowOutcome, assembled, families, taken_apart
+from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks
 from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
-from torchloo.svm.solve.exact import Exact
-from torchloo.svm.solve.merge import Problem
 
 __all__ = ["svm_loo"]
-
-_TOGETHER = 2**22  # entries of the kernel matrices of a part
 
 
 def svm_loo(
@@ -85,19 +79,14 @@ def svm_loo(
     if rows is not None:
         _check_rows(rows, y.shape[-1])
     box = C[..., None] * weight
-    problems = taken_apart(K, y, box)
-    few = max(1, _TOGETHER // y.shape[-1] ** 2)
-    order = [number for family in families(problems) for number in family]
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-    of_part = partial(
+    of_stack = partial(
         _outcomes, method=method, values=values, epsilon=epsilon, rows=rows, trace=trace, smo=variant
     )
     with without_graph(trace):
-        parts = share_out([problems[number] for number in order], few, K.device, workers)
-        done = in_parallel(of_part, parts, workers)
-    outcomes = dict(zip(order, chain.from_iterable(done), strict=True))
-    in_turn = [outcomes[number] for number in range(len(problems))]
-    return assembled(problems, in_turn, y, weight, values=values)
+        parts = list(stacks(K, y, box, share_of(y.shape[:-1].numel(), workers)))
+        outcomes = in_parallel(of_stack, parts, workers)
+    return assembled(K, y, box, weight, outcomes, values=values)
 
 
 def _check_rows(rows: Tensor, n: int) -> None:
@@ -109,28 +98,38 @@ def _check_rows(rows: Tensor, n: int) -> None:
 
 
 def _outcomes(
-    problems: Sequence[OneProblem],
+    stack: Stack,
     method: str,
     values: bool,
     epsilon: float,
     rows: Tensor | None,
     trace: bool,
     smo: SMOOptions,
-) -> list[RowOutcome]:
-    """Leave-one-out of problems K (n, n), y (n,), box (n,); the paths of all are followed together."""
-    K, y, box = (torch.stack(x) for x in zip(*problems, strict=True))
-    y, box = y.double(), box.double()
+) -> RowOutcome:
+    """Leave-one-out of stacked problems; those with as many variables are solved and followed together."""
+    K, y, box = stack[0], stack[1].double(), stack[2].double()
     if method == "smo":
         fit = trained("svm_loo", K, y, box)
-        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows).by_problem()
-    machines: dict[int, tuple[Problem, Exact]] = {}
-    for numbers, problem, full in solve_problems("svm_loo", K, y, box):
-        for b, number in enumerate(numbers.tolist()):
-            machines[number] = Problem(*(x[b] for x in problem)), Exact(*(x[b] for x in full))
-    in_turn = [machines[number] for number in range(len(problems))]
+        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows)
+    groups = solve_problems("svm_loo", K, y, box)
     try:
-        return leave_one_out_by_path(in_turn, values, trace, checks=method == "auto", only=rows)
+        found = [
+            leave_one_out_by_path(problem, full, values, trace, checks=method == "auto", only=rows)
+            for _, problem, full in groups
+        ]
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         raise ValueError(
             "svm_loo: K is too ill-conditioned to follow its paths; scale the inputs or use a smaller C"
         ) from failure
+    return _in_order([numbers for numbers, _, _ in groups], found)
+
+
+def _in_order(numbers: list[Tensor], found: list[RowOutcome]) -> RowOutcome:
+    """Outcomes of groups of problems as one, in the order of the problems' numbers."""
+    if len(found) == 1:
+        return found[0]
+    order = torch.cat(numbers).argsort()
+    *fields, machines = zip(*found, strict=True)
+    deferred = [machine for part in machines if part is not None for machine in part]
+    in_turn = [deferred[k] for k in order.tolist()] if deferred else None
+    return RowOutcome.of([torch.cat(field)[order] for field in fields], in_turn)

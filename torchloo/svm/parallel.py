@@ -2,7 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from torchloo.svm.crew import by_crew
 
-__all__ = ["check_workers", "in_parallel", "share_out", "without_graph"]
+__all__ = ["check_workers", "in_parallel", "share_of", "without_graph"]
 
-Item = TypeVar("Item")
 Part = TypeVar("Part")
 Outcome = TypeVar("Outcome")
 
-_PARTS = 2  # for each thread, so that one with easy problems takes more of them
+_PARTS = 2  # for each worker, so that one with easy problems takes more of them
 
 
 def check_workers(function: str, workers: int, *tensors: Tensor) -> None:
@@ -51,14 +50,9 @@ def without_graph(normal: bool) -> AbstractContextManager[object]:
     return torch.no_grad() if normal else torch.inference_mode()
 
 
-def share_out(
-    items: Sequence[Item], most: int, device: torch.device, workers: int = 0
-) -> list[Sequence[Item]]:
-    """Consecutive items in parts of at most `most`; on a CPU enough parts for all threads or workers."""
-    hands = min(workers, _cores()) if workers else torch.get_num_threads()
-    shares = _PARTS * hands if device.type == "cpu" else 1
-    size = max(1, min(most, -(-len(items) // shares)))
-    return [items[i : i + size] for i in range(0, len(items), size)]
+def share_of(count: int, workers: int) -> int:
+    """How many of so many problems one part may have, so that all workers have some; without workers all."""
+    return -(-count // (_PARTS * min(workers, _cores()))) if workers else count
 
 
 def in_parallel(function: Callable[[Part], Outcome], parts: list[Part], workers: int = 0) -> list[Outcome]:

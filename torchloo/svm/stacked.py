@@ -1,9 +1,11 @@
-"""Parts of stacked kernel matrices: a set of variables for each, padded to the largest."""
+"""Stacked problems: a set of variables for each, padded to the largest; and solutions of each of them."""
+
+from copy import copy
 
 import torch
 from torch import Tensor
 
-__all__ = ["block_of", "dot", "rows_of", "set_of", "times_vector"]
+__all__ = ["Tables", "block_of", "dot", "rows_of", "set_of", "times_vector"]
 
 
 def set_of(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,3 +43,61 @@ def times_vector(K: Tensor, a: Tensor) -> Tensor:
 def dot(x: Tensor, z: Tensor) -> Tensor:
     """The inner product of each x (B, m) with z (m,), or with its own, (B, m); (B,)."""
     return x @ z if z.ndim == 1 else (x * z).sum(-1)
+
+
+class Tables:
+    """Which of T stacked problems each of N solutions belongs to, in ascending order."""
+
+    def __init__(self, table: Tensor, count: int) -> None:
+        """`table` (N,) holds numbers below `count`, T."""
+        self.table, self.count, self.most = table, count, len(table)
+        self.place = table
+        if count > 1:
+            sizes = torch.bincount(table, minlength=count)
+            first = sizes.cumsum(0) - sizes
+            self.most = int(sizes.max())
+            self.place = torch.arange(len(table), device=table.device) - first[table] + table * self.most
+
+    def take(self, rows: Tensor) -> "Tables":
+        """Those of the solutions at `rows`."""
+        taken = copy(self)
+        taken.table, taken.place = self.table[rows], self.place[rows]
+        return taken
+
+    def each(self, x: Tensor) -> Tensor:
+        """What the problem of each solution has, (N, ...) of (T, ...); of one problem without the axis."""
+        return x[0] if self.count == 1 else x[self.table]
+
+    def pick(self, x: Tensor, index: Tensor) -> Tensor:
+        """Entries (N, k) of what the problems have, (T, l)."""
+        if self.count == 1:
+            return x[0][index]
+        return x.reshape(-1)[index + self.table[:, None] * x.shape[1]]
+
+    def select(self, x: Tensor, columns: Tensor) -> Tensor:
+        """The columns (T, a) of the problem of each solution, out of x (N, l): (N, a)."""
+        return x.index_select(1, columns[0]) if self.count == 1 else x.gather(1, columns[self.table])
+
+    def insert(self, x: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+        """x (N, l) with values (N, a) in the columns (T, a), in place."""
+        if self.count == 1:
+            return x.index_copy_(1, columns[0], values)
+        return x.scatter_(1, columns[self.table], values)
+
+    def any(self, mask: Tensor) -> Tensor:
+        """Whether the mask (N, l) is true for any solution of each problem, (T, l)."""
+        if self.count == 1:
+            return mask.any(0, keepdim=True)
+        found = torch.zeros(self.count, mask.shape[1], device=mask.device)
+        return found.index_add_(0, self.table, mask.to(found)) > 0
+
+    def rows(self, K: Tensor, index: Tensor) -> Tensor:
+        """Row index[i] (N,) of the K of each solution, (N, m) of (T, m, m)."""
+        return K[0].index_select(0, index) if self.count == 1 else K[self.table, index]
+
+    def product(self, x: Tensor, M: Tensor) -> Tensor:
+        """x (N, a) times the M of each solution, (T, a, l): (N, l)."""
+        if self.count == 1:
+            return x @ M[0]
+        padded = x.new_zeros(self.count * self.most, x.shape[1]).index_copy_(0, self.place, x)
+        return (padded.view(self.count, self.most, -1) @ M).flatten(0, 1).index_select(0, self.place)

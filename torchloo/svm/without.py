@@ -15,6 +15,7 @@ _EXACT = 1e-12  # violation of an SMO that counts as none: rounding
 _CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
 _PATIENCE = 4  # rounds that may fail to halve the violation; then too
+_TOGETHER = 2**22  # entries of the kernel matrices that are solved at once
 _NOTHING = 1e-9  # of a box: rounding, once its rows are gone
 
 
@@ -40,43 +41,53 @@ class Without(NamedTuple):
     """Newton steps that it has taken, (B,)."""
 
 
-def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) -> Without:
-    """Machines for smaller boxes (B, m), exactly.
+def solve_without(problem: Problem, full: Exact, table: Tensor, boxes: Tensor, near: Tensor) -> Without:
+    """Machines for smaller boxes (B, m), exactly; `table` (B,) says of which of the problems, ascending.
 
-    Every problem has both classes left. All are seeded from the full machine (`near` (B, m) tells
+    Every problem has both classes left. All are seeded from the full machines (`near` (B, m) tells
     which variables take what goes first), solved nearly by one batched SMO, and then exactly.
     """
     if not len(boxes):
         nothing = torch.zeros(0, dtype=torch.long, device=boxes.device)
         return Without(boxes, nothing, nothing, nothing)
-    y = problem.y.expand_as(boxes)
-    before = full.alpha.clamp_min(0)
-    start = seed_without(before.expand_as(boxes), y, boxes, near)
-    end = smo(problem.K[None], y.contiguous(), boxes, start, _CLOSE, most_rounds=_ROUNDS, patience=_PATIENCE)
+    y, before = problem.y[table], full.alpha.clamp_min(0)[table]
+    start = seed_without(before, y, boxes, near)
+    end = smo(problem.K, y, boxes, start, _CLOSE, table=table, most_rounds=_ROUNDS, patience=_PATIENCE)
+    alpha = end.alpha.clone()
     # Where homotopies have failed the full machine they would fail these too, and take their time.
-    attempts = ATTEMPTS if full.optimal else 1
-    alpha = torch.stack([_exactly(problem, end, b, attempts) for b in range(len(boxes))])
+    may_follow, close = full.optimal[table], end.violation <= _CLOSE
+    size = (boxes > 0).sum(1)
+    going = (end.violation > _EXACT).nonzero()[:, 0]
+    kinds = torch.stack([size, may_follow, close], 1)[going]
+    for kind in kinds.unique(dim=0):
+        rows = going[(kinds == kind).all(1)]
+        attempts = ATTEMPTS if bool(kind[1]) else 1
+        for part in rows.split(max(1, _TOGETHER // boxes.shape[1] ** 2)):
+            alpha[part] = _exactly(problem, end, table, part, attempts)
     return Without(alpha, end.steps, end.columns + (start != before).sum(1), end.newton)
 
 
-def _exactly(problem: Problem, end: SMOState, b: int, attempts: int) -> Tensor:
-    """The exact solution (m,) near that of problem b of the SMO; that one if rounding leaves no better."""
-    box, violation = end.box[b], float(end.violation[b])
-    if violation <= _EXACT:
-        return end.alpha[b]
-    some = box > 0
-    K, y = problem.K[some][:, some][None], problem.y[some][None]
-    smaller = Problem(*(x[None] for x in problem))._replace(K=K, y=y, box=box[some][None])
-    near, limit = end.alpha[b][some], box[some]
+def _exactly(problem: Problem, end: SMOState, table: Tensor, rows: Tensor, attempts: int) -> Tensor:
+    """The exact solutions (R, m) near those of the SMO at `rows`; those if rounding leaves no better.
+
+    They have as many variables and are close, or none is.
+    """
+    box, violation, near = end.box[rows], end.violation[rows], end.alpha[rows]
+    V = (box > 0).nonzero()[:, 1].view(len(rows), -1)
+    its = table[rows]
+    K = problem.K[its[:, None, None], V[:, :, None], V[:, None, :]]
+    some = problem.take(its)
+    smaller = some._replace(K=K, y=some.y.gather(1, V), box=box.gather(1, V))
+    inside, limit = near.gather(1, V), smaller.box
     try:
-        if violation <= _CLOSE:
-            free, upper = (near > 0) & (near < limit), near >= limit
-            sets = Sets(near[None], end.bias[b][None], free[None], upper[None])
-            solution = solve_from(smaller, sets, attempts)
+        if bool(violation[0] <= _CLOSE):
+            free, upper = (inside > 0) & (inside < limit), inside >= limit
+            solution = solve_from(smaller, Sets(inside, end.bias[rows], free, upper), attempts)
         else:
             solution = solve_exactly(smaller)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return end.alpha[b]
-    if not solution.slip <= violation:
-        return end.alpha[b]
-    return torch.zeros_like(box).masked_scatter(some, solution.alpha[0].clamp_min(0).minimum(limit))
+        if len(rows) == 1:
+            return near
+        return torch.cat([_exactly(problem, end, table, half, attempts) for half in rows.chunk(2)])
+    exact = torch.zeros_like(near).scatter_(1, V, solution.alpha.clamp_min(0).minimum(limit))
+    return torch.where((solution.slip <= violation)[:, None], exact, near)

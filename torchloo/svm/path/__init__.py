@@ -1,6 +1,6 @@
 """The exact path from the full machine to the machines without a row.
 
-In: a `merge.Problem`, its `exact.Exact`, the variables to be lowered and by how much (`unlearn.Task`).
+In: stacked problems (`merge.Problem`), their `exact.Exact`, and what is to go (`unlearn.Targets`).
 Out: `unlearn.Unlearned`, held-out values and what is proved of them; `loo_path` returns a `rows.RowOutcome`.
-All problems share one tableau (`tableau`), are followed as one batch (`follow`) and refreshed on the true K.
+Rows of a machine share its tableau (`tableau`); all are followed as one (`follow`), then refreshed on K.
 """

@@ -1,189 +1,216 @@
-"""Leave-one-out of SVMs by the exact path, with a refit where the path leaves a doubt."""
+"""Leave-one-out of stacked SVMs by the exact path, with a refit where the path leaves a doubt."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchloo.svm import held_out as code
-from torchloo.svm.gradient import Deferred
-from torchloo.svm.path.unlearn import Task, Unlearned, unlearn_many
+from torchloo.svm.gradient import Deferred, Machines
+from torchloo.svm.path.unlearn import Targets, Unlearned, unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.rows import RowOutcome
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
-from torchloo.svm.without import Without, left_of, solve_without
+from torchloo.svm.stacked import Tables, times_vector
+from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["leave_one_out_by_path"]
 
 
 class _Rows:
-    """Work arrays for the n rows: everything starts as check 1 leaves it."""
+    """Work arrays (T, n) for the rows of T machines: everything starts as check 1 leaves it."""
 
     def __init__(self, problem: Problem, full: Exact) -> None:
         v = problem.variable
-        n = len(v)
-        self.y = problem.y[v]
-        self.kept = left_of(problem.box[v], problem.row_box)
-        self.room = full.alpha[v] - self.kept
-        self.open = self.room > 1e-9 * torch.minimum(problem.box[v], full.alpha.amax())
-        self.outputs = (problem.y * (1 + full.margin))[v]
-        self.doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)  # (m,)
-        self.certified = self.outputs.abs() > self.doubt[v]
-        if not bool((self.certified | self.open).all()):
-            self.certified |= _full_sign(problem, full)[v] * self.outputs > 0
-        self.resolved_by = torch.full((n,), code.UNUSED, device=v.device)
-        self.iterations, self.columns, self.newton = torch.zeros(3, n, dtype=torch.long, device=v.device)
+        self.problem, self.full = problem, full
+        self.y, box, alpha = (x.gather(1, v) for x in (problem.y, problem.box, full.alpha))
+        self.kept = left_of(box, problem.row_box)
+        self.room = alpha - self.kept
+        self.open = self.room > 1e-9 * torch.minimum(box, full.alpha.amax(1, keepdim=True))
+        self.outputs = (problem.y * (1 + full.margin)).gather(1, v)
+        self.doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)  # (T, m)
+        self.certified = self.outputs.abs() > self.doubt.gather(1, v)
+        in_doubt = (~(self.certified | self.open)).any(1).nonzero()[:, 0]
+        if len(in_doubt):
+            sign = _full_sign(problem.take(in_doubt), full.take(in_doubt)).gather(1, v[in_doubt])
+            self.certified[in_doubt] |= sign * self.outputs[in_doubt] > 0
+        self.resolved_by = torch.full_like(v, code.UNUSED)
+        self.iterations, self.columns, self.newton = (torch.zeros_like(v) for _ in range(3))
 
-    def settle(self, rows: Tensor, outputs: Tensor, certified: Tensor, by: int | Tensor) -> None:
-        """Close rows with an outcome."""
-        self.outputs[rows] = outputs
-        self.certified[rows] = certified
-        self.resolved_by[rows] = by
-        self.open[rows] = False
+    def settle(self, mask: Tensor, outputs: Tensor, by: int | Tensor) -> None:
+        """Close the rows of a mask with outputs that are certified, all (T, n)."""
+        self.outputs = torch.where(mask, outputs, self.outputs)
+        self.certified |= mask
+        self.resolved_by = torch.where(mask, by, self.resolved_by)
+        self.open &= ~mask
+
+    def put(self, rows: Tensor, **fields: Tensor) -> None:
+        """Enter values (R,) at rows, numbered from 0 to T n."""
+        for name, values in fields.items():
+            getattr(self, name).view(-1)[rows] = values
+
+    def at(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The values (T, n) at rows, (R,)."""
+        return x.reshape(-1)[rows]
 
 
 def leave_one_out_by_path(
-    machines: list[tuple[Problem, Exact]],
+    problem: Problem,
+    full: Exact,
     values: bool,
     trace: bool = False,
     checks: bool = True,
     only: Tensor | None = None,
-) -> list[RowOutcome]:
+) -> RowOutcome:
     """Check 1 and the path; without `values` checks 2, 3 and E2 come between, and errors stop early.
 
-    `only` (n,) is true for the rows that are asked for.
+    Of T machines at once. `only` (n,) is true for the rows that are asked for.
     """
-    works = [_Work(problem, full, values, trace, checks, only) for problem, full in machines]
-    open_works = [work for work in works if len(work.first)]
-    ends = unlearn_many([work.task() for work in open_works], values, coefficients=trace)
-    for work, end in zip(open_works, ends, strict=True):
-        work.settle(end)
-    return [work.outcome(values) for work in works]
+    rows = _Rows(problem, full)
+    inner = strictly_inside(full.alpha, problem.box)
+    _settle_without_free(rows, inner)
+    alone = only_of_its_class(rows.y)  # what is left predicts the other label
+    rows.settle(alone, -rows.y, code.ONE_CLASS)
+    if checks and not values:
+        _settle_by_checks(rows, inner.any(1, keepdim=True))
+    if only is not None:
+        rows.open &= only
+    index = rows.open.view(-1).nonzero()[:, 0]
+    paths = None
+    if len(index):
+        first, number = _distinct(rows, index)
+        target = rows.at(problem.variable, first)
+        targets = Targets(first // rows.y.shape[1], target, rows.at(rows.room, first))
+        kept = rows.at(rows.kept, first)
+        end = _with_refits(problem, full, targets, kept, unlearn(problem, full, targets, values, trace))
+        paths = _Paths(index, number, targets, end.unlearned, kept)
+        rows.put(index, outputs=end.unlearned.output[number], certified=end.unlearned.proved[number])
+        rows.put(index, iterations=end.unlearned.events[number], resolved_by=end.by[number])
+        rows.put(index, columns=end.columns[number], newton=end.newton[number])
+    outputs = rows.outputs if values else torch.where(rows.outputs >= 0, 1.0, -1.0).to(rows.outputs)
+    machines = [_deferred(problem, full, alone, paths, t) for t in range(len(outputs))] if trace else None
+    counts = rows.iterations, rows.columns, rows.newton
+    return RowOutcome(outputs, rows.certified, rows.resolved_by, *counts, machines)
 
 
-class _Work:
-    """Leave-one-out of one machine: what is settled without a path, and what the path settles."""
-
-    def __init__(
-        self, problem: Problem, full: Exact, values: bool, trace: bool, checks: bool, only: Tensor | None
-    ) -> None:
-        self.problem, self.full = problem, full
-        self.rows = rows = _Rows(problem, full)
-        self.machines = Deferred(problem) if trace else None
-        inner = strictly_inside(full.alpha, problem.box)
-        # A row may take the only free variable to its bound merely by making its box smaller.
-        filled = inner[problem.variable] & (rows.room >= -1e-7 * problem.box[problem.variable])
-        loose = ~rows.open & (inner.sum() - filled.int() == 0)
-        if bool(loose.any()):
-            _settle_without_free(problem, full, rows, loose.nonzero()[:, 0])
-        alone = _settle_one_class(rows)
-        if self.machines is not None:
-            self.machines.add(lambda machines: machines.enter_unchanged(problem, full))
-            self.machines.add(lambda machines: machines.clear(alone))
-        if checks and not values and bool(inner.any()):
-            _settle_by_checks(problem, full, rows)
-        if only is not None:
-            rows.open &= only
-        self.first, self.number = _distinct(problem, rows)
-
-    def task(self) -> Task:
-        """What is left for the path."""
-        return Task(self.problem, self.full, self.problem.variable[self.first], self.rows.room[self.first])
-
-    def settle(self, end: Unlearned) -> None:
-        """Take the ends of the paths, refit what they leave open, and copy the outcome to equal rows."""
-        problem, rows, first, number = self.problem, self.rows, self.first, self.number
-        target = problem.variable[first]
-        output, proved, by = end.output.clone(), end.proved.clone(), torch.full_like(first, code.PATH)
-        events, columns, newton = end.events.clone(), torch.zeros_like(first), torch.zeros_like(first)
-        left = (~end.solved).nonzero()[:, 0]
-        if len(left):
-            by[left] = code.REFIT
-            output[left], proved[left], without = _refit(
-                problem, self.full, target[left], rows.kept[first[left]]
-            )
-            events[left] += without.iterations
-            columns[left], newton[left] = without.columns, without.newton
-            if self.machines is not None:
-                end.alpha[left] = without.alpha
-        index = rows.open.nonzero()[:, 0]
-        if self.machines is not None:
-            kept, alpha = rows.kept[first], end.alpha
-            self.machines.add(
-                lambda machines: machines.enter_without(problem, index, number, target, alpha, kept)
-            )
-        rows.iterations[index], rows.columns[index] = events[number], columns[number]
-        rows.newton[index] = newton[number]
-        rows.settle(index, output[number], proved[number], by[number])
-
-    def outcome(self, values: bool) -> RowOutcome:
-        """Outputs, or labels if not `values`."""
-        rows, outputs = self.rows, self.rows.outputs
-        if not values:
-            outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
-        return RowOutcome(
-            outputs,
-            rows.certified,
-            rows.resolved_by,
-            rows.iterations,
-            rows.columns,
-            rows.newton,
-            self.machines,
-        )
-
-
-def _distinct(problem: Problem, rows: _Rows) -> tuple[Tensor, Tensor]:
-    """One open row for each distinct (variable, C), and which of them each open row equals."""
-    index = rows.open.nonzero()[:, 0]
-    if len(problem.y) == len(rows.y):  # no two rows are one variable
+def _distinct(rows: _Rows, index: Tensor) -> tuple[Tensor, Tensor]:
+    """One open row for each distinct (machine, variable, C), and which of them each open row equals."""
+    problem, n = rows.problem, rows.y.shape[1]
+    m = problem.y.shape[1]
+    if m == n:  # no two rows are one variable
         return index, torch.arange(len(index), device=index.device)
-    boxes, box = torch.unique(problem.row_box[index], return_inverse=True)
-    _, number = torch.unique(problem.variable[index] * len(boxes) + box, return_inverse=True)
-    first = torch.full((int(number.max()) + 1 if len(index) else 0,), len(index), device=index.device)
-    first = first.scatter_reduce_(0, number, torch.arange(len(index), device=index.device), "amin")
+    boxes, box = torch.unique(rows.at(problem.row_box, index), return_inverse=True)
+    variable = rows.at(problem.variable, index) + m * (index // n)
+    names, number = torch.unique(variable * len(boxes) + box, return_inverse=True)
+    first = torch.full_like(names, len(index))
+    first.scatter_reduce_(0, number, torch.arange(len(index), device=index.device), "amin")
     return index[first], number
 
 
-def _settle_one_class(rows: _Rows) -> Tensor:
-    """The only rows of their class, whose indices are returned: what is left predicts the other label."""
-    alone = only_of_its_class(rows.y).nonzero()[:, 0]
-    if len(alone):
-        rows.settle(alone, -rows.y[alone], torch.ones_like(alone, dtype=torch.bool), code.ONE_CLASS)
-    return alone
+def _settle_by_checks(rows: _Rows, some_free: Tensor) -> None:
+    """Checks 2 and 3 and E2 on the variables; alpha of a variable bounds what one row of it holds.
+
+    Only of machines with a free variable (T, 1).
+    """
+    problem, alpha = rows.problem, rows.full.alpha
+    f = problem.y * (1 + rows.full.margin)
+    by = sufficiency_checks(problem.K, problem.y, alpha, f, problem.box, rows.doubt)
+    by = by.gather(1, problem.variable)
+    rows.settle(rows.open & (by > code.UNUSED) & some_free, rows.outputs, by)
 
 
-def _settle_by_checks(problem: Problem, full: Exact, rows: _Rows) -> None:
-    """Checks 2 and 3 and E2 on the variables; alpha of a variable bounds what one row of it holds."""
-    f = problem.y * (1 + full.margin)
-    by = sufficiency_checks(problem.K, problem.y, full.alpha, f, problem.box, rows.doubt)[problem.variable]
-    index = (rows.open & (by > code.UNUSED)).nonzero()[:, 0]
-    rows.settle(index, rows.outputs[index], torch.ones_like(index, dtype=torch.bool), by[index])
-
-
-def _settle_without_free(problem: Problem, full: Exact, rows: _Rows, index: Tensor) -> None:
+def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
-    held = _held(problem, full.alpha.expand(len(index), -1), problem.variable[index], rows.kept[index])
-    rows.settle(index, *judged(problem.K, problem.y, held), code.UNUSED)
+    problem, v = rows.problem, rows.problem.variable
+    # A row may take the only free variable to its bound merely by making its box smaller.
+    filled = inner.gather(1, v) & (rows.room >= -1e-7 * problem.box.gather(1, v))
+    loose = ~rows.open & (inner.sum(1, keepdim=True) - filled.int() == 0)
+    index = loose.view(-1).nonzero()[:, 0]
+    if not len(index):
+        return
+    table = index // v.shape[1]
+    held = _held(problem, table, rows.full.alpha[table], rows.at(v, index), rows.at(rows.kept, index))
+    outputs, certified = judged(problem.K, problem.y[table], held)
+    rows.put(index, outputs=outputs, certified=certified)
 
 
 def _full_sign(problem: Problem, full: Exact) -> Tensor:
-    """Signs of the full machine's decision values that its active set proves, else 0, (m,)."""
-    nobody = torch.zeros(1, dtype=torch.long, device=full.alpha.device)
-    u, bias = (full.alpha * problem.y)[None] @ problem.K, full.bias[None]
-    held = Held(full.alpha[None], u, problem.box, nobody, problem.rounding)
-    error = value_error(problem.K, problem.y, held, bias)
-    f = u + bias
-    return (f.sign() * (f.abs() > error))[0]
+    """Signs of the full machines' decision values that their active sets prove, else 0, (T, m)."""
+    every = torch.arange(len(problem.y), device=problem.y.device)
+    u = times_vector(problem.K, full.alpha * problem.y)
+    held = Held(full.alpha, u, problem.box, torch.zeros_like(every), problem.rounding, table=every)
+    error = value_error(problem.K, problem.y, held, full.bias)
+    f = u + full.bias[:, None]
+    return f.sign() * (f.abs() > error)
 
 
-def _held(problem: Problem, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
-    """Solutions (B, m) whose box of the target is what other rows leave of it."""
-    return Held(alpha, (alpha * problem.y) @ problem.K, problem.box, target, problem.rounding, kept)
+def _held(problem: Problem, table: Tensor, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
+    """Solutions (N, m) of machines (N,) whose box of the target is what other rows leave of it."""
+    u = Tables(table, len(problem.y)).product(alpha * problem.y[table], problem.K)
+    box, rounding = problem.box[table], problem.rounding[table]
+    return Held(alpha, u, box, target, rounding, kept, table=table)
 
 
-def _refit(problem: Problem, full: Exact, target: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Without]:
-    """Solve without the rows what the path left open: f(x_r), whether its sign is proved, the machines."""
-    boxes = problem.box.expand(len(target), -1).scatter(1, target[:, None], kept[:, None])
-    without = solve_without(problem, full, boxes, problem.K[target])
-    return *judged(problem.K, problem.y, _held(problem, without.alpha, target, kept)), without
+class _Ended(NamedTuple):
+    """Ends of paths, and of refits where they left a doubt."""
+
+    unlearned: Unlearned
+    by: Tensor
+    """A code of held_out.RESOLVED_BY, (N,)."""
+    columns: Tensor
+    newton: Tensor
+
+
+def _with_refits(problem: Problem, full: Exact, targets: Targets, kept: Tensor, end: Unlearned) -> _Ended:
+    """Solve without the rows what the paths have left open; `kept` (N,) is what is left of the boxes."""
+    by, none = torch.full_like(targets.table, code.PATH), torch.zeros_like(targets.table)
+    left = (~end.solved).nonzero()[:, 0]
+    if not len(left):
+        return _Ended(end, by, none, none)
+    table, target, kept = targets.table[left], targets.variable[left], kept[left]
+    boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
+    without = solve_without(problem, full, table, boxes, problem.K[table, target])
+    output, proved = judged(problem.K, problem.y[table], _held(problem, table, without.alpha, target, kept))
+    alpha = without.alpha if end.alpha.shape[1] else end.alpha[left]
+    anew = Unlearned(output, proved, proved, end.events[left] + without.iterations, alpha)
+    columns, newton = (none.index_copy(0, left, x) for x in (without.columns, without.newton))
+    return _Ended(end.replaced(left, anew), by.index_fill(0, left, code.REFIT), columns, newton)
+
+
+class _Paths(NamedTuple):
+    """What the backward has to know of rows that were followed."""
+
+    rows: Tensor
+    """Rows, numbered from 0 to T n, ascending, (R,)."""
+    number: Tensor
+    """Which path each has, (R,)."""
+    targets: Targets
+    end: Unlearned
+    kept: Tensor
+    """What is left of the boxes of the targets, (N,)."""
+
+
+def _deferred(problem: Problem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
+    """The held-out machines of problem t, for a backward."""
+    problem, full = Problem(*(x[t] for x in problem)), Exact(*(x[t] for x in full))
+    machines = Deferred(problem)
+    machines.add(lambda machines: machines.enter_unchanged(problem, full))
+    machines.add(lambda machines: machines.clear(alone[t].nonzero()[:, 0]))
+    if paths is not None:
+        machines.add(lambda machines: _enter(machines, problem, paths, t))
+    return machines
+
+
+def _enter(machines: Machines, problem: Problem, paths: _Paths, t: int) -> None:
+    """The ends of the paths of machine t."""
+    n = len(problem.variable)
+    own = (paths.rows // n == t).nonzero()[:, 0]
+    if not len(own):
+        return
+    index, number = paths.rows[own] - t * n, paths.number[own]
+    first = (paths.targets.table == t).nonzero()[:, 0]
+    target, alpha, kept = paths.targets.variable[first], paths.end.alpha[first], paths.kept[first]
+    machines.enter_without(problem, index, number - first[0], target, alpha, kept)

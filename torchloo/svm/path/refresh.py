@@ -30,223 +30,271 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from torchloo.svm.path.layout import Layout
 from torchloo.svm.path.state import Ends, times
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
+from torchloo.svm.stacked import Tables, rows_of, set_of, times_vector
 
 __all__ = ["Finish"]
 
 _ROUGH = 1e-10  # of the largest |u|: free variables that miss margin 0 by more are refined
-_INSIDE = 1e-7  # of the box: this far from both bounds is free
 
 
-class _Machine(NamedTuple):
-    """What all paths of a machine share: its tableau, and the a variables that any of them has moved."""
+class _Machines(NamedTuple):
+    """What all paths of T machines share: their tableaux, and the a variables that any of them has moved.
+
+    These are padded with others to the same number; the dummy, the last of a + 1, has zeros.
+    """
 
     A: Tensor
-    """A of Note [tableau], (m + 2, l + 2)."""
-
+    """A of Note [tableau], one below the other, (T (m + 2), l + 2)."""
     A_S: Tensor
-    """Its first s columns, those of the variables that were free, (m + 2, s)."""
-
-    D: Tensor
-    """D of its columns, (l + 2,)."""
-
-    equality: Tensor
-    """As in Tableau, (l + 2,)."""
-
+    """Its first s columns; s is the size of the largest free set, (T (m + 2), s)."""
+    was_free: Tensor
+    """Which of the first s variables were free, (T, s)."""
     columns: Tensor
-    """Columns of the moved variables, the first s among them, and of the dummy, (a + 1,)."""
-
-    layout: Layout
-    """The same variables in the same order."""
+    """Columns of the moved variables, the free ones first, and of the dummy, (T, a + 1)."""
+    variable: Tensor
+    """The moved variables, (T, a)."""
+    y: Tensor
+    """Their labels, (T, a + 1)."""
+    box: Tensor
+    """Their boxes, (T, a + 1)."""
+    alpha: Tensor
+    """Their coefficients in the full solutions, (T, a + 1)."""
+    margin: Tensor
+    """Their y f - 1 there, (T, a + 1)."""
+    K: Tensor
+    """Their rows of K, (T, a, m)."""
+    u: Tensor
+    """K (alpha * y) of the full solutions, (T, m)."""
+    imbalance: Tensor
+    """Their y^T alpha, which rounding may leave, (T, 1)."""
 
     @classmethod
-    def build(cls, problem: Problem, full: Exact, tableau: Tableau, moved: Tensor) -> "_Machine":
-        """From the mask of the columns (l + 2,) that any path has moved."""
-        A, D, dummy = tableau.A[0], tableau.sign[0], tableau.sign.shape[1] - 2
-        s = int((D < 0).sum())
-        moved[:s] = True
-        moved[dummy:] = False
-        columns = moved.nonzero()[:, 0]
-        layout = Layout(problem, full, tableau.order[0][columns])
-        columns = pad(columns, (0, 1), value=dummy)
-        return cls(A, A[:, :s].contiguous(), D, tableau.equality[0], columns, layout)
+    def build(cls, problem: Problem, full: Exact, tableau: Tableau, moved: Tensor) -> "_Machines":
+        """From the mask of the columns (T, l + 2) that any path has moved."""
+        dummy, free = tableau.sign.shape[1] - 2, tableau.sign < 0
+        moved = moved | free
+        moved[:, dummy:] = False
+        columns, _ = set_of(moved)
+        variable = tableau.order.gather(1, columns)
+        s, A = int(free.sum(1).max()), tableau.A.view(-1, dummy + 2)
+        y, box, alpha, margin = (
+            pad(x.gather(1, variable), (0, 1)) for x in (problem.y, problem.box, full.alpha, full.margin)
+        )
+        columns, A_S, was_free = pad(columns, (0, 1), value=dummy), A[:, :s].contiguous(), free[:, :s]
+        coef = full.alpha * problem.y
+        K, u, imbalance = (
+            rows_of(problem.K, variable),
+            times_vector(problem.K, coef),
+            coef.sum(1, keepdim=True),
+        )
+        return cls(A, A_S, was_free, columns, variable, y, box, alpha, margin, K, u, imbalance)
 
     @property
-    def s(self) -> int:
-        """How many variables were free."""
-        return self.A_S.shape[1]
-
-    def place(self, P: Tensor) -> Tensor:
-        """Where the columns (B, k) are among the moved variables, a where they are not, (B, k)."""
-        a = self.layout.count
-        place = torch.full_like(self.D, a, dtype=torch.long)
-        place[self.columns] = torch.arange(a + 1, device=P.device)
-        return place[P]
+    def dummy(self) -> int:
+        """The column of the dummy."""
+        return self.A.shape[1] - 2
 
 
 class _Sets(NamedTuple):
-    """Final active sets of B paths."""
+    """Final active sets of N paths."""
 
     P: Tensor
-    """Change sets as columns, l where there is none, (B, k)."""
-
+    """Change sets as columns, l where there is none, (N, k)."""
+    rows: Tensor
+    """The same as rows of A, (N, k)."""
     place: Tensor
-    """P as places among the moved variables, a where there is none, (B, k)."""
-
+    """The same as places among the moved variables, a where there is none, (N, k)."""
     changed: Tensor
-    """P as a mask of the moved variables, (B, a + 1)."""
-
+    """The same as a mask of the moved variables, (N, a + 1)."""
     D: Tensor
-    """D_P: -1 where the variable was free, (B, k)."""
-
+    """D_P: -1 where the variable was free, (N, k)."""
     H: Tensor
-    """Inverses of A_PP, (B, k, k)."""
-
-    target: Tensor
-    """The variable r, (B,)."""
-
+    """Inverses of A_PP, (N, k, k)."""
     own: Tensor
-    """Its place among the moved variables, a if it has none, (B, 1)."""
-
-    gone: Tensor
-    """How far its alpha went down, (B,)."""
+    """Place of r among the moved variables, a if it has none, (N, 1)."""
+    y_gone: Tensor
+    """y_r times how far its alpha went down, (N, 1)."""
+    K_r: Tensor
+    """Its row of K, (N, m)."""
 
     def take(self, rows: Tensor) -> "_Sets":
         """The paths at `rows`."""
         return _Sets(*(x[rows] for x in self))
 
-    def free(self, s: int) -> Tensor:
-        """Mask of the free variables but for r; before, the first s were free, (B, a + 1)."""
-        free = self.changed.clone()
-        free[:, :s] ^= True
-        free[:, -1] = False
-        return free.scatter_(1, self.own, False)
-
-    def respond(self, machine: _Machine, w: Tensor, at_P: Tensor, at_S: Tensor) -> tuple[Tensor, Tensor]:
-        """c (B, k) of Note [refresh] and (A x0 + A_:P c)_S (B, s), from w (B, k) and A x0 at P and at S."""
-        dummy = len(machine.D) - 2
+    def respond(self, machines: _Machines, w: Tensor, at_P: Tensor, at_S: Tensor) -> tuple[Tensor, Tensor]:
+        """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 at P and at S."""
+        dummy = machines.dummy
         c = times(self.H, (self.D * w - at_P).masked_fill_(self.P.eq(dummy), 0))
-        by_c = embedding_bag(self.P, machine.A_S, per_sample_weights=c, mode="sum", padding_idx=dummy)
+        by_c = embedding_bag(self.rows, machines.A_S, per_sample_weights=c, mode="sum", padding_idx=dummy)
         return c, at_S + by_c
 
     def enter(self, x: Tensor, of_P: Tensor) -> Tensor:
-        """Values of the moved variables (B, a + 1), those in P replaced by (B, k); the dummy has 0."""
+        """Values of the moved variables (N, a + 1), those in P replaced by (N, k); the dummy has 0."""
         x.scatter_(1, self.place, of_P)[:, -1] = 0
         return x
 
 
-def _known_inputs(
-    machine: _Machine, sets: _Sets, row: Tensor, bound: Tensor, jumped: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rows of A and x0 of r and of what has jumped to its bound (B, a + 1), (B, 1 + most jumps) both."""
-    x0 = -sets.gone[:, None].masked_fill(sets.own < machine.s, 0)
-    most = int(jumped.sum(1).max())
-    if not most:
-        return row, x0
-    change = (bound - machine.layout.alpha).mul_(jumped)
-    others = change.abs().topk(most, 1).indices
-    return torch.cat([row, machine.columns[others]], 1), torch.cat([x0, change.gather(1, others)], 1)
-
-
-def _coefficients(machine: _Machine, sets: _Sets, row: Tensor, upper: Tensor, jumped: Tensor) -> Tensor:
-    """alpha of Note [refresh], (B, a + 1).
-
-    From the row of r in A (B, 1), and masks (B, a + 1) of what is at its upper bound and of what has gone
-    from bound to bound.
-    """
-    layout, s = machine.layout, machine.s
-    alpha0, g0 = layout.alpha, layout.of_moved(layout.full.margin)
-    alpha = torch.where(upper, layout.box, 0.0)  # as if all were bounded
-    alpha.scatter_(1, sets.own, alpha0[sets.own] - sets.gone[:, None])
-    rows, x0 = _known_inputs(machine, sets, row, alpha, jumped)
-    at_P = (x0[:, None] @ machine.A[rows[:, :, None], sets.P[:, None]])[:, 0]
-    at_S = embedding_bag(rows, machine.A_S, per_sample_weights=x0, mode="sum")
-    was_free, bound_P, alpha0_P = sets.D < 0, alpha.gather(1, sets.place), alpha0[sets.place]
-    w = torch.where(was_free, bound_P - alpha0_P, -g0[sets.place])
-    c, at_S = sets.respond(machine, w, at_P, at_S)
-    alpha[:, :s] = alpha0[:s] - at_S
-    return sets.enter(alpha, torch.where(was_free, bound_P, alpha0_P + c))
-
-
-def _correction(machine: _Machine, sets: _Sets, alpha: Tensor, lack: Tensor) -> Tensor:
-    """Change of the free alpha that adds to margins what they lack and makes y^T alpha 0, (B, a + 1) all.
-
-    Of variables that are not free it says nothing.
-    """
-    layout, s = machine.layout, machine.s
-    imbalance = (alpha @ layout.y + layout.standing_pull(sets.target, sets.gone))[:, None]
-    x0 = lack.masked_fill(sets.changed, 0)[:, :s]
-    A_x0 = x0 @ machine.A[:s] - imbalance * (machine.equality * machine.D)  # (B, l + 2)
-    w = torch.where(sets.D < 0, 0.0, lack.gather(1, sets.place))
-    c, at_S = sets.respond(machine, w, A_x0.gather(1, sets.P), A_x0[:, :s])
-    step = torch.zeros_like(lack)
-    step[:, :s] = -at_S
-    return sets.enter(step, c)
-
-
 class Finish:
-    """Where the B paths of one machine ended, over the a variables that any of them has moved.
+    """Where N paths of T machines ended: `alpha` and `u` = K (alpha * y) of all variables, (N, m).
 
-    `layout` says which these are; `alpha` and `u` = K (alpha * y) are theirs, (B, a + 1), with a dummy;
-    `stray` (B,) is by how much coefficients lay beyond their bounds before they were put there.
+    `stray` (N,) is by how much coefficients lay beyond their bounds before they were put there.
     """
 
     def __init__(
-        self, problem: Problem, full: Exact, tableau: Tableau, ends: Ends, target: Tensor, gone: Tensor
+        self,
+        problem: Problem,
+        full: Exact,
+        tableau: Tableau,
+        ends: Ends,
+        tables: Tables,
+        target: Tensor,
+        gone: Tensor,
     ) -> None:
-        """`gone` (B,) is how far alpha of each target went down."""
-        upper_before = pad(full.upper[tableau.order[0, : tableau.sign.shape[1] - 2]], (0, 2))
+        """`gone` (N,) is how far alpha of each target (N,) went down."""
+        self.tables, dummy = tables, tableau.sign.shape[1] - 2
+        upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
         # From bound to bound, but for r, which is known by what has gone.
-        jumped = (ends.upper ^ upper_before).logical_and_(~changed).scatter_(1, ends.target[:, None], False)
-        machine = _Machine.build(problem, full, tableau, (changed | jumped).any(0))
-        self.layout = layout = machine.layout
-        changed, jumped, upper = (x.index_select(1, machine.columns) for x in (changed, jumped, ends.upper))
-        own = layout.place[target][:, None]
-        sets = _Sets(ends.P, machine.place(ends.P), changed, machine.D[ends.P], ends.H, target, own, gone)
-        row = ends.row[:, None] % len(machine.A)  # in its own tableau
-        self._sets, self.alpha = sets, _coefficients(machine, sets, row, upper, jumped)
-        self.u = layout.pull(self.alpha, target, gone)
-        self._refine(machine, ends.failed)
+        jumped = (ends.upper ^ tables.each(upper_before)).logical_and_(~changed)
+        jumped.scatter_(1, ends.target[:, None], False)
+        moved = tables.any(changed | jumped)
+        self.machines = machines = _Machines.build(problem, full, tableau, moved)
+        changed, jumped, upper = (tables.select(x, machines.columns) for x in (changed, jumped, ends.upper))
+        a = machines.variable.shape[1]
+        places = torch.full_like(tableau.sign, a, dtype=torch.long)
+        places.scatter_(
+            1, machines.columns[:, :a], torch.arange(a, device=target.device).expand(len(places), -1)
+        )
+        rows = ends.P + tables.table[:, None] * tableau.A.shape[1]
+        self._sets = sets = _Sets(
+            P=ends.P,
+            rows=rows.masked_fill_(ends.P.eq(dummy), dummy),
+            place=tables.pick(places, ends.P),
+            changed=changed,
+            D=tables.pick(tableau.sign, ends.P),
+            H=ends.H,
+            own=tables.pick(places, ends.target[:, None]),
+            y_gone=tables.pick(problem.y, target[:, None]) * gone[:, None],
+            K_r=tables.rows(problem.K, target),
+        )
+        was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
+        x0 = -gone[:, None].masked_fill(was_free_r, 0)
+        moved_alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
+        self._alpha, self.u = moved_alpha, _pull(machines, tables, sets, moved_alpha)
+        self._refine(tableau, ends.failed)
         self.stray = self._put_inside()
+        alpha = full.alpha[tables.table]  # (N, m)
+        alpha_r = alpha.gather(1, target[:, None]) - gone[:, None]
+        self.alpha = tables.insert(alpha, machines.variable, self._alpha[:, :a]).scatter_(
+            1, target[:, None], alpha_r
+        )
 
-    def inside(self) -> Tensor:
-        """Which coefficients lie between their bounds, but for that of r, (B, a + 1)."""
-        width = _INSIDE * self.layout.box
-        inside = (self.alpha > width) & (self.alpha < self.layout.box - width)
-        return inside.scatter_(1, self._sets.own, False)
-
-    def _refine(self, machine: _Machine, failed: Tensor) -> None:
-        """Correct alpha by what K says, Note [refresh], twice at most; not where a path has failed (B,)."""
-        layout = self.layout
-        free = self._sets.free(machine.s).to(self.u)
-        count = free.sum(1).clamp_min(1)
+    def _refine(self, tableau: Tableau, failed: Tensor) -> None:
+        """Correct alpha by what K says, Note [refresh], twice at most; not where a path has failed (N,)."""
+        machines, tables, sets = self.machines, self.tables, self._sets
+        s = machines.A_S.shape[1]
+        free = sets.changed.clone()
+        free[:, :s] ^= tables.each(machines.was_free)
+        free[:, -1] = False
+        free = free.scatter_(1, sets.own, False).to(self.u)
+        count, y = free.sum(1).clamp_min(1), tables.each(machines.y)
         for _ in range(2):
-            miss = (layout.y - self.u).mul_(free)
+            u = tables.select(self.u, machines.variable)  # (N, a)
+            miss = (y - pad(u, (0, 1))).mul_(free)
             bias = miss.sum(1) / count
-            lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(layout.y)  # -g
-            size, scale = lack.abs().amax(1), self.u.abs().amax(1)
-            rows = ((size > _ROUGH * (1 + scale)) & ~failed).nonzero()[:, 0]
+            lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(y)  # -g
+            rough = lack.abs().amax(1) > _ROUGH * (1 + u.abs().amax(1))
+            rows = (rough & ~failed).nonzero()[:, 0]
             if not len(rows):
                 return
-            sets, alpha = self._sets.take(rows), self.alpha[rows]
-            alpha += _correction(machine, sets, alpha, lack[rows]) * free[rows]
-            self.alpha[rows], self.u[rows] = alpha, layout.pull(alpha, sets.target, sets.gone)
+            own, its = sets.take(rows), tables.take(rows)
+            step = _correction(machines, its, own, tableau, self._alpha[rows], lack[rows])
+            alpha = self._alpha[rows] + step * free[rows]
+            self._alpha[rows], self.u[rows] = alpha, _pull(machines, its, own, alpha)
 
     def _put_inside(self) -> Tensor:
-        """Put coefficients beyond their bounds there, and say by how much in all, (B,).
+        """Put coefficients beyond their bounds there, and say by how much in all, (N,).
 
         The true data may ask for more than a box holds where the perturbed path has missed an event; a
         gap proves something of feasible coefficients only.
         """
-        inside = self.alpha.clamp_min(0).minimum(self.layout.box)
-        stray = (self.alpha - inside).abs_().sum(1)
+        inside = self._alpha.clamp_min(0).minimum(self.tables.each(self.machines.box))
+        stray = (self._alpha - inside).abs_().sum(1)
         rows = stray.nonzero()[:, 0]
         if len(rows):
-            target, gone = self._sets.target[rows], self._sets.gone[rows]
-            self.alpha[rows], self.u[rows] = inside[rows], self.layout.pull(inside[rows], target, gone)
+            its, own = self.tables.take(rows), self._sets.take(rows)
+            self._alpha[rows], self.u[rows] = inside[rows], _pull(self.machines, its, own, inside[rows])
         return stray
+
+
+def _change(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> Tensor:
+    """What the moved variables other than r add to alpha * y, (N, a)."""
+    change = (alpha - tables.each(machines.alpha)).mul_(tables.each(machines.y))
+    return change.scatter_(1, sets.own, 0.0)[:, :-1]
+
+
+def _pull(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> Tensor:
+    """u of all variables, (N, m), from the moved ones (N, a + 1), whatever they say of r."""
+    u = tables.product(_change(machines, tables, sets, alpha), machines.K)
+    return u.add_(tables.each(machines.u)).addcmul_(sets.K_r, sets.y_gone, value=-1)
+
+
+def _coefficients(
+    machines: _Machines,
+    tables: Tables,
+    sets: _Sets,
+    of_r: tuple[Tensor, Tensor],
+    gone: Tensor,
+    upper: Tensor,
+    jumped: Tensor,
+) -> Tensor:
+    """alpha of Note [refresh], (N, a + 1).
+
+    From the row of A and x0 of r (N, 1), how far it went, and masks (N, a + 1) of what is at its upper bound
+    and of what has gone from bound to bound.
+    """
+    alpha0, s = tables.each(machines.alpha), machines.A_S.shape[1]
+    alpha = torch.where(upper, tables.each(machines.box), 0.0)  # as if all were bounded
+    alpha_r = tables.pick(machines.alpha, sets.own) - gone[:, None]
+    alpha.scatter_(1, sets.own, alpha_r)
+    rows, x0 = of_r
+    most = int(jumped.sum(1).max())
+    if most:
+        change = (alpha - alpha0).mul_(jumped)
+        others = change.abs().topk(most, 1).indices
+        columns = tables.pick(machines.columns, others)
+        height = len(machines.A) // tables.count
+        rows = torch.cat([rows, columns + tables.table[:, None] * height], 1)
+        x0 = torch.cat([x0, change.gather(1, others)], 1)
+    at_P = (x0[:, None] @ machines.A[rows[:, :, None], sets.P[:, None]])[:, 0]
+    at_S = embedding_bag(rows, machines.A_S, per_sample_weights=x0, mode="sum")
+    was_free, bound_P = sets.D < 0, alpha.gather(1, sets.place)
+    alpha0_P = tables.pick(machines.alpha, sets.place)
+    w = torch.where(was_free, bound_P - alpha0_P, -tables.pick(machines.margin, sets.place))
+    c, at_S = sets.respond(machines, w, at_P, at_S)
+    alpha[:, :s] = torch.where(tables.each(machines.was_free), alpha0[..., :s] - at_S, alpha[:, :s])
+    return sets.enter(alpha, torch.where(was_free, bound_P, alpha0_P + c))
+
+
+def _correction(
+    machines: _Machines, tables: Tables, sets: _Sets, tableau: Tableau, alpha: Tensor, lack: Tensor
+) -> Tensor:
+    """Change of the free alpha that adds to margins what they lack and makes y^T alpha 0, (N, a + 1) all.
+
+    Of variables that are not free it says nothing.
+    """
+    s, was_free = machines.A_S.shape[1], tables.each(machines.was_free)
+    change = _change(machines, tables, sets, alpha).sum(1, keepdim=True)
+    imbalance = change + tables.each(machines.imbalance) - sets.y_gone
+    x0 = lack.masked_fill(sets.changed, 0)[:, :s] * was_free
+    A_x0 = tables.product(x0, tableau.A[:, :s])  # (N, l + 2)
+    A_x0.addcmul_(imbalance, tables.each(tableau.equality * tableau.sign), value=-1)
+    w = torch.where(sets.D < 0, 0.0, lack.gather(1, sets.place))
+    c, at_S = sets.respond(machines, w, A_x0.gather(1, sets.P), A_x0[:, :s])
+    step = torch.zeros_like(lack)
+    step[:, :s] = -at_S * was_free
+    return sets.enter(step, c)

@@ -63,7 +63,10 @@ def _exchange(K: Tensor, least: int, s: int, is_free: Tensor, border: Tensor) ->
     for the free. Returns the rows of b, [R_bS Z_b], (T, m).
     """
     free = is_free[:, :s]
-    corner, edge, inner = Bordered(K[:, :s, :s], free).inverse()  # R = [corner edge^T; edge inner]
+    system = Bordered(K[:, :s, :s], free)
+    if bool(system.info.any()):
+        raise torch.linalg.LinAlgError("the equations of a free set are singular")  # type: ignore[attr-defined]
+    corner, edge, inner = system.inverse()  # R = [corner edge^T; edge inner]
     ragged, near, border = least < s, K.shape[1] - least, border[:, least:]
     K_SN = K[:, :s, least:]
     if ragged:

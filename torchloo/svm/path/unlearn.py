@@ -1,4 +1,4 @@
-"""Leave-one-out by the exact path: from the full solution to each solution without a row."""
+"""Leave-one-out by the exact path: from full solutions to each solution without a row."""
 
 from typing import NamedTuple
 
@@ -9,170 +9,183 @@ from torchloo.svm.path.follow import follow
 from torchloo.svm.path.refresh import Finish
 from torchloo.svm.path.state import Base, Ends
 from torchloo.svm.path.tableau import Tableau, pivot_transform
-from torchloo.svm.proof.ended import Ended
+from torchloo.svm.proof.active import sign_by_active_set
+from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
+from torchloo.svm.stacked import Tables
 
-__all__ = ["Task", "Unlearned", "unlearn", "unlearn_many"]
+__all__ = ["Targets", "Unlearned", "unlearn"]
 
 _PERTURBATION = 1e-8
-_TABLEAUX = 2**23  # entries of tableaux that are stacked
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
+_TOGETHER = 2**17  # coefficients at the ends of paths that are looked at at once
+_EXACT = 1e-9  # slip of a solution that counts as exact
+_NEAR = 1e-6  # slip that may be rounding
+
+
+class Targets(NamedTuple):
+    """What is to go from T machines."""
+
+    table: Tensor
+    """Numbers of the machines, ascending, (N,)."""
+
+    variable: Tensor
+    """Variables, each to be lowered alone, (N,)."""
+
+    room: Tensor
+    """How much of alpha goes, (N,)."""
+
+    def take(self, rows: Tensor) -> "Targets":
+        """Those at `rows`."""
+        return Targets(*(x[rows] for x in self))
 
 
 class Unlearned(NamedTuple):
-    """Where the paths of B variables ended."""
+    """Where the paths of N variables ended."""
 
     output: Tensor
-    """f(x_r) at the end, (B,)."""
+    """f(x_r) at the end, (N,)."""
 
     proved: Tensor
-    """Its sign is certified, and the value exact if the path came to its end, (B,) bool."""
+    """Its sign is certified, and the value exact if the path came to its end, (N,) bool."""
 
     solved: Tensor
-    """Proved, or at the end of its path and exact: a refit would find nothing else, (B,) bool."""
+    """Proved, or at the end of its path and exact: a refit would find nothing else, (N,) bool."""
 
     events: Tensor
-    """Number of events, (B,)."""
+    """Number of events, (N,)."""
 
     alpha: Tensor
-    """Coefficients at the end if they are asked for, (B, m), else (B, 0)."""
+    """Coefficients at the end if they are asked for, (N, m), else (N, 0)."""
 
     def replaced(self, rows: Tensor, by: "Unlearned") -> "Unlearned":
         """With other ends of the variables at `rows`."""
         return Unlearned(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
-class Task(NamedTuple):
-    """What is to go from one machine."""
-
-    problem: Problem
-    """The merged problem."""
-
-    full: Exact
-    """Its exact solution."""
-
-    target: Tensor
-    """Variables, each to be lowered alone, (B,)."""
-
-    room: Tensor
-    """How much of alpha goes, (B,)."""
-
-    def take(self, rows: Tensor) -> "Task":
-        """The targets at `rows`."""
-        return self._replace(target=self.target[rows], room=self.room[rows])
-
-
-def unlearn(problem: Problem, full: Exact, target: Tensor, room: Tensor, values: bool = True) -> Unlearned:
-    """`unlearn_many` for one machine, with coefficients."""
-    return unlearn_many([Task(problem, full, target, room)], values, coefficients=True)[0]
-
-
-def unlearn_many(tasks: list[Task], values: bool = True, coefficients: bool = False) -> list[Unlearned]:
+def unlearn(
+    problem: Problem, full: Exact, targets: Targets, values: bool = True, coefficients: bool = False
+) -> Unlearned:
     """Lower alpha of each target by its room along the exact path and certify the end.
 
-    Machines with as many variables stack their tableaux and are followed as one batch; at first with
-    columns only for the variables of the smallest margins, and again with all where the margins of
-    the end show that another one had a part in it. With `values` to the end; else only until y_r f_r < 0,
-    and again to the end where that is too near 0 to be proved.
+    The tableaux of all machines are stacked and followed as one batch; at first with columns only for the
+    variables of the smallest margins, and again with all where the margins of the end show that another one
+    had a part in it. With `values` to the end; else only until y_r f_r < 0, and again to the end where that
+    is too near 0 to be proved.
 
     Cost O(m l s) for each machine with s free variables and l columns, then O(l k) an event. Memory
-    O(m l + B m).
+    O(m l) for each machine, and O(N k).
     Reference: Cauwenberghs and Poggio 2000, for the idea of unlearning.
     """
-    outcomes = _unlearn(tasks, values, coefficients, whole=False)
-    doubtful = {
-        t: (~end.solved).nonzero()[:, 0]
-        for t, (task, end) in enumerate(zip(tasks, outcomes, strict=True))
-        if (not values or len(task.problem.y) > _FEW) and not bool(end.solved.all())
-    }
-    if doubtful:
-        few = [tasks[t].take(rows) for t, rows in doubtful.items()]
-        ends = _unlearn(few, True, coefficients, whole=True)
-        for (t, rows), end in zip(doubtful.items(), ends, strict=True):
-            outcomes[t] = outcomes[t].replaced(rows, end)
-    return outcomes
-
-
-def _unlearn(tasks: list[Task], values: bool, coefficients: bool, whole: bool) -> list[Unlearned]:
-    """`unlearn_many` with columns for the free variables and the nearest others, or for all."""
-    outcomes: dict[int, Unlearned] = {}
-    for group in _groups(tasks):
-        members = [tasks[t] for t in group]
-        tableau = _tableaux(members, values, whole)
-        problem = Problem(*(torch.stack(x) for x in zip(*(task.problem for task in members), strict=True)))
-        full = Exact(*(torch.stack(x) for x in zip(*(task.full for task in members), strict=True)))
-        base = perturbed_base(problem, full, tableau)
-        tableaux = [Tableau(*(x[t : t + 1] for x in tableau)) for t in range(len(members))]
-        table = torch.cat([torch.full_like(task.target, t) for t, task in enumerate(members)])
-        row, column = tableau.find(table, torch.cat([task.target for task in members]))
-        counts = [len(task.target) for task in members]
-        ends = follow(base, table, row, column, torch.cat([task.room for task in members]), not values)
-        for t, tableau, own in zip(group, tableaux, ends.split(counts), strict=True):
-            outcomes[t] = _certified(tasks[t], tableau, own, coefficients)
-    return [outcomes[t] for t in range(len(tasks))]
-
-
-def _tableaux(tasks: list[Task], values: bool, whole: bool) -> Tableau:
-    """Tableaux with equally many columns."""
-    m = len(tasks[0].problem.y)
-    orders, wanted = [], 0
-    for task in tasks:
-        order, first = _by_margin(task, not values)
-        orders.append(order)
-        wanted = max(wanted, first)
-    near = max(_NEAREST, m // _SHARE)
-    columns = m if whole or m <= _FEW else min(m, wanted + near)
-    K, y, free = (
-        torch.stack(x) for x in zip(*((t.problem.K, t.problem.y, t.full.free) for t in tasks), strict=True)
+    ends = _unlearn(problem, full, targets, values, coefficients, whole=False)
+    if values and problem.y.shape[1] <= _FEW:
+        return ends
+    rows = (~ends.solved).nonzero()[:, 0]
+    if not len(rows):
+        return ends
+    again = targets.take(rows)
+    used, table = again.table.unique(return_inverse=True)
+    again = again._replace(table=table)
+    return ends.replaced(
+        rows, _unlearn(problem.take(used), full.take(used), again, True, coefficients, whole=True)
     )
-    return pivot_transform(K, y, free, None, torch.stack(orders), columns)
 
 
-def _by_margin(task: Task, targets_too: bool) -> tuple[Tensor, int]:
-    """The free variables, the targets if an early stop has to watch them, then by the size of margins.
+def _unlearn(
+    problem: Problem, full: Exact, targets: Targets, values: bool, coefficients: bool, whole: bool
+) -> Unlearned:
+    """`unlearn` with columns for the free variables and the nearest others, or for all."""
+    tableau = _tableaux(problem, full, targets, values, whole)
+    row, column = tableau.find(targets.table, targets.variable)
+    base = perturbed_base(problem, full, tableau)
+    ends = follow(base, targets.table, row, column, targets.room, not values)
+    parts = _that_fit(targets.table, *problem.y.shape)
+    counts = [last - first for _, first, last in parts]
+    done = []
+    for (tables, first, last), end in zip(parts, ends.split(counts), strict=True):
+        own = Targets(*(x[first:last] for x in targets))
+        own = own._replace(table=own.table - tables.start)
+        end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
+        stack = Problem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
+        done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
+    return done[0] if len(done) == 1 else Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
 
-    And how many come before the margins count.
+
+def _that_fit(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
+    """Machines, and the first and the last but one of their targets, so few that their ends fit a cache."""
+    most = max(1, _TOGETHER // m)
+    if len(table) <= most:
+        return [(slice(0, T), 0, len(table))]
+    parts: list[tuple[slice, int, int]] = []
+    begin = first = last = 0
+    for t, count in enumerate(torch.bincount(table, minlength=T).tolist()):
+        if last > first and last + count - first > most:
+            parts.append((slice(begin, t), first, last))
+            begin, first = t, last
+        last += count
+        while last - first > most:  # one machine has too many
+            parts.append((slice(t, t + 1), first, first + most))
+            begin, first = t, first + most
+    return [*parts, (slice(begin, T), first, last)]
+
+
+def _tableaux(problem: Problem, full: Exact, targets: Targets, values: bool, whole: bool) -> Tableau:
+    """Tableaux with equally many columns: the free variables first, then by the size of margins.
+
+    Targets come before the margins count if an early stop has to watch them.
     """
-    margin = task.full.margin.abs()
-    if targets_too:
-        margin[task.target] = -1.0
-    margin.masked_fill_(task.full.free, -2.0)
-    return margin.argsort(stable=True), int((margin < 0).sum())
+    m = problem.y.shape[1]
+    margin = full.margin.abs()
+    if not values:
+        margin[targets.table, targets.variable] = -1.0
+    margin.masked_fill_(full.free, -2.0)
+    order = margin.argsort(dim=1, stable=True)
+    if whole or m <= _FEW:
+        return pivot_transform(problem.K, problem.y, full.free, None, order)
+    wanted = int((margin < 0).sum(1).max())
+    columns = min(m, wanted + max(_NEAREST, m // _SHARE))
+    return pivot_transform(problem.K, problem.y, full.free, None, order, columns)
 
 
-def _groups(tasks: list[Task]) -> list[list[int]]:
-    """Numbers of tasks of one size, together while their tableaux fit."""
-    groups: list[list[int]] = []
-    last: dict[int, list[int]] = {}
-    for number, task in enumerate(tasks):
-        m = len(task.problem.y)
-        if m not in last or (len(last[m]) + 1) * (m + 2) ** 2 > _TABLEAUX:
-            last[m] = []
-            groups.append(last[m])
-        last[m].append(number)
-    return groups
-
-
-def _certified(task: Task, tableau: Tableau, ends: Ends, coefficients: bool) -> Unlearned:
+def _certified(
+    problem: Problem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets, coefficients: bool
+) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
-    problem, full, target, room = task
+    tables, (_, r, room) = Tables(targets.table, len(problem.y)), targets
     gone, finished = room - ends.room, ends.room <= 0
-    finish = Finish(problem, full, tableau, ends, target, gone)
-    kept = full.alpha[target] - room
-    # Where full.alpha[target] is the room, rounding must not leave a box of 1e-17.
-    kept = torch.where(kept < 1e-9 * problem.box[target], 0.0, kept).mul_(finished)
-    stuck = torch.where(finished, 0.0, problem.y[target] * (full.alpha[target] - gone))
-    ended = Ended(finish.layout, finish.alpha, finish.u, target, gone, kept, stuck)
-    output, sign, exact = ended.proof(ended.bias(finish.inside()), finish.stray)
-    proved = (sign * output > 0) & (finished | (sign == -problem.y[target])) & ~ends.failed
+    end = Finish(problem, full, tableau, ends, tables, r, gone)
+    y_r, alpha_r, box_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha, problem.box))
+    kept = alpha_r - room
+    # Where alpha of the target is the room, rounding must not leave a box of 1e-17.
+    kept = torch.where(kept < 1e-9 * box_r, 0.0, kept).mul_(finished)
+    stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
+    y, box, rounding = (tables.each(x) for x in (problem.y, problem.box, problem.rounding))
+    held = Held(end.alpha, end.u, box, r, rounding, kept, stuck, table=targets.table)
+    output, sign, exact = _proof(problem.K, y, held, end.stray)
+    proved = (sign * output > 0) & (finished | (sign == -y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | exact
-    alpha = (
-        finish.layout.whole(finish.alpha, target, gone) if coefficients else output.new_empty(len(target), 0)
-    )
+    alpha = end.alpha if coefficients else output.new_empty(len(r), 0)
     return Unlearned(output, proved, proved | (finished & exact & ~ends.failed), ends.events, alpha)
+
+
+def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f(x_r), its proved sign or 0, and whether the solution is exact to rounding, (N,) all.
+
+    `stray` (N,) is by how much coefficients had to be changed to lie in their boxes.
+    """
+    bias = held_out_bias(y, held)
+    sign, _, slip = gap_ball_sign(K, y, held, bias)
+    exact = slip.maximum(stray) <= _EXACT
+    near = (((sign == 0) | ~exact) & (slip <= _NEAR)).nonzero()[:, 0]
+    if len(near):
+        labels = y if y.ndim == 1 else y[near]
+        by_set, error = sign_by_active_set(K, labels, held.take(near), bias[near])
+        exact[near] |= error.isfinite()
+        sign[near] = torch.where(sign[near] == 0, by_set, sign[near])
+    return held.of_target(held.u) + bias, sign, exact
 
 
 def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:

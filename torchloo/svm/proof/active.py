@@ -22,14 +22,17 @@ Rounding of K, by at most d_i d_j here, Note [rounding of K], adds d_i (d . alph
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.accurate import in_parts
 from torchloo.svm.solve.systems import Bordered
+from torchloo.svm.stacked import Tables, set_of, times_vector
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 
 _USEFUL = 0.5  # q above which R is no inverse
+_TOGETHER = 2**21  # entries of the rows of K of the free sets that are looked at at once
 
 
 def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
@@ -37,7 +40,8 @@ def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     sign = gap_ball_sign(K, y, held, bias).sign
     rows = (sign == 0).nonzero()[:, 0]
     if len(rows):
-        sign[rows], _ = sign_by_active_set(K, y, held.take(rows), bias[rows])
+        labels = y if y.ndim == 1 else y[rows]
+        sign[rows], _ = sign_by_active_set(K, labels, held.take(rows), bias[rows])
     return sign
 
 
@@ -57,33 +61,53 @@ def sign_by_active_set(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[
 def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     """How far each u + b may be from its value at the optimum, (B, m); infinite if nothing is proved.
 
-    K a is summed in two parts: leading bits, so few that every sum of their products is exact, and the
-    rest, whose rounding does not matter. Only the support vectors of the solutions have a part in it.
+    K and y are as in `gap_ball_sign`. K a is summed in two parts: leading bits, so few that every sum of
+    their products is exact, and the rest, whose rounding does not matter. Only the support vectors of the
+    solutions have a part in it.
 
     Cost 6 m l + s^3 for each solution with s free variables; l of the m variables are support vectors of any
     solution. Memory 3 m l + B m.
     """
+    K, tables = _kernels(K, held)
     support = (held.alpha != 0).any(0).nonzero()[:, 0]
     if not len(support):
         return torch.full_like(held.u, torch.inf)
     unit = torch.finfo(K.dtype).eps / 2
     of_sum = (len(support) + 8) * unit  # of the sum of the sizes, in any order
-    K_l = K.index_select(0, support).T  # (m, l)
-    part, of_a = in_parts(K_l), in_parts((held.alpha * y).index_select(1, support))
-    lead, size, size_rest = of_a.lead @ part.lead.T, of_a.lead.abs().sum(1), of_a.rest.abs().sum(1)
-    rest = of_a.lead @ part.rest.T + of_a.rest @ K_l.T
-    box, miss = held.weight(), y - bias[:, None] - lead - rest
-    rounding = of_sum * (size[:, None] * part.most.T + size_rest[:, None] * part.largest.T)
+    K_l = K.index_select(1, support)  # (T, l, m)
+    part, of_a = in_parts(K_l.mT), in_parts((held.alpha * y).index_select(1, support))
+    lead, size, size_rest = (
+        tables.product(of_a.lead, part.lead.mT),
+        of_a.lead.abs().sum(1, keepdim=True),
+        of_a.rest.abs().sum(1, keepdim=True),
+    )
+    rest = tables.product(of_a.lead, part.rest.mT) + tables.product(of_a.rest, K_l)
+    most, largest = tables.each(part.most[..., 0]), tables.each(part.largest[..., 0])
+    miss = y - bias[:, None] - lead - rest
+    rounding = of_sum * (size * most + size_rest * largest)
     rounding += 8 * unit * (1 + bias.abs()[:, None] + lead.abs())
-    rounding += (held.alpha @ held.rounding)[:, None] * held.rounding
-    imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit) + of_sum * size_rest
-    rows = zip(held.alpha, box, miss, rounding, imbalance, strict=True)
-    each = [_of_one(K, y, held.rounding, *row) for row in rows]
-    return torch.stack(each) + (held.u - lead - rest).abs()
+    rounding += (held.alpha * held.rounding).sum(1, keepdim=True) * held.rounding
+    imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit) + of_sum * size_rest[:, 0]
+    box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, y))
+    free = (held.alpha > 0) & (held.alpha < box)
+    each = max(1, _TOGETHER // (held.u.shape[1] * max(1, int(free.sum(1).max()))))
+    fields = (free, y, d, held.alpha, box, miss, rounding, imbalance)
+    parts = zip(tables.table.split(each), *(x.split(each) for x in fields), strict=True)
+    return torch.cat([_of_sets(K, *part) for part in parts]) + (held.u - lead - rest).abs()
 
 
-def _of_one(
+def _kernels(K: Tensor, held: Held) -> tuple[Tensor, Tables]:
+    """The kernel matrices that some solution has, (T, m, m), and which of them each has."""
+    if held.table is None:
+        return K[None], Tables(torch.zeros_like(held.target), 1)
+    used, table = held.table.unique(return_inverse=True)
+    return K[used], Tables(table, len(used))
+
+
+def _of_sets(
     K: Tensor,
+    table: Tensor,
+    free: Tensor,
     y: Tensor,
     d: Tensor,
     alpha: Tensor,
@@ -92,36 +116,41 @@ def _of_one(
     rounding: Tensor,
     imbalance: Tensor,
 ) -> Tensor:
-    """`value_error` of one solution from its y - f, d of K, e, and what y^T alpha may be, (m,)."""
-    nothing = torch.full_like(miss, torch.inf)
-    S = ((alpha > 0) & (alpha < box)).nonzero()[:, 0]
-    if not len(S):
-        return nothing
-    change = _change(K[S][:, S], d[S], torch.cat([imbalance[None], miss[S].abs() + rounding[S]]))
-    if change is None:
-        return nothing
-    error = K[S].abs().T @ change[1:] + d * (d[S] @ change[1:]) + change[0] + rounding
-    to_bound = torch.minimum(alpha, box - alpha)[S]
-    on_side = torch.where(alpha > 0, y * miss, -y * miss).index_fill(0, S, torch.inf)
-    on_side = on_side.masked_fill(box <= 0, torch.inf)  # no side is the wrong one
-    proved = bool((to_bound > change[1:]).all()) and bool((on_side > error).all())
-    return error if proved else nothing
+    """`value_error` of B solutions from their y - f, d of K, e, and what y^T alpha may be, (B, m)."""
+    S, real = set_of(free)  # (B, s)
+    if not S.shape[1]:
+        return torch.full_like(miss, torch.inf)
+    K_S = K[table[:, None], S]  # (B, s, m)
+    K_SS = K_S.gather(2, S[:, None].expand(-1, S.shape[1], -1))
+    residual = ((miss.abs() + rounding).gather(1, S)) * real
+    d_S = d.gather(1, S) * real
+    change, proved = _change(K_SS, real, d_S, torch.cat([imbalance[:, None], residual], 1))
+    of_S = change[:, 1:] * real
+    error = (
+        times_vector(K_S.abs().mT, of_S) + d * (d_S * of_S).sum(1, keepdim=True) + change[:, :1] + rounding
+    )
+    to_bound = torch.minimum(alpha, box - alpha).gather(1, S)
+    on_side = torch.where(alpha > 0, y * miss, -y * miss)
+    on_side = on_side.masked_fill(free | (box <= 0), torch.inf)  # no side is the wrong one
+    proved &= ((to_bound > of_S) | ~real).all(1) & (on_side > error).all(1) & free.any(1)
+    return torch.where(proved[:, None], error, torch.inf)
 
 
-def _change(K_free: Tensor, d: Tensor, residual: Tensor) -> Tensor | None:
-    """The bound of |dz| of Note [active sets] for |rho| + e (s + 1,); None where R is no inverse."""
-    try:
-        corner, edge, inner = (x[0] for x in Bordered(K_free[None]).inverse())
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        return None
-    s = len(edge)
-    R, M = K_free.new_empty(s + 1, s + 1), K_free.new_ones(s + 1, s + 1)
-    R[0, 0], R[0, 1:], R[1:, 0], R[1:, 1:] = corner, edge, edge, inner
-    M[0, 0], M[1:, 1:] = 0, K_free
-    wrong = (R @ M).diagonal_scatter((R * M.T).sum(1) - 1).abs()
-    rounding = (s + 8) * torch.finfo(R.dtype).eps / 2 * (R.abs() @ M.abs())
-    q = float(((wrong + rounding).sum(1) + (R[:, 1:].abs() @ d) * d.sum()).max())
-    if not q < _USEFUL:
-        return None
-    t = R.abs() @ residual
-    return t + q / (1 - q) * t.max()
+def _change(K_free: Tensor, real: Tensor, d: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The bound of |dz| of Note [active sets] for |rho| + e (B, s + 1), and where R is an inverse, (B,)."""
+    system = Bordered(K_free, real)
+    corner, edge, inner = system.inverse()
+    s = edge.shape[1]
+    R, M = pad(inner, (1, 0, 1, 0)), pad(K_free * (real[:, :, None] & real[:, None]), (1, 0, 1, 0))
+    R[:, 0, 0], R[:, 0, 1:], R[:, 1:, 0] = corner, edge, edge
+    M[:, 0, 1:] = M[:, 1:, 0] = real.to(M)
+    for matrix in (R, M):  # what does not count has equations of its own
+        matrix.diagonal(dim1=1, dim2=2)[:, 1:].add_((~real).to(M))
+    wrong = R @ M
+    wrong.diagonal(dim1=1, dim2=2).copy_((R * M.mT).sum(2) - 1)
+    size = R.abs()
+    rounding = (s + 8) * torch.finfo(R.dtype).eps / 2 * (size @ M.abs())
+    total = (wrong.abs() + rounding).sum(2) + times_vector(size[:, :, 1:], d) * d.sum(1, keepdim=True)
+    q = total.amax(1, keepdim=True)
+    t = times_vector(size, residual)
+    return t + q / (1 - q) * t.amax(1, keepdim=True), (q[:, 0] < _USEFUL) & (system.info == 0)

@@ -43,7 +43,6 @@ from torchloo.svm.stacked import dot
 __all__ = [
     "Held",
     "Proof",
-    "Standing",
     "bias_of_free",
     "gap_ball_sign",
     "gap_in_doubt",
@@ -58,22 +57,6 @@ __all__ = [
 _ROUNDING = 1e-12  # of the largest |u|
 _CLOSE = 1e-9  # decision values that rounding may take for each other
 _LONGER = 1.01  # a root of k_ii, or of k', before rounding to float32
-
-
-class Standing(NamedTuple):
-    """What has to be known of variables that are not listed in B solutions, Note [standing variables]."""
-
-    violation: Tensor
-    """How far one of them is past its proper side at most; less than 0 if none is, (B,)."""
-
-    box: Tensor
-    """The sum of their boxes, ()."""
-
-    pull: Tensor
-    """The sum of their alpha * y, (B,)."""
-
-    doubt: Tensor
-    """The sum of their e * alpha, or more, (B,) or ()."""
 
 
 class Held(NamedTuple):
@@ -92,22 +75,19 @@ class Held(NamedTuple):
     """r, (B,)."""
 
     rounding: Tensor
-    """e of Note [rounding of K], (m,) or (B, m); its largest is that of all variables, listed or not."""
+    """e of Note [rounding of K], (m,) or (B, m)."""
 
     own: Tensor | None = None
     """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
 
     held: Tensor | None = None
-    """y_r a of an r that is held at a, else 0, and what standing variables add to W+, (B,); None: 0."""
-
-    standing: Standing | None = None
-    """None: all variables are listed."""
+    """y_r a of an r that is held at a, else 0, (B,); None: 0."""
 
     table: Tensor | None = None
     """Which of several kernel matrices (T, m, m) each solution is of, (B,); None: there is one, (m, m)."""
 
     def take(self, rows: Tensor) -> "Held":
-        """The solutions at `rows`, if all variables are listed."""
+        """The solutions at `rows`."""
         box, rounding = (x if x.ndim == 1 else x[rows] for x in (self.box, self.rounding))
         own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
         alpha, u, target = self.alpha[rows], self.u[rows], self.target[rows]
@@ -123,8 +103,7 @@ class Held(NamedTuple):
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""
-        total = dot(self.alpha, self.rounding)
-        return total if self.standing is None else total + self.standing.doubt
+        return dot(self.alpha, self.rounding)
 
     def weight(self) -> Tensor:
         """The boxes, that of r among them, (B, m)."""
@@ -148,8 +127,7 @@ class Held(NamedTuple):
         least = self.box.masked_fill(self.box <= 0, torch.inf).amin(-1)
         if self.own is not None:
             least = least.minimum(self.own.masked_fill(self.own <= 0, torch.inf))
-        total = self.box.sum(-1) if self.standing is None else self.box.sum(-1) + self.standing.box
-        return 1e-9 * least + 1e-15 * total
+        return 1e-9 * least + 1e-15 * self.box.sum(-1)
 
 
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,8 +220,6 @@ def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tenso
     positive = f > 0
     below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
-    if held.standing is not None:
-        proved &= f.abs() > rho + (held.standing.violation + most).clamp_min_(0)
     sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
     return Proof(sign, gap, slip / scale)
 
@@ -280,11 +256,6 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     E = doubt[:, None] * held.rounding
     gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, y)
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
-    if held.standing is not None:
-        past = (held.standing.violation + held.rounding.amax(-1) * doubt).clamp_min_(0)
-        gap += past * held.standing.box
-        imbalance += held.standing.pull
-        slip = slip.maximum(held.standing.violation)
     gap += (bias * imbalance).abs()
     if held.own is None:
         return gap, slip

@@ -156,12 +156,13 @@ class Bordered:
         return rhs_j[:, :, 0] - times_vector(a, self.K_j), a
 
     def inverse(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count."""
-        if bool(self.info.any()):
-            raise torch.linalg.LinAlgError("the equations of a free set are singular")  # type: ignore[attr-defined]
-        inner = torch.cholesky_inverse(self.L).masked_fill_(
-            ~(self.inner[:, :, None] & self.inner[:, None]), 0
-        )
+        """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count.
+
+        Without meaning where `info` is not 0.
+        """
+        unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
+        L = torch.where((self.info == 0)[:, None, None], self.L, unit)
+        inner = torch.cholesky_inverse(L).masked_fill_(~(self.inner[:, :, None] & self.inner[:, None]), 0)
         row = inner.sum(2)
         edge = -times_vector(inner, self.K_j - self.k_j)
         edge.scatter_(1, self.j, 1 - edge.sum(1, keepdim=True))
