@@ -146,9 +146,7 @@ def main() -> None:
     for solver, by_set in seconds.items():
         each = torch.tensor([torch.tensor(x).sum(0).tolist() for x in by_set.values()])  # (sets, 2)
         (plain, bound), worst = each.sum(0).tolist(), (each[:, 1] / each[:, 0]).max()
-        print(
-            f"{solver:<9} time with / without the bound {bound / plain:.2f} in all, at most {worst:.2f} on a set"
-        )
+        print(f"{solver:<9} time with / without the bound: {bound / plain:.2f} in all, {worst:.2f} at worst")
 
 
 if __name__ == "__main__":
