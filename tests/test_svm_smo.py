@@ -15,13 +15,14 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import host_reads, svm, svm_lco, svm_loo
+from torchloo.svm.fit import trained
 from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.proof.certify import value_bound
 from torchloo.svm.proof.checks import sufficiency_checks
 from torchloo.svm.smo.bound import DualBound
 from torchloo.svm.smo.free_newton import FreeSets, Groups
 from torchloo.svm.smo.inner import box_qp
-from torchloo.svm.smo.loo_smo import SMOOptions
+from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
 from torchloo.svm.smo.rounds import SMOState, seed_without, smo
 from torchloo.svm.solve.low_rank import in_double
 
@@ -482,3 +483,23 @@ def test_where_the_host_must_wait_it_does_so_once_a_round(options, monkeypatch):
     assert torch.equal(usual.sign[both], end.sign[both])
     exact = torch.cat([svm_loo(k, y, C).outputs for k, C in zip(K, (20.0, 3.0, 1.0), strict=True)])
     assert bool((end.sign * exact >= 0).all())
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_a_batch_takes_few_operations_more_than_its_costliest_problem(values):
+    """Training and leave-one-out of 64 problems: kernels, values of C and labels."""
+    X, y = toy(28, n=60, d=3)
+    scales, C = torch.tensor([0.5, 1.0, 2.0, 6.0]), torch.logspace(-1, 3, 8).double()
+    K = torch.stack([rbf(X, scale) for scale in scales]).repeat_interleave(16, 0)
+    labels = torch.stack([y, y.roll(7)]).repeat(32, 1)
+    box = C.repeat_interleave(2).repeat(4)[:, None].repeat(1, 60)
+
+    def counted_loo(some: slice) -> Counting:
+        with Counting() as count:
+            part = K[some], labels[some], box[some]
+            leave_one_out_by_smo(*part, trained("test", *part), values, 1e-3)
+        return count
+
+    together, alone = counted_loo(slice(64)), [counted_loo(slice(t, t + 1)) for t in range(64)]
+    assert together.operations <= 3 * max(count.operations for count in alone)
+    assert together.synchronisations <= 2 * max(count.synchronisations for count in alone)

@@ -1,6 +1,6 @@
 """The comparison of BOUND, Table 3: SMO with the dual bound against the same SMO without it.
 
-    python scripts/bench/svm_bound.py [--data DIR] [--quick] [--sets heart,thyroid]
+    python scripts/bench/svm_bound.py [--data DIR] [--quick] [--sets heart,thyroid] [--solvers seeded,pairs]
 
 For each set (first split) and kernel, summed over three points of the paper's grid, epsilon 1e-3:
 kernel columns (beta's included), seconds, and the ratios without / with the bound. Prec is the
@@ -77,12 +77,14 @@ class Row(NamedTuple):
     def ratio(self) -> float:
         return _over(self.plain, self.bound)
 
-    def cells(self, unseeded: Run) -> str:
+    def cells(self, unseeded: Run | None) -> str:
         plain, bound = self
         mark = "*" if plain.cut + bound.cut else " "
         cells = f"{plain.opened:>6}{plain.columns:>9}{plain.seconds:>8.2f}{self.ratio:>9.2f}{mark}"
         cells += f"{plain.seconds / bound.seconds:>7.2f}{100 * bound.proved / max(bound.opened, 1):>8.1f}"
         cells += f"{plain.cut:>6}{bound.cut:>5}{int((plain.signs != bound.signs).sum()):>7}"
+        if unseeded is None:
+            return cells
         return cells + f"{_over(unseeded, plain):>10.2f}{_over(unseeded, bound):>7.2f}"
 
 
@@ -97,20 +99,23 @@ def main() -> None:
     add_data(parser)
     parser.add_argument("--sets", default=",".join(SETS))
     parser.add_argument("--quick", action="store_true", help="the four smallest sets")
+    parser.add_argument("--solvers", default="unseeded,seeded,pairs")
     parser.add_argument("--rounds", type=int, default=500, help="rounds of working sets of 64")
     parser.add_argument("--pair-rounds", type=int, default=500, help="rounds of pairs; 0: no pairs")
     parser.add_argument("--pair-rows", type=int, default=200, help="largest set for pairs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    solvers = {
+    every = {
         "unseeded": SMOOptions(most_rounds=options.rounds, seed=False, newton=0, gap_ball=True),
         "seeded": SMOOptions(most_rounds=options.rounds, newton=0, gap_ball=True),
         "pairs": SMOOptions(most_rounds=options.pair_rounds, working=2),
     }
+    solvers = {name: every[name] for name in options.solvers.split(",")}
     titles = f"{'open':>6}{'columns':>9}{'seconds':>8}{'columns x':>10}{'time x':>7}"
     titles += f"{'Prec %':>8}{'cut':>11}{'differ':>7}{'of unseeded x':>17}"
     print(f"{'set':<14}{'kernel':<8}{'solver':<9}{titles}")
     ratios: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    seconds: dict[str, dict[str, list[list[float]]]] = {}  # without and with the bound, by solver and set
     for name in QUICK if options.quick else options.sets.split(","):
         X, y = load(options.data, name)
         for kind, grid in (("linear", LINEAR), ("rbf", RBF)):
@@ -124,8 +129,12 @@ def main() -> None:
                 variants = (variant._replace(bound=b, gap_ball=b and variant.gap_ball) for b in (False, True))
                 row = Row(*(run(*stacked, x) for x in variants))
                 rows[solver] = row
-                unseeded = rows["unseeded"].plain
-                ratios.setdefault((kind, solver), []).append((row.ratio, _over(unseeded, row.bound)))
+                unseeded = rows["unseeded"].plain if "unseeded" in rows else None
+                of_unseeded = math.nan if unseeded is None else _over(unseeded, row.bound)
+                ratios.setdefault((kind, solver), []).append((row.ratio, of_unseeded))
+                seconds.setdefault(solver, {}).setdefault(name, []).append(
+                    [row.plain.seconds, row.bound.seconds]
+                )
                 print(f"{name:<14}{kind:<8}{solver:<9}{row.cells(unseeded)}", flush=True)
     for (kind, solver), pairs in ratios.items():
         own, of_unseeded = (torch.tensor(column) for column in zip(*pairs, strict=True))
@@ -134,6 +143,10 @@ def main() -> None:
             f"of unseeded: mean {of_unseeded.mean():.2f}; {len(pairs)} sets "
             f"(paper, its SMO: mean {PAPER[kind]})"
         )
+    for solver, by_set in seconds.items():
+        each = torch.tensor([torch.tensor(x).sum(0).tolist() for x in by_set.values()])  # (sets, 2)
+        (plain, bound), worst = each.sum(0).tolist(), (each[:, 1] / each[:, 0]).max()
+        print(f"{solver:<9} time with / without the bound: {bound / plain:.2f} in all, {worst:.2f} at worst")
 
 
 if __name__ == "__main__":
