@@ -59,7 +59,9 @@ def summary(findings: Findings) -> str:
     chosen += f", ended by the {choice.stopped}" if choice.stopped else ""
     head = ["", "guessing", "leave-one-out"]
     head += ["leave-cluster-out"] * (first.lco is not None)
-    head += [] if first.outer is None else [f"outer ({len(first.outer.scores)} splits)"]
+    if first.outer is not None:
+        splits = len(first.outer.scores)
+        head.append(f"outer ({splits} split{'s' * (splits > 1)})")
     rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
     return "\n\n".join([chosen, table(rows), *_by_class(findings)])
 

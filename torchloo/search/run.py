@@ -168,7 +168,7 @@ def run(
     if plan.method == "gradient" and not only_reg(space, score):
         score.require_differentiable()
     prior = HyperPrior(plan.prior, space, problems.X.shape[1])
-    with tqdm(desc=plan.method, unit="loo", disable=not plan.progress, leave=False) as bar:
+    with tqdm(desc=plan.method, unit=" evaluations", disable=not plan.progress, leave=False) as bar:
         objective = Objective(space, problems, score, prior, bar, watch)
         try:
             first, box = _first_starts(plan, space, problems)
