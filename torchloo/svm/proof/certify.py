@@ -150,9 +150,10 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
 
 def held_out_bias(y: Tensor, held: Held) -> Tensor:
     """The bias of each solution: by its free variables; the midpoint where none is free; (B,)."""
-    weight = held.weight()
-    width = 1e-7 * weight
-    free = (held.alpha > width) & (held.alpha < weight - width)
+    free = _inside(held.alpha, held.box)
+    if held.own is not None:
+        own = _inside(held.of_target(held.alpha), held.own)
+        free.scatter_(1, held.target[:, None], own[:, None])
     bias = bias_of_free(y - held.u, free)
     none = bias.isnan().nonzero()[:, 0]
     if len(none):
@@ -160,9 +161,16 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
     return bias
 
 
+def _inside(alpha: Tensor, box: Tensor) -> Tensor:
+    """Which alpha lie within their boxes, to 7 digits."""
+    width = 1e-7 * box
+    return (alpha > width) & (alpha < box - width)
+
+
 def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:
     """The mean of `miss` (B, l), y - u, of the free variables; NaN where there is none; (B,)."""
-    return (miss * free).sum(-1) / free.sum(-1)
+    one = free.to(miss)
+    return torch.linalg.vecdot(miss, one) / one.sum(-1)
 
 
 def midpoint_bias(y: Tensor, held: Held) -> Tensor:

@@ -237,33 +237,38 @@ def _drop_dependent(problem: Problem, sets: Sets, tolerance: float = _DEPENDENT)
     equations = Bordered(block_of(K, chosen), held)
     _, rates = equations.solve(-torch.ones_like(dropped, dtype=K.dtype), -block_of(K, dropped, chosen))
     rates = rates.mT.contiguous() * y.gather(1, chosen)[:, :, None] * y.gather(1, dropped)[:, None]
-    alpha, limit = sets.alpha.gather(1, chosen), box.gather(1, chosen)
-    free, upper, whole = sets.free.clone(), sets.upper.clone(), sets.alpha.clone()
+    # Of the chosen, and of the dropped ones: alpha, its box, and the number of the variable, (B, 3, c or d).
+    inside, moving = (
+        torch.stack([sets.alpha.gather(1, V), box.gather(1, V), V.to(box)], 1) for V in (chosen, dropped)
+    )
+    alpha, limit, _ = inside.unbind(1)
+    rooms = moving[:, 1] - moving[:, 0]
+    leaving, at_upper = [], []
     for k in range(dropped.shape[1]):
-        j, moves = dropped[:, k, None], waits[:, k, None]  # (B, 1)
-        box_j, alpha_j, rate = box.gather(1, j), whole.gather(1, j), rates[:, :, k].clone()
+        one, room, moves = moving[:, :, k, None].clone(), rooms[:, k, None], waits[:, k, None]
+        rate = rates[:, :, k].clone()
         ratio = (torch.where(rate > 0, limit, 0.0) - alpha).div_(rate)
         ratio = ratio.masked_fill_(rate.abs() < _SLIP, torch.inf).clamp_min_(0)
         step, place = ratio.min(1, keepdim=True)
-        room = box_j - alpha_j
-        alpha.addcmul_(rate, torch.minimum(step, room).masked_fill(~moves, 0))
-        stays = moves & (room <= step)  # j goes to its upper bound
-        trades = moves & ~stays  # an exchange: one pivot of `rates`
-        pivot = rate.gather(1, place)
-        leaves = torch.where(trades, chosen.gather(1, place), j)
-        at_upper = torch.where(trades, pivot > 0, stays)
-        free.scatter_(1, leaves, free.gather(1, leaves) & ~moves)
-        upper.scatter_(1, leaves, torch.where(moves, at_upper, upper.gather(1, leaves)))
-        alpha.scatter_(1, place, torch.where(trades, alpha_j + step, alpha.gather(1, place)))
-        limit.scatter_(1, place, torch.where(trades, box_j, limit.gather(1, place)))
-        chosen.scatter_(1, place, torch.where(trades, j, chosen.gather(1, place)))
+        alpha.addcmul_(rate, torch.minimum(step, room).mul_(moves))
+        trades = moves & (room > step)  # an exchange: one pivot of `rates`; else it goes to its upper bound
+        pivot, at_place = rate.gather(1, place), place[:, None].expand(-1, 3, 1)
+        one[:, 0] += step
+        other = inside.gather(2, at_place)
+        leaving.append(torch.where(trades, other[:, 2], one[:, 2]))
+        at_upper.append((pivot > 0) | ~trades)
+        inside.scatter_(2, at_place, torch.where(trades[:, None], one, other))
         at_place = place[:, :, None].expand(-1, 1, rates.shape[2])
         row = rates.gather(1, at_place)
         new = row / -pivot[:, :, None]
         rates.addcmul_(rate[:, :, None], new.masked_fill(~trades[:, :, None], 0))
         rates.scatter_(1, at_place, torch.where(trades[:, :, None], new, row))
-    whole = pad(torch.where(free, whole, torch.where(upper, box, 0.0)), (0, 1))  # a place for the padding
-    whole.scatter_(1, chosen.masked_fill_(~held, box.shape[1]), alpha)
+    m = box.shape[1]  # a place for the padding
+    gone = torch.cat(leaving, 1).long().masked_fill_(~waits, m)
+    free = pad(sets.free, (0, 1)).scatter_(1, gone, False)[:, :m]
+    upper = pad(sets.upper, (0, 1)).scatter_(1, gone, torch.cat(at_upper, 1))[:, :m]
+    whole = pad(torch.where(free, sets.alpha, torch.where(upper, box, 0.0)), (0, 1))
+    whole.scatter_(1, inside[:, 2].long().masked_fill_(~held, m), alpha)
     return Sets(whole[:, :-1], sets.bias, free, upper)
 
 

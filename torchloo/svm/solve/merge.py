@@ -109,7 +109,7 @@ def _merged(
     shorter = 1 / length.clamp_min(torch.finfo(K.dtype).tiny)  # a point at 0 differs by 0 from its copies
     doubt, _ = set_of(order != first)  # (B, d)
     others, firsts = order.gather(1, doubt), first.gather(1, doubt)
-    apart = (rows_of(K, others) - rows_of(K, firsts)).abs_().mul_(shorter[:, None]).amax(2)
+    apart = rows_of(K, others).sub_(rows_of(K, firsts)).abs_().mul_(shorter[:, None]).amax(2)
     apart *= shorter.gather(1, firsts)
     differs = apart > _SAME
     same = torch.ones_like(starts).scatter_(1, doubt, ~differs)
