@@ -125,7 +125,7 @@ def test_lost_sets_of_several_sizes_are_refitted_in_chunks(chunk, monkeypatch):
     monkeypatch.setattr("torchloo.primal.refit._CHUNK", chunk)
     Z, Y, R, weight = problem(2)
     plain = F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
-    monkeypatch.setattr("torchloo.factors.REFIT_BELOW", 1.0)
+    monkeypatch.setattr("torchloo.factors._REFIT_BELOW", 1.0)
     refitted = F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
     assert refitted.refitted.all()
     assert_close(refitted.residuals, plain.residuals, rtol=1e-9, atol=1e-10)
