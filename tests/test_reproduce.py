@@ -1,0 +1,118 @@
+"""scripts/reproduce: work that is resumed, tables beside the paper's, and a quick run of every script."""
+
+import argparse
+import csv
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "scripts" / "reproduce"
+DATA = Path(os.environ.get("TORCHLOO_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    yield importlib.import_module("experiment")
+    sys.modules.pop("experiment", None)
+
+
+@pytest.fixture
+def args(tmp_path):
+    return argparse.Namespace(out=tmp_path, quick=True, jobs=1, script="squares")
+
+
+def square(x, log=None):
+    if log is not None:
+        log.append(x)
+    if x < 0:
+        raise ValueError("negative")
+    return {"value": x * x}
+
+
+def test_results_are_kept_and_only_missing_pieces_are_done(experiment, args):
+    done = []
+    pieces = [experiment.Piece(f"{x}", square, (x, done)) for x in range(3)]
+    assert experiment.run(pieces[:2], args) == {"0": {"value": 0}, "1": {"value": 1}}
+    kept = args.out / "squares.quick.jsonl"
+    with kept.open("a") as file:
+        file.write('{"piece": "2", "resu')  # an interrupted run
+    assert experiment.run(pieces, args)["2"] == {"value": 4}
+    assert done == [0, 1, 2]
+    assert [json.loads(line)["piece"] for line in kept.read_text().splitlines()] == ["0", "1", "2"]
+    args.quick = False  # another form shares nothing
+    experiment.run(pieces[:1], args)
+    assert done == [0, 1, 2, 0]
+
+
+def test_a_failure_is_raised_after_the_other_pieces_are_done(experiment, args):
+    pieces = [experiment.Piece(f"{x}", square, (x,)) for x in (-1, 2)]
+    with pytest.raises(RuntimeError, match="1 of 2 pieces failed, first '-1'"):
+        experiment.run(pieces, args)
+    assert json.loads((args.out / "squares.quick.jsonl").read_text())["result"] == {"value": 4}
+
+
+def test_processes_give_the_results_of_one(experiment, args):
+    args.jobs = 2
+    pieces = [experiment.Piece(f"{x}", pow, (x, 2)) for x in range(4)]
+    assert experiment.run(pieces, args) == {"0": 0, "1": 1, "2": 4, "3": 9}
+
+
+def test_a_difference_is_in_standard_errors_of_both_sides(experiment):
+    row = experiment.beside("banana", ours=11.0, paper=10.0, error=0.3, paper_error=0.4)
+    assert row["difference / s.e."] == pytest.approx(2.0)
+    assert experiment.beside("banana", ours=11.0, paper=10.0)["difference / s.e."] is None
+
+
+def test_a_slope_is_the_power_of_growth(experiment):
+    x = [10.0, 20.0, 50.0, 100.0]
+    assert experiment.slope(x, [3 * v**2.5 for v in x]) == pytest.approx(2.5)
+
+
+def test_a_table_is_printed_written_and_put_into_a_page(experiment, args, capsys):
+    rows = [
+        experiment.beside("a|b", ours=1.23456, paper=1.0, error=0.1, splits=5),
+        experiment.beside("c", ours=2.0),
+    ]
+    experiment.write_table("errors", rows, args)
+    assert "1.235" in capsys.readouterr().out
+    with (args.out / "errors.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert first == {
+        "": "a|b",
+        "paper": "1",
+        "ours": "1.235",
+        "s.e.": "0.1",
+        "difference / s.e.": "2.346",
+    } | {"splits": "5"}
+    assert second["paper"] == ""
+    page = "before\n<!-- table errors -->\nold\n<!-- end -->\nafter\n"
+    filled = experiment.with_tables(page, args.out)
+    assert "| c |  | 2 |  |  |  |\n<!-- end -->\nafter" in filled
+    assert "| a\\|b | 1 | 1.235 | 0.1 | 2.346 | 5 |" in filled
+    assert experiment.with_tables(filled, args.out) == filled
+
+
+def test_the_page_holds_the_tables_that_were_written(experiment):
+    page = ROOT / "docs" / "reproduction.md"
+    text = page.read_text(encoding="utf-8")
+    assert experiment.with_tables(text, page.with_suffix("")) == text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data")
+def test_every_script_runs_in_its_quick_form(experiment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    papers = importlib.import_module("all").scripts()
+    assert papers
+    command = [sys.executable, FOLDER / "all.py", "--quick", "--jobs", "2", "--data", DATA, "--out", tmp_path]
+    subprocess.run(command, check=True, timeout=1200)
+    for script in papers:
+        assert list(tmp_path.glob(f"{script.stem}*.csv")), script.stem
+        assert list(tmp_path.glob(f"{script.stem}*.png")), script.stem
