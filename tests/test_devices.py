@@ -216,8 +216,6 @@ def test_svc_makes_its_tensors_where_the_data_are(kernel):
         for method in ("auto", "smo"):
             yield machine.lco(X, y, clusters, weight, method=method).outputs
         yield machine.loo(X, several).outputs
-        with torch.no_grad():
-            yield machine.loo(X, several, workers=2).outputs
         yield machine.solve(X, y, weight).outputs
         yield machine.fit(X, y, weight)(X)
         for held in (machine.loo, lambda *given: machine.lco(given[0], given[1], clusters, given[2])):

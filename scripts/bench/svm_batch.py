@@ -1,15 +1,13 @@
 """Leave-one-out of 64 SVMs of banana, (C, lengthscale) pairs: one call against one after another.
 
-    python scripts/bench/svm_batch.py [--data DIR] [--repeats 6] [--rows 400] [--workers 2]
+    python scripts/bench/svm_batch.py [--data DIR] [--repeats 6] [--rows 400]
 
 The pairs are the grid of Franc, Laskov and Mueller 2008, section 5: 8 values of C from 1 to 500, 8 rates
 from 1 to 2^-11. All sides run in turn; the best of each counts, as wall-clock time with the threads
-that torch has by default. The call runs once with these threads, which wait for one interpreter, and once
-with worker processes, one for each core unless --workers says otherwise; they are forked in the first turn.
+that torch has by default.
 """
 
 import argparse
-import os
 
 import torch
 from measure import Table, add_data, best_times
@@ -25,17 +23,16 @@ def main() -> None:
     add_data(parser)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--rows", type=int, default=400)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()
     X, y = (part[: options.rows] for part in load(options.data, "banana"))
     steps = torch.arange(8, dtype=torch.float64) / 7
     rates, C = 2 ** (-11 * steps), 500**steps
     lengthscales = (2 * rates) ** -0.5
 
-    def together(workers: int = 0) -> torch.Tensor:
+    def together() -> torch.Tensor:
         machine = tl.SVC(tl.kernels.RBF(lengthscales[:, None, None]), C=C)
         with torch.no_grad():
-            return machine.loo(X, y, workers=workers).outputs
+            return machine.loo(X, y).outputs
 
     def one_after_another() -> torch.Tensor:
         rows = []
@@ -45,16 +42,13 @@ def main() -> None:
                     rows.append(tl.SVC(tl.kernels.RBF(lengthscale), C=bound).loo(X, y).outputs)
         return torch.stack(rows).reshape(8, 8, -1)
 
-    ways = {"loop": one_after_another, "threads": together, "workers": lambda: together(options.workers)}
-    seconds = best_times(ways, options.repeats)
-    loop = one_after_another()
-    difference = max(float((way() - loop).abs().max()) for way in (together, ways["workers"]))
-    print(f"{len(y)} rows, {torch.get_num_threads()} threads or {options.workers} workers")
+    seconds = best_times({"loop": one_after_another, "call": together}, options.repeats)
+    difference = float((together() - one_after_another()).abs().max())
+    print(f"{len(y)} rows, {torch.get_num_threads()} threads")
     print(f"largest difference between one call and one after another {difference:.1e}")
     table = Table()
-    for way, limit in (("threads", 1), ("workers", 3)):
-        name = f"64 pairs, one after another / in one call with {way}"
-        table.row(name, seconds[way], seconds["loop"] / seconds[way], limit, at_least=True)
+    ratio = seconds["loop"] / seconds["call"]
+    table.row("64 pairs, one after another / in one call", seconds["call"], ratio, 3, at_least=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """svm_lco: leave-cluster-out of the SVM."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -10,10 +8,9 @@ from torchloo.svm import held_out as code
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.gradient import Deferred, Machines
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.parallel import check_workers, in_parallel, without_graph
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks
+from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks, without_graph
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.without import left_of, solve_without
@@ -29,7 +26,6 @@ def svm_lco(
     weight: Tensor | None = None,
     method: str = "auto",
     epsilon: float = 1e-3,
-    workers: int = 0,
 ) -> SVMHeldOut:
     """Decision values at each cluster of the SVM that never saw it.
 
@@ -42,7 +38,6 @@ def svm_lco(
         clusters: integer labels of what is left out together, (n,), on the host.
         method: "auto" or "smo".
         epsilon: violation of optimality at which method "smo" stops.
-        workers: as in `svm_loo`.
 
     Returns:
         SVMHeldOut, certified where the duality gap or the active set proves the sign. Outputs of "auto" are
@@ -55,15 +50,13 @@ def svm_lco(
     guard.positive(epsilon=epsilon)
     guard.check()
     K, y, C, weight = checked("svm_lco", K, y, C, weight)
-    check_workers("svm_lco", workers, K, C, weight)
     labels = torch.from_numpy(host_labels("svm_lco", clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
         raise ValueError("svm_lco: clusters must leave some rows in, got one cluster that holds every row")
     box = C[..., None] * weight
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-    of_problem = partial(_outcome, labels=labels, method=method, epsilon=epsilon, trace=trace)
     with without_graph(trace):
-        outcomes = in_parallel(of_problem, list(stacks(K, y, box, most=1)), workers)
+        outcomes = [_outcome(stack, labels, method, epsilon, trace) for stack in stacks(K, y, box, most=1)]
     return assembled(K, y, box, weight, outcomes, labels)
 
 

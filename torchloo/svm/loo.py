@@ -1,16 +1,13 @@
 """svm_loo: leave-one-out of the SVM, exact and certified."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
 from torchloo.svm.fit import checked, solve_problems, trained
 from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.parallel import check_workers, in_parallel, share_of, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
-from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks
+from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks, without_graph
 from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
 
 __all__ = ["svm_loo"]
@@ -25,7 +22,6 @@ def svm_loo(
     values: bool = True,
     epsilon: float = 1e-3,
     rows: Tensor | None = None,
-    workers: int = 0,
     smo: SMOOptions | None = None,
 ) -> SVMHeldOut:
     """Leave-one-out decision values of the SVM of `svm`, or only their signs.
@@ -48,10 +44,6 @@ def svm_loo(
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
         rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
-        workers: processes, this one among them, that share out a batch of problems on a CPU, no more than
-            there are cores or parts of the batch; 0: only this one, with threads. The others are forked at
-            the first call, as those of a DataLoader are, and stay, with the memory they have, until the
-            program ends or a batch is called with 1; they serve outputs without a gradient.
         smo: variants of method "smo"; None: SMOOptions().
 
     Returns:
@@ -75,17 +67,14 @@ def svm_loo(
     guard.check()
     variant = check_options("svm_loo", smo, method)
     K, y, C, weight = checked("svm_loo", K, y, C, weight)
-    check_workers("svm_loo", workers, K, C, weight)
     if rows is not None:
         _check_rows(rows, y.shape[-1])
     box = C[..., None] * weight
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-    of_stack = partial(
-        _outcomes, method=method, values=values, epsilon=epsilon, rows=rows, trace=trace, smo=variant
-    )
     with without_graph(trace):
-        parts = list(stacks(K, y, box, share_of(y.shape[:-1].numel(), workers)))
-        outcomes = in_parallel(of_stack, parts, workers)
+        outcomes = [
+            _outcomes(stack, method, values, epsilon, rows, trace, variant) for stack in stacks(K, y, box)
+        ]
     return assembled(K, y, box, weight, outcomes, values=values)
 
 

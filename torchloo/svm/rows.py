@@ -1,6 +1,7 @@
 """Outcomes by rows: a batch in stacks that fit, and from what is known of each to one SVMHeldOut."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
 from torchloo.svm.held_out import SVMHeldOut, rounded
 
-__all__ = ["RowOutcome", "Stack", "assembled", "stacks"]
+__all__ = ["RowOutcome", "Stack", "assembled", "stacks", "without_graph"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 
@@ -51,6 +52,11 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
         follows = bool((part == torch.arange(first, first + len(part), device="cpu")).all())
         K_part = matrices[first : first + len(part)] if follows else matrices[part.to(K.device)]
         yield K_part, y_part, box_part
+
+
+def without_graph(trace: bool) -> AbstractContextManager[object]:
+    """No gradients; where no machines are kept for a backward, less work for each operation, too."""
+    return torch.no_grad() if trace else torch.inference_mode()
 
 
 def assembled(

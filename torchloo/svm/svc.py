@@ -123,12 +123,11 @@ class SVC(KernelMachine):
         method: str = "auto",
         values: bool = True,
         epsilon: float = 1e-3,
-        workers: int = 0,
         rows: Tensor | None = None,
         smo: SMOOptions | None = None,
     ) -> SVMHeldOut:
         """Held-out prediction of every row, or of those that `rows` (n,) marks; see `svm_loo`."""
-        options = {"method": method, "values": values, "epsilon": epsilon, "workers": workers, "rows": rows}
+        options = {"method": method, "values": values, "epsilon": epsilon, "rows": rows}
         return self._held_out(svm_loo, X, y, weight, smo=smo, **options)
 
     def lco(
@@ -139,10 +138,9 @@ class SVC(KernelMachine):
         weight: Tensor | None = None,
         method: str = "auto",
         epsilon: float = 1e-3,
-        workers: int = 0,
     ) -> SVMHeldOut:
         """What the machine would have said of every row, had it not seen its cluster; see `svm_lco`."""
-        options = {"clusters": clusters, "method": method, "epsilon": epsilon, "workers": workers}
+        options = {"clusters": clusters, "method": method, "epsilon": epsilon}
         return self._held_out(svm_lco, X, y, weight, **options)
 
     def extra_repr(self) -> str:
