@@ -12,8 +12,8 @@ import pytest
 
 import torchloo as tl
 from torchloo import cli
-from torchloo.commands import demo
-from torchloo.commands.shell import new_folder, write
+from torchloo.cli import demo
+from torchloo.cli.shell import new_folder, write
 
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ["demo", "--steps", "2", "--no-progress"]
@@ -118,7 +118,7 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path, capsys, monkeypatch):
 
 # Signals that the tests' own parent ignores, as nohup does, are ignored by a child unless it says otherwise.
 PREPARED = (
-    "import signal, time; from pathlib import Path; from torchloo.commands import shell\n"
+    "import signal, time; from pathlib import Path; from torchloo.cli import shell\n"
     "signal.signal(signal.SIGHUP, signal.SIG_DFL); signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 )
 WRITERS = {

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import torchloo as tl
-from torchloo import cli, report
-from torchloo.commands.models import checksum
+from torchloo import cli
+from torchloo.cli import report
+from torchloo.cli.model_file import checksum
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import torchloo as tl
-from torchloo import cli, report
-from torchloo.commands import findings as findings_module
-from torchloo.commands.models import load
-from torchloo.commands.reading import read_table
-from torchloo.commands.shell import comma_separated
-from torchloo.report import page, pictures
+from torchloo import cli
+from torchloo.cli import findings as findings_module
+from torchloo.cli import report
+from torchloo.cli.model_file import load
+from torchloo.cli.reading import read_table
+from torchloo.cli.report import page, pictures
+from torchloo.cli.shell import comma_separated
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
@@ -278,7 +279,7 @@ def test_the_same_seed_gives_the_same_files(folder, monkeypatch):
 
 def test_the_folder_is_named_after_the_data(folder):
     assert run("select", "data.csv", "--target", "price", "--outer", "0", "--no-progress") == 0
-    assert Path("data-torchloo/report.html").is_file()
+    assert Path("data-torchloo/cli/report.html").is_file()
     assert run("select", "data.csv", "--target", "price", "--outer", "0", "--no-progress") == 2
 
 
@@ -667,7 +668,7 @@ def test_a_table_too_large_for_a_dense_machine_takes_the_sparse_one_and_says_why
             else f"{n} rows need about 48 GB with --machine {machine}, and 9 GB are free"
         )
 
-    monkeypatch.setattr("torchloo.commands.select._too_large", too_large)
+    monkeypatch.setattr("torchloo.cli.select._too_large", too_large)
     given = ("select", "data.csv", "--target", "price", "--drop", "good", "--out", "out", *QUICK)
     assert run(*given) == 0
     assert (

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import torchloo as tl
-from torchloo import cli, report
-from torchloo.commands import uncertainty
-from torchloo.commands.models import load
+from torchloo import cli
+from torchloo.cli import report, uncertainty
+from torchloo.cli.model_file import load
 
 pd = pytest.importorskip("pandas")
 

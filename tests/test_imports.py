@@ -70,7 +70,7 @@ def test_kernels_smoothers_and_criteria_know_no_machine_and_machines_no_search()
 
     machines = ("torchloo.machine", "torchloo.rls", "torchloo.lssvm", "torchloo.sparse", "torchloo.fisher")
     searches = ("torchloo.search", "torchloo.selection", "torchloo.validation")
-    commands = ("torchloo.commands", "torchloo.report", "torchloo.cli")
+    commands = ("torchloo.cli",)
     borders = (
         (("torchloo.kernels", "torchloo.smoothers", "torchloo.criteria"), machines + searches + commands),
         ((*machines, "torchloo.svm"), searches + commands),

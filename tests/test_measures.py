@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchloo.commands.measures import Measure, guess, measures
+from torchloo.cli.measures import Measure, guess, measures
 from torchloo.held_out import HeldOut
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from torchloo import cli
-from torchloo.commands.findings import Row
-from torchloo.commands.measures import Measure, Outer
-from torchloo.report import outcome
-from torchloo.report.pictures import roc_points
+from torchloo.cli.findings import MeasureRow
+from torchloo.cli.measures import Measure, OuterEstimate
+from torchloo.cli.report import performance
+from torchloo.cli.report.pictures import roc_points
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
@@ -245,5 +245,7 @@ def test_points_of_a_roc_curve_move_ties_together():
 )
 def test_a_flattering_choice_is_told_where_it_is_neither_small_nor_chance(mean, stderr, told):
     measure = Measure("error rate", lambda held_out: held_out.outputs)
-    row = Row(measure, guess=0.5, loo=0.2, lco=None, outer=Outer(np.array([mean]), mean, stderr))
-    assert outcome._overfits(row, row.outer) is told
+    row = MeasureRow(
+        measure, guess=0.5, loo=0.2, lco=None, outer=OuterEstimate(np.array([mean]), mean, stderr)
+    )
+    assert performance._overfits(row, row.outer) is told

@@ -8,12 +8,12 @@ from torch import nn
 
 import torchloo as tl
 from torchloo.criteria.score import Score
-from torchloo.search.gradient import descend
+from torchloo.search.lbfgs import descend
 from torchloo.search.nelder_mead import walk
 from torchloo.search.objective import Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
-from torchloo.search.problems import stack
+from torchloo.search.problem_batch import stack
 
 DOUBLE = torch.float64
 

@@ -7,9 +7,9 @@ import pytest
 
 pd = pytest.importorskip("pandas")
 
-from torchloo.commands.reading import TableError, read_table  # noqa: E402
-from torchloo.commands.schema import Schema  # noqa: E402
-from torchloo.commands.tables import Roles, prepare  # noqa: E402
+from torchloo.cli.prepare import Roles, prepare  # noqa: E402
+from torchloo.cli.reading import TableError, read_table  # noqa: E402
+from torchloo.cli.schema import Schema  # noqa: E402
 
 N = 12
 

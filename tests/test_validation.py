@@ -418,7 +418,7 @@ def test_threshold_serves_columns_and_batches_alone(monkeypatch):
     batch = held_out_of(torch.stack(outputs), torch.stack([y, y]))
     batch = batch._replace(weight=torch.ones(2, 30, dtype=DOUBLE))
     assert torch.equal(tl.threshold(batch, "error_rate"), alone)
-    monkeypatch.setattr("torchloo.decision._ENTRIES", 90)
+    monkeypatch.setattr("torchloo.thresholds._ENTRIES", 90)
     assert torch.equal(tl.threshold(batch, "error_rate"), alone)
 
 
@@ -443,7 +443,7 @@ def test_threshold_maximises_what_is_better_higher_and_refuses_what_it_cannot_us
 
 @pytest.mark.parametrize("metric", ["auc", "balanced_error_rate", "kendall_tau", "log_density"])
 def test_a_metric_that_test_rows_cannot_have_is_refused_before_any_search(monkeypatch, metric):
-    monkeypatch.setattr("torchloo.search.outer.contest", lambda *args: pytest.fail("searched"))
+    monkeypatch.setattr("torchloo.search.outer_loop.contest", lambda *args: pytest.fail("searched"))
     X, y = labelled()
     negative = (y < 0).nonzero()[:4, 0].tolist()
     pair = ([i for i in range(50) if i not in negative], negative)

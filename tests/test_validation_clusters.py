@@ -6,8 +6,8 @@ import torch
 from interrupts import interrupted_press
 
 import torchloo as tl
-from torchloo.search.alike import Clusters, sizes
-from torchloo.search.outer import Outer
+from torchloo.search.outer_loop import Outer
+from torchloo.search.problem_batch import Clusters, sizes
 
 DOUBLE = torch.float64
 K = tl.kernels

@@ -5,7 +5,6 @@ from torchloo.calibration import Platt, Temperature, calibrate
 from torchloo.classes import one_vs_rest
 from torchloo.clusters import folds
 from torchloo.criteria import balanced_weight
-from torchloo.decision import threshold
 from torchloo.diagnosis import Diagnosis, diagnose
 from torchloo.fisher import KFD
 from torchloo.held_out import HeldOut
@@ -20,6 +19,7 @@ from torchloo.smoothers import Fit
 from torchloo.sparse import SparseLSSVM
 from torchloo.streaming.stream import Stream
 from torchloo.svm import SVC, SVMFit, SVMHeldOut
+from torchloo.thresholds import threshold
 from torchloo.validation import Validation, validate
 
 __version__ = "0.1.0"

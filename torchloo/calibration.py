@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchloo.criteria.rows import Classes, Rows, Weight
+from torchloo.criteria.scored_rows import Classes, ScoredRows, Weight
 from torchloo.guards import require_floating
 from torchloo.held_out import HeldOut, require_held_out
 
@@ -117,7 +117,7 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     require_held_out("calibrate", held_out)
     several = held_out.outputs.ndim > held_out.weight.ndim and held_out.outputs.shape[-1] > 1
     kind: Classes = "column" if several else "both signs"
-    rows = Rows("calibrate", held_out, weight, False, classes=kind, steps=True)
+    rows = ScoredRows("calibrate", held_out, weight, False, classes=kind, steps=True)
     with torch.no_grad():
         f, members, zeta = (t.double() for t in (rows.outputs, rows.members, rows.weight))  # (..., k, n)
         counts = (zeta * members).sum(-1, keepdim=True)  # (..., k, 1)

@@ -26,8 +26,8 @@ from torch import Tensor
 from torchloo.blocks import solve_blocks
 from torchloo.calibration import calibrate
 from torchloo.clusters import Partition
-from torchloo.criteria.rows import one_positive, two_valued
 from torchloo.criteria.score import Score
+from torchloo.criteria.scored_rows import one_positive, two_valued
 from torchloo.guards import Guard
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.criteria.rows import Rows, Weight
 from torchloo.criteria.score import Score
+from torchloo.criteria.scored_rows import ScoredRows, Weight
 from torchloo.held_out import HeldOut, require_held_out
 
 __all__ = ["standard_error"]
@@ -42,7 +42,7 @@ def standard_error(criterion: Any, held_out: HeldOut, weight: Weight = "own") ->
         )
     mean = score(held_out, weight).unsqueeze(-1)  # (..., 1), its checks made
     # Signs are enough here: whether they are enough for the criterion, it has said itself.
-    w = Rows("standard_error", held_out, weight, False, signs=True).weight[..., 0, :]  # (..., n)
+    w = ScoredRows("standard_error", held_out, weight, False, signs=True).weight[..., 0, :]  # (..., n)
     deviation = w * (score(_rows_alone(held_out), None) - mean) / w.sum(-1, keepdim=True)
     weighed = (w > 0).to(w.dtype)
     if held_out.clusters is not None:

@@ -12,8 +12,8 @@ from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.search.compared import Outcome, best_of, compared, contest, require_comparable
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
-from torchloo.search.problems import (
-    Problems,
+from torchloo.search.problem_batch import (
+    ProblemBatch,
     Weighting,
     check_clusters,
     check_rows,
@@ -162,7 +162,7 @@ def _reached(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
 class _Rows(NamedTuple):
     """The rows as one machine sees them."""
 
-    problems: Problems
+    problems: ProblemBatch
     labelled: bool
     """Whether y are class labels."""
     weight: Any

@@ -13,19 +13,18 @@ from tqdm import tqdm
 
 from torchloo import criteria
 from torchloo.classes import is_label
-from torchloo.criteria.rows import one_positive, two_valued
 from torchloo.criteria.score import Score, usual_criterion
-from torchloo.decision import shift_score
+from torchloo.criteria.scored_rows import one_positive, two_valued
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
-from torchloo.search.alike import sizes
 from torchloo.search.compared import Rival, compared, require_comparable
-from torchloo.search.outer import Outer, columns_of
-from torchloo.search.problems import Weighting, check_clusters, check_rows
+from torchloo.search.outer_loop import OuterLoop, columns_of
+from torchloo.search.problem_batch import Weighting, check_clusters, check_rows, sizes
 from torchloo.search.run import INTERRUPTED, Search, warn_stopped
 from torchloo.search.starts import warn_of_scales
 from torchloo.splits import Split, require_whole_clusters, resolve
 from torchloo.text_table import rendered
+from torchloo.thresholds import shift_score
 
 __all__ = ["Validation", "summed_up", "validate"]
 
@@ -136,8 +135,19 @@ def validate(
     check_clusters("validate", score, clusters)
     score.require_weight(criterion_weight, "criterion_weight")
     require_comparable(score, rivals)
-    outer = Outer(rivals, score, _metric(metric, targets), _shift_metric(threshold), X, targets, y, clusters,
-                   weight, criterion_weight, columns)  # fmt: skip
+    outer = OuterLoop(
+        rivals,
+        score,
+        _metric(metric, targets),
+        _shift_metric(threshold),
+        X,
+        targets,
+        given=y,
+        clusters=clusters,
+        weight=weight,
+        criterion_weight=criterion_weight,
+        columns=columns,
+    )
     if outer.columns is None:
         for rival in rivals:
             warn_of_scales(rival.space, X)

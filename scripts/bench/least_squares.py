@@ -14,7 +14,7 @@ import torch
 from measure import Table, best_times, peak_bytes
 
 import torchloo as tl
-from torchloo.commands.bench import kernel_matrix, loo, loo_with_gradient, targets, train
+from torchloo.cli.bench import kernel_matrix, loo, loo_with_gradient, targets, train
 
 
 def against_training(table: Table, n: int, repeats: int, forward: float, backward: float) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchloo.commands.timing import best_times
+from torchloo.cli.bench import best_times
 
 __all__ = ["Table", "add_data", "best_times", "operations", "peak_bytes"]
 

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from torchloo.classes import as_classes, is_label, is_member, sorted_labels
 from torchloo.criteria.declared import criterion
-from torchloo.criteria.rows import Average, Rows, Weight, no_weight, one_positive, require_classes
+from torchloo.criteria.scored_rows import (
+    Average,
+    ScoredRows,
+    Weight,
+    no_weight,
+    one_positive,
+    require_classes,
+)
 from torchloo.guards import Guard, require_floating, values_visible
 from torchloo.held_out import HeldOut
 
@@ -38,7 +45,7 @@ def error_rate(
 
     Of several classes `multiclass_error`. Lower is better. Not differentiable.
     """
-    rows = Rows(
+    rows = ScoredRows(
         "error_rate", held_out, weight, per_output, average=average, classes="sign", steps=True, signs=True
     )
     return rows.over_outputs(rows.mean(rows.wrong))
@@ -61,7 +68,7 @@ def balanced_error_rate(
     Unweighted otherwise, whatever the training weights. Lower is better. Not differentiable.
     """
     no_weight("balanced_error_rate", weight)
-    rows = Rows(
+    rows = ScoredRows(
         "balanced_error_rate",
         held_out,
         None,
@@ -151,7 +158,7 @@ def smooth_error(
     Reference: Bo, Wang, Jiao 2005; Cawley 2006, eq. 20.
     """
     Guard("smooth_error").positive(gamma=gamma)
-    rows = Rows("smooth_error", held_out, weight, per_output, average=average, classes="sign")
+    rows = ScoredRows("smooth_error", held_out, weight, per_output, average=average, classes="sign")
     return rows.over_outputs(rows.mean(torch.sigmoid(-gamma * rows.margin)))
 
 
@@ -169,7 +176,7 @@ def hinge(
 
     Lower is better. Differentiable but at the kink.
     """
-    rows = Rows("hinge", held_out, weight, per_output, average=average, classes="sign")
+    rows = ScoredRows("hinge", held_out, weight, per_output, average=average, classes="sign")
     return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0)))
 
 
@@ -187,5 +194,5 @@ def squared_hinge(
 
     Lower is better. Differentiable.
     """
-    rows = Rows("squared_hinge", held_out, weight, per_output, average=average, classes="sign")
+    rows = ScoredRows("squared_hinge", held_out, weight, per_output, average=average, classes="sign")
     return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0).square()))

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from torchloo.criteria import pairs
 from torchloo.criteria.declared import criterion
-from torchloo.criteria.rows import Average, Rows, Weight, no_weight, require_average, require_classes
+from torchloo.criteria.scored_rows import (
+    Average,
+    ScoredRows,
+    Weight,
+    no_weight,
+    require_average,
+    require_classes,
+)
 from torchloo.guards import Guard, host_labels, require_floating
 from torchloo.held_out import HeldOut
 
@@ -30,7 +37,7 @@ def auc(
     Unweighted. Higher is better. Not differentiable. By sorting, O(n log n), in exact integers.
     """
     no_weight("auc", weight)
-    rows = Rows("auc", held_out, None, per_output, average=average, classes="both signs", steps=True)
+    rows = ScoredRows("auc", held_out, None, per_output, average=average, classes="both signs", steps=True)
     return rows.over_outputs(pairs.fraction_above(rows.outputs, rows.positive))
 
 
@@ -50,7 +57,7 @@ def wmw(
     Unweighted. Lower is better. Not differentiable. O(n log n).
     """
     no_weight("wmw", weight)
-    rows = Rows("wmw", held_out, None, per_output, average=average, classes="both signs", steps=True)
+    rows = ScoredRows("wmw", held_out, None, per_output, average=average, classes="both signs", steps=True)
     return rows.over_outputs(pairs.fraction_above(-rows.outputs, rows.positive))
 
 
@@ -77,7 +84,7 @@ def smooth_wmw(
     """
     no_weight("smooth_wmw", weight)
     Guard("smooth_wmw").positive(gamma=gamma)
-    rows = Rows("smooth_wmw", held_out, None, per_output, average=average, classes="both signs")
+    rows = ScoredRows("smooth_wmw", held_out, None, per_output, average=average, classes="both signs")
     positive, negative = pairs.by_class(rows.positive, rows.outputs.dtype)
     f = gamma * rows.outputs.gather(-1, positive.row)  # (..., c, p)
     g = gamma * rows.outputs.gather(-1, negative.row)  # (..., c, q)
@@ -109,7 +116,7 @@ def kendall_tau(
     Reference: Kendall 1970; Knight 1966; Pahikkala, Boberg, Salakoski 2006, section 4.
     """
     no_weight("kendall_tau", weight)
-    rows = Rows("kendall_tau", held_out, None, per_output, steps=True)
+    rows = ScoredRows("kendall_tau", held_out, None, per_output, steps=True)
     n, device = rows.outputs.shape[-1], rows.outputs.device
     labels = held_out.clusters if isinstance(clusters, str) and clusters == "own" else clusters
     if labels is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.criteria.declared import criterion
-from torchloo.criteria.rows import Rows, Weight
+from torchloo.criteria.scored_rows import ScoredRows, Weight
 from torchloo.held_out import HeldOut
 
 __all__ = ["log_density", "mse", "press"]
@@ -27,7 +27,7 @@ def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -
     >>> press(HeldOut(f, y - f, y, one, None, one, one > 1))
     tensor(1.2500)
     """
-    rows = Rows("press", held_out, weight, per_output)
+    rows = ScoredRows("press", held_out, weight, per_output)
     return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()))
 
 
@@ -43,7 +43,7 @@ def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> 
 
     Lower is better. Differentiable.
     """
-    rows = Rows("mse", held_out, weight, per_output)
+    rows = ScoredRows("mse", held_out, weight, per_output)
     return rows.over_outputs(rows.mean(rows.turn("residuals", held_out.residuals).square()))
 
 
@@ -73,7 +73,7 @@ def log_density(
     the marginal variance of a row given all other clusters.
     Higher is better. Differentiable. Reference: Rasmussen, Williams 2006, eq. 5.10 to 5.12.
     """
-    rows = Rows("log_density", held_out, weight, per_output)
+    rows = ScoredRows("log_density", held_out, weight, per_output)
     v = rows.turn("variance", held_out.variance)
     rows.guard.require(~v.isnan().any(), "variance must be known, but this machine has none")
     ratio = rows.mean(rows.turn("residuals", held_out.residuals).square() / v)  # (..., c)

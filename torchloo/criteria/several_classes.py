@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchloo.criteria.declared import criterion
-from torchloo.criteria.rows import Rows, Weight, no_weight
+from torchloo.criteria.scored_rows import ScoredRows, Weight, no_weight
 from torchloo.held_out import HeldOut
 
 __all__ = ["balanced_multiclass_error", "class_accuracy", "confusion", "cross_entropy", "multiclass_error"]
@@ -38,7 +38,7 @@ def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool
     >>> multiclass_error(HeldOut(f, y - f, y, one, None, torch.ones_like(f), one > 1))
     tensor(0.5000)
     """
-    rows = Rows("multiclass_error", held_out, weight, per_output, classes="column", steps=True)
+    rows = ScoredRows("multiclass_error", held_out, weight, per_output, classes="column", steps=True)
     return rows.mean(1 - _right(rows))[..., 0]
 
 
@@ -58,7 +58,7 @@ def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_out
     weights. Targets as there. Lower is better. Not differentiable.
     """
     no_weight("balanced_multiclass_error", weight)
-    rows = Rows("balanced_multiclass_error", held_out, None, per_output, classes="column", steps=True)
+    rows = ScoredRows("balanced_multiclass_error", held_out, None, per_output, classes="column", steps=True)
     return 1 - _class_accuracy(rows).nanmean(-1)
 
 
@@ -82,7 +82,7 @@ def cross_entropy(
     and +1, so that scale = 1 says little with much doubt; it may be trained along with the machine.
     Lower is better. Differentiable, in the scale as well.
     """
-    rows = Rows("cross_entropy", held_out, weight, per_output, classes="any")
+    rows = ScoredRows("cross_entropy", held_out, weight, per_output, classes="any")
     rows.guard.positive(scale=scale)
     rows.guard.check()
     if isinstance(scale, Tensor):
@@ -104,7 +104,7 @@ def class_accuracy(held_out: HeldOut, weight: Weight = "own") -> Tensor:
     >>> class_accuracy(HeldOut(f, y - f, y, one, None, one, one > 1))
     tensor([0.5000, 1.0000])
     """
-    return _class_accuracy(Rows("class_accuracy", held_out, weight, False, classes="any", steps=True))
+    return _class_accuracy(ScoredRows("class_accuracy", held_out, weight, False, classes="any", steps=True))
 
 
 @torch.no_grad()
@@ -120,15 +120,15 @@ def confusion(held_out: HeldOut, weight: Weight = "own") -> Tensor:
     tensor([[1., 1.],
             [0., 1.]])
     """
-    rows = Rows("confusion", held_out, weight, False, classes="any", steps=True)
+    rows = ScoredRows("confusion", held_out, weight, False, classes="any", steps=True)
     return (rows.weight * rows.members) @ rows.predicted.mT
 
 
-def _right(rows: Rows) -> Tensor:
+def _right(rows: ScoredRows) -> Tensor:
     """Rows whose own class is predicted, 0 or 1, (..., 1, n)."""
     return (rows.members * rows.predicted).sum(-2, keepdim=True)
 
 
-def _class_accuracy(rows: Rows) -> Tensor:
+def _class_accuracy(rows: ScoredRows) -> Tensor:
     """(..., k)."""
     return rows.total(rows.members * rows.predicted) / rows.total(rows.members)

@@ -17,7 +17,7 @@ in the parameters of the kernel and in dense points, not in sparse rows.
 torch.Size([3, 3])
 """
 
-from torchloo.kernels.inner import Boolean, Linear, Polynomial
+from torchloo.kernels.inner_products import Boolean, Linear, Polynomial
 from torchloo.kernels.kernel import Choice, Kernel, Product, Scaled, Sum
 from torchloo.kernels.precomputed import Precomputed
 from torchloo.kernels.stationary import RBF, Matern

@@ -21,7 +21,7 @@ from torchloo.fisher import KFD
 from torchloo.kernels import Kernel
 from torchloo.search.objective import Best, Evaluation, Objective
 from torchloo.search.parameters import Space, named_so, the_one
-from torchloo.search.problems import Problems
+from torchloo.search.problem_batch import ProblemBatch
 from torchloo.search.run import CALLBACK, INTERRUPTED, TIME_BUDGET, Search, StopSearch, run
 from torchloo.search.starts import given_matrix
 
@@ -180,7 +180,7 @@ def require_comparable(score: Score, rivals: Sequence[Rival]) -> None:
 
 def contest(
     rivals: Sequence[Rival],
-    problems: Sequence[Problems],
+    problems: Sequence[ProblemBatch],
     score: Score,
     deadline: float,
     names: Sequence[str] = ("",),

@@ -24,10 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.criteria.score import Score
-from torchloo.search.alike import in_order
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
-from torchloo.search.problems import Problems, StreamRows
+from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order
 from torchloo.search.starts import given_matrix
 from torchloo.streaming.stream import Stream
 
@@ -101,7 +100,7 @@ class Objective:
     def __init__(
         self,
         space: Space,
-        problems: Problems,
+        problems: ProblemBatch,
         score: Score,
         prior: HyperPrior,
         bar: "tqdm[Any]",

@@ -13,12 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.criteria.score import Score
-from torchloo.search import gradient, grid, nelder_mead
+from torchloo.search import grid, lbfgs, nelder_mead
 from torchloo.search.along_reg import only_reg, search_reg
 from torchloo.search.objective import Evaluation, Objective, Outset
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior, Prior
-from torchloo.search.problems import Problems
+from torchloo.search.problem_batch import ProblemBatch
 from torchloo.search.starts import first_start, further_starts
 
 __all__ = ["CALLBACK", "INTERRUPTED", "TIME_BUDGET", "Search", "StopSearch", "run", "warn_stopped"]
@@ -154,7 +154,7 @@ def _is_positive(value: Any) -> bool:
 def run(
     plan: Search,
     space: Space,
-    problems: Problems,
+    problems: ProblemBatch,
     score: Score,
     watch: Callable[[list[Evaluation]], None] | None = None,
     names: Sequence[str] = ("",),
@@ -180,7 +180,7 @@ def run(
     return objective, ""
 
 
-def _first_starts(plan: Search, space: Space, problems: Problems) -> tuple[Tensor, Tensor]:
+def _first_starts(plan: Search, space: Space, problems: ProblemBatch) -> tuple[Tensor, Tensor]:
     """The first start of every problem, (P, p), and its bounds, (2, P, p)."""
     if plan.start == "auto":
         weights: Any = [None] * len(problems.X) if problems.weight is None else problems.weight
@@ -201,7 +201,7 @@ def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> N
         axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
         grid.scan(objective, first, axes, plan.grid is None, box)
         return
-    search, count = (gradient.descend if plan.method == "gradient" else nelder_mead.walk), plan.starts
+    search, count = (lbfgs.descend if plan.method == "gradient" else nelder_mead.walk), plan.starts
     if plan.method == "gradient" and only_reg(space, objective.score):
         search, count = search_reg, 1  # which sees the whole box from one start
     starts = further_starts(space, first, count, plan.generator)  # (P, S, p)

@@ -3,9 +3,9 @@
 import numpy as np
 
 from torchloo.catalogue import KERNELS, MACHINES
-from torchloo.commands.findings import Findings
-from torchloo.report import pictures
-from torchloo.report.markup import figure, items, number, paragraph, section, table, text
+from torchloo.cli.findings import Findings
+from torchloo.cli.report import pictures
+from torchloo.cli.report.markup import figure, items, number, paragraph, section, table, text
 
 __all__ = ["data", "machine"]
 
@@ -52,7 +52,7 @@ def _sizes(labels: np.ndarray) -> str:
 
 def _coding(findings: Findings) -> str:
     text_columns = any(column.levels is not None for column in findings.prepared.schema.columns)
-    scaled = "All inputs were standardised" if findings.plan.standardise else "Inputs are 0 and 1 and stay so"
+    scaled = "All inputs were standardised" if findings.request.standardise else "Inputs are 0 and 1"
     coded = (
         "Each text column became a 0/1 input for every value that it takes, or a single one for two values. "
         if text_columns
@@ -63,22 +63,22 @@ def _coding(findings: Findings) -> str:
 
 def machine(findings: Findings) -> str:
     """The settings that were chosen, and how the search went."""
-    plan, choice = findings.plan, findings.choice
-    name = plan.criterion_function.label
-    meaning = plan.criterion_function.meaning
-    meaning += ", each class against the others, on average over the classes" * plan.averaged
+    request, choice = findings.request, findings.choice
+    name = request.criterion_function.label
+    meaning = request.criterion_function.meaning
+    meaning += ", each class against the others, on average over the classes" * request.averaged
     several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
     together = ", its cluster left out with it" if findings.lco is not None else ""
     until = f", until the {choice.stopped} was used up" if choice.stopped else ""
     words = (
-        f"A {MACHINES[plan.spec.machine].label} with {KERNELS[plan.spec.kernel].label}{several}. Its "
+        f"A {MACHINES[request.spec.machine].label} with {KERNELS[request.spec.kernel].label}{several}. Its "
         f"settings were chosen by {name}: {meaning}, each row held out in turn{together}. "
         f"{choice.evaluations} settings were tried{until}."
     )
     scalars = [each for each in findings.parameters if not each.value.ndim]
     rows = [[name, number(float(value)), meaning] for name, value, meaning in scalars]
-    if plan.spec.machine == "sparse":
-        rows.append(["basis", f"{plan.spec.basis}", "rows, drawn at random, that the machine is built on"])
+    if request.spec.machine == "sparse":
+        rows.append(["basis", f"{request.spec.basis}", "rows, drawn at random, that the machine is built on"])
     rows.append([name, number(choice.value), f"{meaning}, at these settings"])
     chosen = table(["setting", "value", "what it is"], rows, words=True)
     curves = [_relevance(findings), _search(findings), _path(findings)]
@@ -102,7 +102,7 @@ def _relevance(findings: Findings) -> str:
 
 
 def _search(findings: Findings) -> str:
-    choice, criterion = findings.choice, findings.plan.criterion_function
+    choice, criterion = findings.choice, findings.request.criterion_function
     if len(choice.history) < 2:
         return ""
     name = criterion.label
@@ -117,7 +117,7 @@ def _search(findings: Findings) -> str:
 def _path(findings: Findings) -> str:
     if findings.path is None:
         return ""
-    name = findings.plan.criterion_function.label
+    name = findings.request.criterion_function.label
     chosen = next(each.value for each in findings.parameters if each.name == "reg")
     caption = (
         f"{name} for other values of reg, all else as chosen; the dashed line is the value chosen. Far "

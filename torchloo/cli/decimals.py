@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchloo.commands.shell import listed
+from torchloo.cli.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchloo.commands.models import load
-from torchloo.commands.reading import pandas, read_table
-from torchloo.commands.schema import Schema
-from torchloo.commands.shell import (
+from torchloo.cli.model_file import load
+from torchloo.cli.reading import pandas, read_table
+from torchloo.cli.schema import Schema
+from torchloo.cli.shell import (
     UserError,
     comma_separated,
     first_line,

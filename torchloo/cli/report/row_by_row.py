@@ -1,10 +1,10 @@
-"""Row by row: held-out predictions against true values."""
+"""MeasureRow by row: held-out predictions against true values."""
 
 import numpy as np
 
-from torchloo.commands.findings import Findings
-from torchloo.report import pictures
-from torchloo.report.markup import figure, number, paragraph, section, table
+from torchloo.cli.findings import Findings
+from torchloo.cli.report import pictures
+from torchloo.cli.report.markup import figure, number, paragraph, section, table
 
 __all__ = ["agreement", "residuals"]
 
@@ -22,8 +22,8 @@ def agreement(findings: Findings) -> str:
             f"had not seen it{_cluster(findings)} on the vertical one ({findings.way}). The closer to the "
             "line, the better."
         )
-        return section("Row by row", figure(svg, caption, square=True))
-    return section("Row by row", _answers(findings), _curves(findings))
+        return section("MeasureRow by row", figure(svg, caption, square=True))
+    return section("MeasureRow by row", _answers(findings), _curves(findings))
 
 
 def _cluster(findings: Findings) -> str:

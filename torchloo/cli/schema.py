@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from torchloo.classes import one_vs_rest
-from torchloo.commands.decimals import MARKS
-from torchloo.commands.reading import TableError, pandas
-from torchloo.commands.shell import listed
+from torchloo.cli.decimals import MARKS
+from torchloo.cli.reading import TableError, pandas
+from torchloo.cli.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd

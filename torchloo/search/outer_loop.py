@@ -10,15 +10,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.criteria.score import Score, as_held_out
-from torchloo.decision import shifted, threshold
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
 from torchloo.search.compared import Rival, best_of, contest
-from torchloo.search.problems import stack, weight_of
+from torchloo.search.problem_batch import stack, weight_of
 from torchloo.search.starts import given_matrix
 from torchloo.splits import Split
+from torchloo.thresholds import shifted, threshold
 
-__all__ = ["Outer", "columns_of"]
+__all__ = ["OuterLoop", "columns_of"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterLoop:
     """What is the same in all splits."""
 
     rivals: list[Rival]

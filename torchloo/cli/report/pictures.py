@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchloo.commands.reading import TableError
+from torchloo.cli.reading import TableError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

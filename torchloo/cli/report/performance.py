@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from torchloo.commands.findings import Findings, Row
-from torchloo.commands.measures import Outer
-from torchloo.commands.problem import Answers
-from torchloo.report import pictures
-from torchloo.report.markup import figure, paragraph, section, table, text, tile
+from torchloo.cli.findings import Findings, MeasureRow
+from torchloo.cli.measures import OuterEstimate
+from torchloo.cli.report import pictures
+from torchloo.cli.report.markup import figure, paragraph, section, table, text, tile
+from torchloo.cli.request import HeldOutPredictions
 
 __all__ = ["clusters", "estimates", "summary"]
 
@@ -36,7 +36,7 @@ def summary(findings: Findings) -> str:
     return paragraph(lead, "lead") + f'<ul class="tiles">\n{"".join(tiles)}</ul>\n'
 
 
-def _best(row: Row) -> tuple[str, str]:
+def _best(row: MeasureRow) -> tuple[str, str]:
     """The most honest value there is of a measure, and where it comes from."""
     if row.outer is not None:
         return row.measure.show_mean(row.outer.mean, row.outer.stderr), "outer estimate"
@@ -77,7 +77,7 @@ def estimates(findings: Findings) -> str:
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
 
 
-def _overfits(row: Row, outer: Outer) -> bool:
+def _overfits(row: MeasureRow, outer: OuterEstimate) -> bool:
     """Whether the outer estimate is worse than the inner one by much, and not by chance."""
     worse = outer.mean - _inner(row)
     return worse > 3 * outer.stderr and worse > 0.15 * _inner(row)
@@ -100,7 +100,7 @@ def _estimate_table(findings: Findings) -> str:
     return table(head, rows, {(i, len(head) - 1): "best" for i in range(len(rows))})
 
 
-def _inner(row: Row) -> float:
+def _inner(row: MeasureRow) -> float:
     return row.loo if row.lco is None else row.lco
 
 
@@ -131,7 +131,7 @@ def clusters(findings: Findings) -> str:
     return section("Clusters", paragraph(text(words)), figure(svg, caption))
 
 
-def _loss(findings: Findings, answers: Answers, member: np.ndarray) -> np.ndarray:
+def _loss(findings: Findings, answers: HeldOutPredictions, member: np.ndarray) -> np.ndarray:
     """The error of each cluster: its error rate, or the root mean square residual."""
     if findings.classes:
         wrong = findings.said(answers) != findings.prepared.target

@@ -1,24 +1,35 @@
-"""Problems of one shape that are searched together, and the checks of what a search is given."""
+"""ProblemBatch of one shape that are searched together, and the checks of what a search is given.
 
-from collections.abc import Callable, Iterator
+Note [clusters of a batch]
+What is left out together has one label vector (n,) for a whole batch. ProblemBatch with equally many clusters
+of every size can share one: with the rows of each sorted by the size of their cluster, and then by cluster,
+they differ in no label. A closed form does not know the order of its rows, so the criterion is the same. What
+does know it is done before in the problem's own order: the start of a search, and the choice of a basis among
+the rows. A criterion of the user's sees the rows and labels of the split as they are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchloo.classes import is_label
 from torchloo.criteria.score import Score
-from torchloo.guards import Guard, require_floating
+from torchloo.guards import Guard, host_labels, require_floating
 from torchloo.kernels import Kernel
-from torchloo.search.alike import Clusters
 from torchloo.streaming.stream import Stream
 
 __all__ = [
-    "Problems",
+    "Clusters",
+    "ProblemBatch",
     "StreamRows",
     "Weighting",
     "check_clusters",
     "check_rows",
+    "in_order",
+    "sizes",
     "stack",
     "streamed",
     "weight_of",
@@ -26,6 +37,57 @@ __all__ = [
 
 Weighting = Tensor | Callable[[Tensor], Tensor] | None
 """Row weights, or a function of the targets that gives them, such as `balanced_weight`."""
+
+
+class Clusters(NamedTuple):
+    """What is left out together in each of P problems; see Note [clusters of a batch]."""
+
+    labels: Tensor
+    """Their own labels, (P, n), on the host."""
+    order: Tensor | None
+    """Own numbers of the sorted rows, (P, n), on the host; None for a single problem, left as it is."""
+    shared: Tensor
+    """Labels (n,) of the sorted rows, the same in all problems, on the host."""
+
+    @classmethod
+    def of(cls, function: str, clusters: Sequence[object], rows: int) -> "Clusters":
+        """From labels (n,) of each problem, whose `sizes` must agree."""
+        labels = np.stack([host_labels(function, own, rows) for own in clusters])
+        if len(labels) == 1:
+            return cls(torch.from_numpy(labels), None, torch.from_numpy(labels[0]))
+        order = np.stack([_order(own) for own in labels])
+        counts = np.array(sizes(labels[0]))
+        shared = np.repeat(np.arange(len(counts)), counts)
+        return cls(*(torch.from_numpy(array) for array in (labels, order, shared)))
+
+    def own_order(self, held_out: Any, problem: Tensor) -> Any:
+        """A HeldOut (..., B, n) of sorted rows, B for problem (B,), with rows and labels as they came."""
+        assert self.order is not None
+        back, batch = self.order[problem].argsort(-1), held_out.weight.shape[:-1]
+        fields = {
+            name: in_order(value, back, len(batch))
+            for name, value in held_out._asdict().items()
+            if isinstance(value, Tensor) and name != "clusters"
+        }
+        labels = self.labels[problem]
+        return held_out._replace(**fields, clusters=labels.expand(*batch, labels.shape[-1]))
+
+
+def sizes(labels: np.ndarray) -> tuple[int, ...]:
+    """Sizes of all clusters, ascending."""
+    return tuple(np.sort(np.unique(labels, return_counts=True)[1]).tolist())
+
+
+def _order(labels: np.ndarray) -> np.ndarray:
+    """Rows by the size of their cluster, then by cluster; of one cluster, as they came."""
+    _, member, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    return np.lexsort((member, counts[member]))
+
+
+def in_order(values: Tensor, order: Tensor, axis: int) -> Tensor:
+    """Entries of values (..., n, ...) along an axis, by numbers (n,) or (B, n) with B the axis before."""
+    order = order.to(values.device).reshape(*order.shape, *[1] * (values.ndim - axis - 1))
+    return values.take_along_dim(order.expand(*[1] * (values.ndim - order.ndim), *order.shape), axis)
 
 
 class StreamRows:
@@ -56,7 +118,7 @@ class StreamRows:
         yield self.first
 
 
-class Problems(NamedTuple):
+class ProblemBatch(NamedTuple):
     """P problems of one shape, which are searched together."""
 
     X: Tensor | StreamRows
@@ -116,8 +178,8 @@ def weight_of(function: str, name: str, weight: Any, y: Tensor, targets: Tensor)
 
 def stack(
     function: str, X: list[Tensor], y: list[Tensor], weight: list[Any], of: list[Any], clusters: list[Any]
-) -> Problems:
-    """Problems of one shape, behind one another; clusters of all or of none. A single one is not copied."""
+) -> ProblemBatch:
+    """One batch of problems of one shape, with clusters for all or for none; a single one is not copied."""
 
     def together(values: list[Any]) -> Any:
         if not isinstance(values[0], Tensor):
@@ -125,17 +187,17 @@ def stack(
         return values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
 
     labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
-    return Problems(together(X), together(y), together(weight), together(of), labels)
+    return ProblemBatch(together(X), together(y), together(weight), together(of), labels)
 
 
 # So many of the first rows of a stream tell where a search begins.
 _FIRST = 2000
 
 
-def streamed(function: str, stream: Stream, clusters: object | None) -> Problems:
+def streamed(function: str, stream: Stream, clusters: object | None) -> ProblemBatch:
     """The one problem of a stream."""
     first = stream.sample(function, _FIRST)
     y = first.Y[:, 0] if stream.flat else first.Y
     rows = StreamRows(stream, first.X)
     labels = None if clusters is None else Clusters.of(function, [clusters], rows.shape[1])
-    return Problems(rows, y.unsqueeze(0), first.weight.unsqueeze(0), "own", labels)
+    return ProblemBatch(rows, y.unsqueeze(0), first.weight.unsqueeze(0), "own", labels)

@@ -8,9 +8,9 @@ from importlib import resources
 from typing import NamedTuple
 
 import torchloo as tl
-from torchloo.commands.findings import Findings
-from torchloo.report import machine, outcome, rows
-from torchloo.report.markup import paragraph, section, text
+from torchloo.cli.findings import Findings
+from torchloo.cli.report import machine_section, performance, row_by_row
+from torchloo.cli.report.markup import paragraph, section, text
 
 __all__ = ["Source", "page"]
 
@@ -30,13 +30,13 @@ def page(findings: Findings, source: Source) -> str:
     style = (resources.files("torchloo") / "data" / "report.css").read_text(encoding="utf-8")
     kind = "Classification" if findings.classes else "Regression"
     sections = [
-        outcome.summary(findings),
-        machine.data(findings),
-        outcome.estimates(findings),
-        rows.agreement(findings),
-        rows.residuals(findings),
-        outcome.clusters(findings),
-        machine.machine(findings),
+        performance.summary(findings),
+        machine_section.data(findings),
+        performance.estimates(findings),
+        row_by_row.agreement(findings),
+        row_by_row.residuals(findings),
+        performance.clusters(findings),
+        machine_section.machine(findings),
         _files(findings, source),
     ]
     return f"""<!DOCTYPE html>

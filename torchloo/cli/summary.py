@@ -5,18 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from torchloo.commands.findings import Findings
-from torchloo.commands.problem import Answers
-from torchloo.commands.reading import pandas
-from torchloo.commands.shell import table
-from torchloo.commands.tables import Prepared
+from torchloo.cli.findings import Findings
+from torchloo.cli.prepare import PreparedTable
+from torchloo.cli.reading import pandas
+from torchloo.cli.request import HeldOutPredictions
+from torchloo.cli.shell import table
 
 __all__ = ["described", "held_out", "summary"]
 
 _MOST_COLUMNS = 8  # classes whose confusions fit into a terminal
 
 
-def described(path: Path, prepared: Prepared) -> str:
+def described(path: Path, prepared: PreparedTable) -> str:
     """What was read, and what there is to say of it."""
     schema, (n, d) = prepared.schema, prepared.X.shape
     labels = schema.labels
@@ -40,7 +40,7 @@ def held_out(findings: Findings) -> Any:
     return pandas().DataFrame(columns)
 
 
-def _answers(findings: Findings, way: str, answers: Answers) -> dict[str, np.ndarray]:
+def _answers(findings: Findings, way: str, answers: HeldOutPredictions) -> dict[str, np.ndarray]:
     """Outputs and residuals; for several classes an output for each, and the norm of the residuals."""
     said = {f"{way}_class": findings.said(answers)} if findings.classes else {}
     if answers.outputs.ndim == 1:
@@ -52,9 +52,9 @@ def _answers(findings: Findings, way: str, answers: Answers) -> dict[str, np.nda
 
 def summary(findings: Findings) -> str:
     """The findings in a few lines of text."""
-    choice, plan, first = findings.choice, findings.plan, findings.rows[0]
+    choice, request, first = findings.choice, findings.request, findings.rows[0]
     settings = ", ".join(_setting(name, value) for name, value, _ in findings.parameters)
-    name = plan.criterion + f" (mean over {findings.classes} classes)" * plan.averaged
+    name = request.criterion + f" (mean over {findings.classes} classes)" * request.averaged
     chosen = f"chosen: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
     chosen += f", ended by the {choice.stopped}" if choice.stopped else ""
     head = ["", "guessing", "leave-one-out"]

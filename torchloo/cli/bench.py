@@ -5,6 +5,7 @@ what is promised.
 """
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,11 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import torchloo as tl
-from torchloo.commands.predict import require_device
-from torchloo.commands.shell import UserError, count, table
-from torchloo.commands.timing import best_times
+from torchloo.cli.predict import require_device
+from torchloo.cli.shell import UserError, count, table
 
-__all__ = ["add", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
+__all__ = ["add", "best_times", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
 
 REG = 1.0
 
@@ -52,6 +52,38 @@ def loo_with_gradient(K: Tensor, Y: Tensor) -> Tensor | None:
     reg = torch.tensor(REG, dtype=K.dtype, device=K.device, requires_grad=True)
     tl.functional.lssvm(K, Y, reg).held_out().residuals.square().sum().backward()
     return K.grad
+
+
+def best_times(
+    sides: dict[str, Callable[[], object]], repeats: int, on_turn: Callable[[], object] | None = None
+) -> dict[str, float]:
+    """Seconds of every side, the best of `repeats` turns, after one turn that does not count.
+
+    Args:
+        sides: what to time, by name; each is called once in every turn.
+        repeats: number of turns that count.
+        on_turn: called after every turn, the first included.
+    """
+    times = dict.fromkeys(sides, float("inf"))
+    for turn in range(repeats + 1):
+        for name, call in sides.items():
+            _wait()
+            start = time.perf_counter()
+            result = call()
+            _wait()
+            elapsed = time.perf_counter() - start
+            del result
+            if turn:
+                times[name] = min(times[name], elapsed)
+        if on_turn is not None:
+            on_turn()
+    return times
+
+
+def _wait() -> None:
+    """A GPU works on after its calls have returned."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class _Comparison(NamedTuple):

@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 
 import torchloo as tl
-from torchloo.commands.class_table import ClassTable
-from torchloo.commands.measures import Measure, Outer, guess, measures
-from torchloo.commands.problem import Answers, Plan, Problem
-from torchloo.commands.tables import Prepared
-from torchloo.commands.uncertainty import Uncertainty
+from torchloo.cli.measures import ClassTable, Measure, OuterEstimate, guess, measures
+from torchloo.cli.prepare import PreparedTable
+from torchloo.cli.request import HeldOutPredictions, Request, TrainingData
+from torchloo.cli.uncertainty import Uncertainty
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.positive import Positive
 from torchloo.splits import Split
 
-__all__ = ["Findings", "Row", "choose", "estimate", "examine"]
+__all__ = ["Findings", "MeasureRow", "choose", "estimate", "examine"]
 
 # An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
 _MOST_ROWS_OF_PATH = 2000
 
 
-class Choice(NamedTuple):
+class SearchResult(NamedTuple):
     """What the search came to."""
 
     machine: Any
@@ -41,14 +40,14 @@ class Choice(NamedTuple):
     """Why the search ended early, or nothing."""
 
 
-class Row(NamedTuple):
+class MeasureRow(NamedTuple):
     """One measure by every way of estimating it; None where there is none."""
 
     measure: Measure
     guess: float
     loo: float
     lco: float | None
-    outer: Outer | None
+    outer: OuterEstimate | None
 
     def shown(self) -> list[str]:
         """The values that there are, as text."""
@@ -72,20 +71,20 @@ class Parameter(NamedTuple):
 class Findings:
     """All that the report tells; arrays are in the order of the table."""
 
-    plan: Plan
-    prepared: Prepared
-    choice: Choice
+    request: Request
+    prepared: PreparedTable
+    choice: SearchResult
     parameters: list[Parameter]
     relevance: np.ndarray | None
     """By how much the kernel falls over one standard deviation of each input, (d,); None unless it has
     parameters for each."""
     path: tuple[np.ndarray, np.ndarray] | None
     """Regularisations and the criterion at each."""
-    loo: Answers
-    lco: Answers | None
+    loo: HeldOutPredictions
+    lco: HeldOutPredictions | None
     """Leave-cluster-out, where there are clusters."""
     leverage: np.ndarray | None
-    rows: list[Row]
+    rows: list[MeasureRow]
     by_class: ClassTable | None
     """The inner answers class by class; None for regression."""
     uncertainty: Uncertainty
@@ -96,7 +95,7 @@ class Findings:
         return len(self.prepared.schema.labels)
 
     @property
-    def inner(self) -> Answers:
+    def inner(self) -> HeldOutPredictions:
         """The answers that the settings were chosen by: with its cluster out, where there are clusters."""
         return self.loo if self.lco is None else self.lco
 
@@ -116,51 +115,53 @@ class Findings:
         own = self.prepared.y > 0  # (n, c)
         return np.where(own, -np.inf, outputs).max(1) - outputs[own]
 
-    def said(self, answers: Answers) -> np.ndarray:
+    def said(self, answers: HeldOutPredictions) -> np.ndarray:
         """Outputs as the user knows the target: numbers or labels."""
         return self.prepared.schema.said(answers.outputs)
 
 
-def _how(problem: Problem, plan: Plan) -> dict[str, Any]:
+def _how(data: TrainingData, request: Request) -> dict[str, Any]:
     """What a selection and its repetition in every split have in common."""
     return {
-        "criterion": plan.score,
-        "search": plan.search,
-        "clusters": problem.clusters,
-        "weight": problem.weight,
-        "prior": plan.prior,
-        "time_budget": plan.time_of_each,
-        "generator": torch.Generator().manual_seed(plan.seed),
-        "progress": plan.progress,
+        "criterion": request.score,
+        "search": request.search,
+        "clusters": data.clusters,
+        "weight": data.weight,
+        "prior": request.prior,
+        "time_budget": request.time_of_each,
+        "generator": torch.Generator().manual_seed(request.seed),
+        "progress": request.progress,
     }
 
 
-def choose(problem: Problem, plan: Plan) -> Choice:
+def choose(data: TrainingData, request: Request) -> SearchResult:
     """Select the hyper-parameters by the criterion."""
     selection = tl.select(
-        plan.spec.build().to(plan.device),
-        problem.X,
-        problem.y,
-        **_how(problem, plan),
+        request.spec.build().to(request.device),
+        data.X,
+        data.y,
+        **_how(data, request),
     )
-    seconds = selection.evaluations * _seconds_of_one(selection.machine, problem, plan)
+    seconds = selection.evaluations * _seconds_of_one(selection.machine, data, request)
     history = [float(record.value) for record in selection.history]
     stopped = selection.table[0]["stopped"]
-    return Choice(selection.machine, selection.value, history, selection.evaluations, seconds, stopped)
+    return SearchResult(selection.machine, selection.value, history, selection.evaluations, seconds, stopped)
 
 
 @torch.no_grad()
-def _seconds_of_one(machine: Any, problem: Problem, plan: Plan) -> float:
+def _seconds_of_one(machine: Any, data: TrainingData, request: Request) -> float:
     """About the time of one evaluation; the first of a process are slower and tell nothing."""
     start = time.perf_counter()
-    if problem.clusters is None:
-        machine.loo(problem.X, problem.y, problem.weight)
+    if data.clusters is None:
+        machine.loo(data.X, data.y, data.weight)
     else:
-        machine.lco(problem.X, problem.y, problem.clusters, problem.weight)
-    return (time.perf_counter() - start) * (3 if plan.search == "gradient" else 1)
+        machine.lco(data.X, data.y, data.clusters, data.weight)
+    return (time.perf_counter() - start) * (3 if request.search == "gradient" else 1)
 
 
-def estimate(problem: Problem, plan: Plan, splits: list[Split], of: list[Measure]) -> list[Outer] | None:
+def estimate(
+    data: TrainingData, request: Request, splits: list[Split], of: list[Measure]
+) -> list[OuterEstimate] | None:
     """The outer estimate of every measure: the whole selection repeated in every split."""
     if not splits:
         return None
@@ -172,43 +173,47 @@ def estimate(problem: Problem, plan: Plan, splits: list[Split], of: list[Measure
         return of[0].of(held_out)
 
     tl.validate(
-        plan.spec.build().to(plan.device),
-        problem.X,
-        problem.y,
+        request.spec.build().to(request.device),
+        data.X,
+        data.y,
         splits=splits,
         metric=metric,
-        standardise=plan.standardise,
-        **_how(problem, plan),
+        standardise=request.standardise,
+        **_how(data, request),
     )
     return [measure.over_splits(tested) for measure in of]
 
 
 @torch.no_grad()
 def examine(
-    prepared: Prepared, plan: Plan, problem: Problem, choice: Choice, outer: list[Outer] | None
+    prepared: PreparedTable,
+    request: Request,
+    data: TrainingData,
+    choice: SearchResult,
+    outer: list[OuterEstimate] | None,
 ) -> Findings:
     """Everything that the chosen machine says held out."""
-    machine, X, y, weight = choice.machine, problem.X, problem.y, problem.weight
+    machine, X, y, weight = choice.machine, data.X, data.y, data.weight
     loo = machine.loo(X, y, weight)
-    lco = None if problem.clusters is None else machine.lco(X, y, problem.clusters, weight)
+    lco = None if data.clusters is None else machine.lco(X, y, data.clusters, weight)
     leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
     ways = [None if way is None else _of_table(way, y) for way in (loo, lco)]
     classes = len(prepared.schema.labels)
     inner = ways[0] if ways[1] is None else ways[1]
     assert inner is not None
     return Findings(
-        plan=plan,
+        request=request,
         prepared=prepared,
         choice=choice,
-        parameters=_parameters(machine, plan.unit),
+        parameters=_parameters(machine, request.unit),
         relevance=_relevance(machine.kernel, X),
-        path=_path(problem, plan, choice),
-        loo=problem.answers(loo),
-        lco=None if lco is None else problem.answers(lco),
-        leverage=None if leverage is None else problem.restored(leverage),
+        path=_path(data, request, choice),
+        loo=data.answers(loo),
+        lco=None if lco is None else data.answers(lco),
+        leverage=None if leverage is None else data.restored(leverage),
         rows=_rows(measures(y, classes), y, ways, outer),
         by_class=ClassTable.of(inner) if classes else None,
-        uncertainty=Uncertainty.of(inner, classes, problem, plan.spec.rows > 0),
+        uncertainty=Uncertainty.of(inner, classes, data, request.spec.rows > 0),
     )
 
 
@@ -217,14 +222,16 @@ def _of_table(held_out: Any, y: Tensor) -> HeldOut:
     return held_out._replace(targets=y, residuals=y - held_out.outputs)
 
 
-def _rows(of: list[Measure], y: Tensor, ways: list[HeldOut | None], outer: list[Outer] | None) -> list[Row]:
+def _rows(
+    of: list[Measure], y: Tensor, ways: list[HeldOut | None], outer: list[OuterEstimate] | None
+) -> list[MeasureRow]:
     """Every measure by every way, leave-one-out and leave-cluster-out."""
     rows = []
     for k, measure in enumerate(of):
         inner, clusters = (None if way is None else measure.value(way) for way in ways)
         assert inner is not None
         rows.append(
-            Row(measure, measure.value(guess(y)), inner, clusters, None if outer is None else outer[k])
+            MeasureRow(measure, measure.value(guess(y)), inner, clusters, None if outer is None else outer[k])
         )
     return rows
 
@@ -256,16 +263,16 @@ def _relevance(kernel: Kernel, X: Tensor) -> np.ndarray | None:
     return (1 - kernel(points[:1], points[1:])[0] / size[0]).cpu().numpy()
 
 
-def _path(problem: Problem, plan: Plan, choice: Choice) -> tuple[np.ndarray, np.ndarray] | None:
+def _path(data: TrainingData, request: Request, choice: SearchResult) -> tuple[np.ndarray, np.ndarray] | None:
     """The criterion over six decades of regularisation about the chosen one; None where that is dear."""
     machine = choice.machine
-    dear = len(problem.y) > _MOST_ROWS_OF_PATH
-    if dear or not isinstance(machine, LeastSquares) or plan.criterion_function.takes_fit:
+    dear = len(data.y) > _MOST_ROWS_OF_PATH
+    if dear or not isinstance(machine, LeastSquares) or request.criterion_function.takes_fit:
         return None
-    regs = machine.reg * torch.logspace(-3, 3, 49, dtype=problem.X.dtype, device=problem.X.device)
+    regs = machine.reg * torch.logspace(-3, 3, 49, dtype=data.X.dtype, device=data.X.device)
     try:
-        path = machine.path(problem.X, problem.y, regs, problem.clusters, problem.weight)
-        values = plan.score(path)
+        path = machine.path(data.X, data.y, regs, data.clusters, data.weight)
+        values = request.score(path)
     except ValueError:  # the smallest may be too small to factorise with
         return None
     return regs.cpu().numpy(), values.cpu().numpy()

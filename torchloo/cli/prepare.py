@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchloo.commands.decimals import MARKS, fitting, looks_numeric
-from torchloo.commands.reading import TableError
-from torchloo.commands.schema import (
+from torchloo.cli.decimals import MARKS, fitting, looks_numeric
+from torchloo.cli.reading import TableError
+from torchloo.cli.schema import (
     REGRESSION,
     Column,
     Schema,
@@ -25,12 +25,12 @@ from torchloo.commands.schema import (
     texts,
     with_dates,
 )
-from torchloo.commands.shell import listed
+from torchloo.cli.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Prepared", "Roles", "prepare"]
+__all__ = ["PreparedTable", "Roles", "prepare"]
 
 FEWEST_ROWS = 10
 MOST_CLASSES = 50
@@ -48,7 +48,7 @@ class Roles:
     task: str | None = None
 
 
-class Prepared(NamedTuple):
+class PreparedTable(NamedTuple):
     """A table ready for a machine."""
 
     schema: Schema
@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
 
 def prepare(
     frame: "pd.DataFrame", roles: Roles, standardise: bool = True, missing: str = "error"
-) -> Prepared:
+) -> PreparedTable:
     """Check a training table, find out what its columns are, and code it.
 
     With standardise=False the inputs must be 0 and 1 only, and stay so. Note [missing values] says what
@@ -113,7 +113,7 @@ def prepare(
     if clusters is None:
         notes += _copies(frame[[column.name for column in columns] + [roles.target]])
     y = schema.codes(frame[roles.target])
-    return Prepared(
+    return PreparedTable(
         schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes), frame.index.to_numpy() + 1
     )
 

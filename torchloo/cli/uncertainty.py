@@ -8,8 +8,8 @@ from torch import Tensor
 
 import torchloo as tl
 from torchloo.calibration import Platt, Temperature
-from torchloo.commands.problem import Problem
-from torchloo.commands.schema import Schema, require_fields
+from torchloo.cli.request import TrainingData
+from torchloo.cli.schema import Schema, require_fields
 from torchloo.held_out import HeldOut
 
 __all__ = ["MOST_ROWS", "TrainingRows", "Uncertainty", "require_tensor"]
@@ -31,12 +31,12 @@ class TrainingRows(NamedTuple):
     """Labels (n,) of what is left out together, each row its own where there are no clusters."""
 
     @classmethod
-    def of(cls, problem: Problem) -> "TrainingRows":
+    def of(cls, data: TrainingData) -> "TrainingRows":
         """The rows that a machine was fitted to, on the host."""
-        n = len(problem.y)
-        weight = torch.ones_like(problem.y) if problem.weight is None else problem.weight
-        clusters = torch.arange(n) if problem.clusters is None else problem.clusters
-        return cls(problem.X.cpu(), problem.y.cpu(), weight.cpu(), clusters)
+        n = len(data.y)
+        weight = torch.ones_like(data.y) if data.weight is None else data.weight
+        clusters = torch.arange(n) if data.clusters is None else data.clusters
+        return cls(data.X.cpu(), data.y.cpu(), weight.cpu(), clusters)
 
     @classmethod
     def from_dict(cls, plain: object, rows: int, inputs: int) -> "TrainingRows":
@@ -67,10 +67,10 @@ class Uncertainty(NamedTuple):
     rows: TrainingRows | None
 
     @classmethod
-    def of(cls, held_out: HeldOut, classes: int, problem: Problem, keep_rows: bool) -> "Uncertainty":
+    def of(cls, held_out: HeldOut, classes: int, data: TrainingData, keep_rows: bool) -> "Uncertainty":
         """From held-out rows of the table, and the rows themselves."""
         calibration = tl.calibrate(held_out).cpu() if classes else None
-        return cls(calibration, TrainingRows.of(problem) if keep_rows else None)
+        return cls(calibration, TrainingRows.of(data) if keep_rows else None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for torch.save."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import torchloo as tl
-from torchloo.commands.shell import UserError, count, table, writable, write
+from torchloo.cli.shell import UserError, count, table, writable, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

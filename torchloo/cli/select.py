@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from torchloo import report
 from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
-from torchloo.commands.findings import Findings, choose, estimate, examine
-from torchloo.commands.measures import measures
-from torchloo.commands.models import Model, save
-from torchloo.commands.predict import require_device
-from torchloo.commands.problem import Plan, Problem
-from torchloo.commands.reading import read_table
-from torchloo.commands.schema import CLASSIFICATION, REGRESSION
-from torchloo.commands.shell import (
+from torchloo.cli import report
+from torchloo.cli.findings import Findings, choose, estimate, examine
+from torchloo.cli.measures import measures
+from torchloo.cli.model_file import Model, save
+from torchloo.cli.predict import require_device
+from torchloo.cli.prepare import PreparedTable, Roles, prepare
+from torchloo.cli.reading import read_table
+from torchloo.cli.report import pictures
+from torchloo.cli.request import Request, Spec, TrainingData, outer_splits
+from torchloo.cli.schema import CLASSIFICATION, REGRESSION
+from torchloo.cli.shell import (
     UserError,
     comma_separated,
     count,
@@ -32,13 +34,9 @@ from torchloo.commands.shell import (
     positive,
     whole,
 )
-from torchloo.commands.spec import Spec
-from torchloo.commands.splitting import outer_splits
-from torchloo.commands.tables import Prepared, Roles, prepare
-from torchloo.commands.telling import described, held_out, summary
-from torchloo.commands.uncertainty import MOST_ROWS
+from torchloo.cli.summary import described, held_out, summary
+from torchloo.cli.uncertainty import MOST_ROWS
 from torchloo.criteria import CRITERIA
-from torchloo.report import pictures
 
 __all__ = ["add", "run"]
 
@@ -143,13 +141,13 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(frame, roles, not KERNELS[args.kernel].binary, args.missing)
     args.machine, why = _machine(args, len(prepared.y))
     prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
-    plan = _plan(args, prepared)
-    if not prepared.schema.labels and not plan.spec.rows:
+    request = _request(args, prepared)
+    if not prepared.schema.labels and not request.spec.rows:
         note = f"no prediction intervals: a model would need all of its {len(prepared.y)} rows for them"
         prepared = prepared._replace(notes=(*prepared.notes, note))
     print(described(args.data, prepared), flush=True)
     with _told(), _interruptible() as check:
-        findings = _find(prepared, plan, check)
+        findings = _find(prepared, request, check)
     page = (
         report.page(findings, report.Source(args.data.name, args.parser.command(args)))
         if args.report
@@ -157,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with new_folder(out) as part:
         model = Model(prepared.schema, findings.choice.machine, findings.uncertainty)
-        save(part / "model.pt", plan.spec, model)
+        save(part / "model.pt", request.spec, model)
         (part / "held_out.csv").write_bytes(comma_separated(held_out(findings)).encode())
         if page is not None:
             (part / "report.html").write_text(page, encoding="utf-8")
@@ -175,7 +173,7 @@ def _folder(args: argparse.Namespace) -> Path:
         raise UserError(f"{error} with --out") from None
 
 
-def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
+def _request(args: argparse.Namespace, prepared: PreparedTable) -> Request:
     """What to do, once it is clear that the machine, the criterion and the task fit together."""
     classes, (n, d) = len(prepared.schema.labels), prepared.X.shape
     if args.machine in TELL_CLASSES_APART and not classes:
@@ -189,7 +187,7 @@ def _plan(args: argparse.Namespace, prepared: Prepared) -> Plan:
     basis = _basis(args, prepared)
     if args.device == "cpu":
         _require_memory(args.machine, args.kernel, n)
-    return Plan(
+    return Request(
         spec=Spec(args.machine, args.kernel, d, basis, 0 if classes else _rows_kept(args, n)),
         criterion=criterion,
         search=args.search or ("gradient" if CRITERIA[criterion].differentiable else "nelder-mead"),
@@ -228,7 +226,7 @@ def _rows_kept(args: argparse.Namespace, n: int) -> int:
     return n if n <= MOST_ROWS["explicit" if explicit else "dense"] else 0
 
 
-def _basis(args: argparse.Namespace, prepared: Prepared) -> int:
+def _basis(args: argparse.Namespace, prepared: PreparedTable) -> int:
     if args.machine != "sparse":
         if args.basis is not None:
             raise UserError("--basis is for --machine sparse")
@@ -275,17 +273,17 @@ def _too_large(machine: str, kernel: str, n: int) -> str:
     return f"{needed}, and {available / 1e9:.0f} GB are free"
 
 
-def _find(prepared: Prepared, plan: Plan, check: Any) -> Findings:
+def _find(prepared: PreparedTable, request: Request, check: Any) -> Findings:
     """All of the numerical work; an error of the library ends in one line."""
     try:
-        problem = Problem.of(prepared, plan)
-        splits = outer_splits(prepared, problem, plan)
-        choice = choose(problem, plan)
+        data = TrainingData.of(prepared, request)
+        splits = outer_splits(prepared, data, request)
+        choice = choose(data, request)
         check()
-        _announce(len(splits), choice.seconds, plan.time_of_each)
-        outer = estimate(problem, plan, splits, measures(problem.y, len(prepared.schema.labels)))
+        _announce(len(splits), choice.seconds, request.time_of_each)
+        outer = estimate(data, request, splits, measures(data.y, len(prepared.schema.labels)))
         check()
-        return examine(prepared, plan, problem, choice, outer)
+        return examine(prepared, request, data, choice, outer)
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:
         raise UserError(first_line(error)) from error
 

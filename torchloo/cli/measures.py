@@ -14,10 +14,10 @@ from torch import Tensor
 import torchloo as tl
 from torchloo.held_out import HeldOut
 
-__all__ = ["Measure", "Outer", "guess", "measures"]
+__all__ = ["ClassTable", "Measure", "OuterEstimate", "guess", "measures"]
 
 
-class Outer(NamedTuple):
+class OuterEstimate(NamedTuple):
     """The outer estimate of one measure."""
 
     scores: np.ndarray
@@ -42,7 +42,7 @@ class Measure(NamedTuple):
         value = float(self.of(held_out))
         return value**0.5 if self.root else value
 
-    def over_splits(self, parts: list[HeldOut]) -> Outer:
+    def over_splits(self, parts: list[HeldOut]) -> OuterEstimate:
         """The estimate from the test rows of many splits; of squares, the mean is taken before the root.
 
         A split that has no value, such as a ROC curve of one class, is left out.
@@ -52,9 +52,9 @@ class Measure(NamedTuple):
         mean = float(values.mean()) if len(values) else np.nan
         stderr = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else np.nan
         if not self.root:
-            return Outer(values, mean, stderr)
+            return OuterEstimate(values, mean, stderr)
         root = mean**0.5
-        return Outer(np.sqrt(values), root, stderr / (2 * root) if root else 0.0)
+        return OuterEstimate(np.sqrt(values), root, stderr / (2 * root) if root else 0.0)
 
     def show(self, value: float) -> str:
         """A value of the measure as text."""
@@ -132,3 +132,41 @@ def guess(y: Tensor) -> HeldOut:
     outputs = y.mean(0).expand_as(y)
     ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
     return HeldOut(outputs, y - outputs, y, ones, None, torch.ones_like(y), ones > 1)
+
+
+class ClassTable(NamedTuple):
+    """Held-out answers by class, every row counting once; errors are standard errors, by clusters if any."""
+
+    confusion: np.ndarray
+    """Rows of a class (row) of which a class (column) was said, whole numbers (c, c)."""
+    right: np.ndarray
+    """Share of right answers, (c,)."""
+    error: np.ndarray
+    """Of each share, (c,)."""
+    all_right: float
+    all_error: float
+
+    @classmethod
+    def of(cls, held_out: HeldOut) -> "ClassTable":
+        """From columns of several classes, or one of two."""
+        several = held_out.targets.ndim > 1
+        criterion = tl.criteria.multiclass_error if several else tl.criteria.error_rate
+        positive = held_out.targets > 0
+        members = positive if several else torch.stack([~positive, positive], -1)  # (n, c)
+        weights = members.to(held_out.outputs.dtype).unbind(-1)
+        errors = [float(tl.standard_error(criterion, held_out, weight)) for weight in weights]
+        return cls(
+            tl.criteria.confusion(held_out, weight=None).long().cpu().numpy(),
+            tl.criteria.class_accuracy(held_out, weight=None).cpu().numpy(),
+            np.array(errors),
+            1 - float(criterion(held_out, weight=None)),
+            float(tl.standard_error(criterion, held_out, None)),
+        )
+
+    def mistaken_for(self, k: int, labels: tuple[str, ...], most: int = 3) -> str:
+        """The classes that rows of class k are most often taken for, with their numbers."""
+        counts = self.confusion[k].copy()
+        counts[k] = 0
+        order = [j for j in np.argsort(-counts, kind="stable") if counts[j]]
+        taken = ", ".join(f"{labels[j]} ({counts[j]})" for j in order[:most])
+        return taken + ", ..." * (len(order) > most) or "·"

@@ -12,7 +12,7 @@ from torchloo.held_out import HeldOut, require_held_out
 __all__ = [
     "Average",
     "Classes",
-    "Rows",
+    "ScoredRows",
     "Weight",
     "no_weight",
     "one_positive",
@@ -79,7 +79,7 @@ def require_average(guard: Guard, targets: Tensor, per_output: bool, average: Av
         )
 
 
-class Rows:
+class ScoredRows:
     """A HeldOut checked and turned so that rows come last: (..., c, n), c = 1 without output axis.
 
     classes: what targets must tell: the class by its "sign", with one value of each; "both signs", if both

@@ -1,12 +1,15 @@
-"""The torchloo command: finds the subcommand, and ends what the user got wrong in one line."""
+"""The torchloo command: `main` runs a subcommand and reports user errors in one line.
+
+Each subcommand is a module: `add` declares its arguments, `run` does its work.
+"""
 
 import sys
 from collections.abc import Sequence
 
 import torchloo as tl
-from torchloo.commands import bench, demo, predict, select
-from torchloo.commands.reading import TableError
-from torchloo.commands.shell import Parser, UserError
+from torchloo.cli import bench, demo, predict, select
+from torchloo.cli.reading import TableError
+from torchloo.cli.shell import Parser, UserError
 
 __all__ = ["main"]
 

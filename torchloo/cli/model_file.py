@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 import torchloo as tl
-from torchloo.commands.schema import Schema, require_fields
-from torchloo.commands.shell import UserError, first_line
-from torchloo.commands.spec import Spec
-from torchloo.commands.uncertainty import TrainingRows, Uncertainty, require_tensor
+from torchloo.cli.request import Spec
+from torchloo.cli.schema import Schema, require_fields
+from torchloo.cli.shell import UserError, first_line
+from torchloo.cli.uncertainty import TrainingRows, Uncertainty, require_tensor
 from torchloo.machine import KernelMachine
 
 __all__ = ["Model", "checksum", "load", "save"]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchloo.commands.decimals import with_numbers
-from torchloo.commands.shell import listed
+from torchloo.cli.decimals import with_numbers
+from torchloo.cli.shell import listed
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,182 @@
+"""A table as `torchloo select` works on it: what is asked, the tensors, and answers in its own order."""
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
+from torchloo.cli.prepare import PreparedTable
+from torchloo.cli.schema import Schema, require_fields
+from torchloo.cli.shell import UserError
+from torchloo.criteria import CRITERIA
+from torchloo.held_out import HeldOut
+from torchloo.machine import KernelMachine
+from torchloo.splits import Split, resolve
+
+__all__ = ["HeldOutPredictions", "Request", "Spec", "TrainingData", "outer_splits"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a machine is made of, before it has seen any data."""
+
+    machine: str
+    kernel: str
+    inputs: int
+    basis: int = 0
+    rows: int = 0
+    """How many rows the model keeps for prediction intervals."""
+
+    @classmethod
+    def from_dict(cls, plain: object, schema: Schema) -> "Spec":
+        """What was saved beside a schema; ValueError says what is wrong with anything else."""
+        spec = cls(**require_fields("machine", plain, [each.name for each in fields(cls)]))
+        for name, value, known in (("machine", spec.machine, MACHINES), ("kernel", spec.kernel, KERNELS)):
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}")
+        if type(spec.inputs) is not int or spec.inputs != len(schema.inputs):
+            raise ValueError(f"machine: inputs must be {len(schema.inputs)}, as the schema has")
+        if type(spec.basis) is not int or (spec.basis > 0) != (spec.machine == "sparse"):
+            raise ValueError("machine: basis must be positive for a sparse machine, and 0 for others")
+        if type(spec.rows) is not int or spec.rows < 0 or (spec.rows and schema.labels):
+            raise ValueError("machine: rows must be a number of rows, and 0 where there are labels")
+        if spec.machine in TELL_CLASSES_APART and not schema.labels:
+            raise ValueError(f"machine: {spec.machine} needs labels")
+        return spec
+
+    def build(self) -> KernelMachine:
+        """A machine that has not been fitted."""
+        options = {"basis": self.basis} if self.machine == "sparse" else {}
+        return MACHINES[self.machine](KERNELS[self.kernel](self.inputs), **options)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    spec: Spec
+    criterion: str
+    search: str
+    prior: float | None
+    outer: int
+    seed: int
+    device: str
+    progress: bool
+    time_budget: float | None = None
+    """Seconds for searches, of the choice and of the outer estimate together."""
+    several_classes: bool = False
+    """One column of targets for each of more than two classes."""
+
+    @property
+    def time_of_each(self) -> float | None:
+        """Seconds for the choice, and as many for the outer estimate if there is one."""
+        return None if self.time_budget is None else self.time_budget / (2 if self.outer else 1)
+
+    @property
+    def standardise(self) -> bool:
+        """Whether inputs are standardised; those of a kernel of binary inputs stay 0 and 1."""
+        return not KERNELS[self.spec.kernel].binary
+
+    @property
+    def unit(self) -> str:
+        """What distances between inputs are measured in."""
+        return "standard deviations" if self.standardise else "the unit of the inputs"
+
+    @property
+    def criterion_function(self) -> Any:
+        """The criterion itself."""
+        return CRITERIA[self.criterion]
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the criterion is a mean over the classes, each against the rest."""
+        return self.several_classes and self.criterion_function.targets in ("numbers", "signs")
+
+    @property
+    def score(self) -> Any:
+        """The criterion as the search calls it."""
+        asked = self.averaged and self.criterion_function.targets == "signs"
+        return partial(self.criterion_function, average="outputs") if asked else self.criterion_function
+
+
+class HeldOutPredictions(NamedTuple):
+    """What was said of every row held out, (n,) or (n, c), in the order of the table."""
+
+    outputs: np.ndarray
+    residuals: np.ndarray
+
+    @property
+    def size(self) -> np.ndarray:
+        """How far off each row is (n,): |residual|, for several classes the norm."""
+        return np.abs(self.residuals) if self.residuals.ndim == 1 else np.linalg.norm(self.residuals, axis=1)
+
+
+class TrainingData(NamedTuple):
+    """A prepared table as tensors, rows in the order in which the machine sees them."""
+
+    X: Tensor
+    y: Tensor
+    weight: Tensor | None
+    clusters: Tensor | None
+    order: Tensor
+    """MeasureRow of the table for each row here, (n,)."""
+
+    @classmethod
+    def of(cls, prepared: PreparedTable, request: Request) -> "TrainingData":
+        """Rows stay as they are, but for a sparse machine, whose basis is the first rows: it is drawn."""
+        n = len(prepared.y)
+        generator = torch.Generator().manual_seed(request.seed)
+        shuffled = request.spec.machine == "sparse"
+        order = torch.randperm(n, generator=generator) if shuffled else torch.arange(n)
+        pick = order.numpy()
+        clusters = None
+        if prepared.clusters is not None:
+            clusters = torch.from_numpy(np.unique(prepared.clusters, return_inverse=True)[1][pick])
+        weight = None
+        if prepared.weight is not None:
+            weight = torch.tensor(prepared.weight[pick], device=request.device)
+        X = torch.tensor(prepared.X[pick], device=request.device)
+        y = torch.tensor(prepared.y[pick], device=request.device)
+        return cls(X, y, weight, clusters, order)
+
+    def restored(self, values: Tensor) -> np.ndarray:
+        """Values (n, ...) in the order of the table."""
+        result = np.empty(values.shape)
+        result[self.order.numpy()] = values.detach().cpu().numpy()
+        return result
+
+    def answers(self, held_out: HeldOut) -> HeldOutPredictions:
+        """Held-out outputs and residuals in the order of the table."""
+        return HeldOutPredictions(self.restored(held_out.outputs), self.restored(held_out.residuals))
+
+
+def outer_splits(prepared: PreparedTable, data: TrainingData, request: Request) -> list[Split]:
+    """Hold-outs of 10 %, of whole clusters where there are some; none where none are asked for.
+
+    Where there are no more clusters than splits asked for, each is left out once.
+    """
+    if not request.outer:
+        return []
+    few = data.clusters is not None and len(data.clusters.unique()) <= request.outer
+    generator = torch.Generator().manual_seed(request.seed)
+    splits = resolve("leave-cluster-out" if few else request.outer, len(data.y), data.clusters, generator)
+    if request.spec.machine in TELL_CLASSES_APART:
+        _require_classes(prepared, data, request.spec.machine, splits)
+    return splits
+
+
+def _require_classes(prepared: PreparedTable, data: TrainingData, machine: str, splits: list[Split]) -> None:
+    """Refuse splits that leave no row of a class to a machine which must see all of them."""
+    target = prepared.target[data.order.numpy()]
+    for label in prepared.schema.labels:
+        member = target == label
+        without = sum(not member[split.train.numpy()].any() for split in splits)
+        if without:
+            raise UserError(
+                f"--machine {machine} must see every class, but {without} of {len(splits)} outer splits put "
+                f"aside all {member.sum()} rows of {label!r}; take --machine lssvm, or --outer 0"
+            )

@@ -1,1 +1,0 @@
-"""The subcommands of torchloo, a module each: `add` describes its arguments, `run` does its work."""
