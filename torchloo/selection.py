@@ -8,8 +8,10 @@ from torch import Tensor
 
 from torchloo.classes import is_label
 from torchloo.criteria.score import Score, usual_criterion
+from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine, LeastSquares
-from torchloo.search.compared import Outcome, best_of, compared, contest, require_comparable
+from torchloo.search.compared import Outcome, best_of, compared, require_comparable
+from torchloo.search.joined import check_join, joined_contest
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
 from torchloo.search.problem_batch import (
@@ -22,7 +24,8 @@ from torchloo.search.problem_batch import (
     weight_of,
 )
 from torchloo.search.run import Search, warn_stopped
-from torchloo.search.starts import warn_of_scales
+from torchloo.search.starts import given_matrix, warn_of_scales
+from torchloo.splits import Split, resolve
 from torchloo.streaming.stream import Stream
 from torchloo.text_table import rendered
 
@@ -36,7 +39,8 @@ class Selection(NamedTuple):
     """A new machine with the best hyper-parameters, fitted to all rows."""
 
     value: float
-    """Its criterion, without the hyper-prior; optimistic, since it was searched for: see `validate`."""
+    """Its criterion, without the hyper-prior; with splits, the mean over them. Optimistic, since it was
+    searched for: see `validate`."""
 
     history: list[Evaluation]
     """Every evaluation in the order it was made: number, value, objective, parameters by name, machine."""
@@ -75,6 +79,8 @@ def select(
     clusters: object | None = None,
     weight: Weighting = None,
     criterion_weight: Any = "own",
+    splits: Any = None,
+    join: str = "mean",
     **options: Any,
 ) -> Selection:
     """Choose all trainable parameters of a machine by a leave-one-out criterion, and fit it.
@@ -98,6 +104,11 @@ def select(
         weight: training weights (n,), or a function of y as it is given, such as tl.balanced_weight.
         criterion_weight: weights of the criterion: "own" takes the training weights, None counts every row
             once; or as `weight`.
+        splits: hyper-parameters that serve several training sets, given as in `validate`: pairs (train, test)
+            of row numbers, or a number of random hold-outs. The rows to train on count, by leave-one-out
+            among themselves; those to test on are not looked at, until the final fit to all rows.
+        join: of splits, "mean": one search of the mean criterion; "median": one in each, then the median of
+            each parameter (Note [several splits] in search/joined.py).
         options: fields of `Search`, by name: starts, start, bounds, grid, prior, max_evaluations, tolerance,
             time_budget, callback, generator, progress.
 
@@ -105,10 +116,10 @@ def select(
         Selection: machine (new, fitted), value, history, evaluations, table. Ctrl-C gives the best so far. A
         candidate whose factorisation fails is infeasible and stands in the history with an infinite value.
 
-    Cost: one `loo` for each evaluation, small problems in batches, large ones one by one (Note [one batched
-    evaluation] in search/objective.py); memory that of one `loo`. Where reg alone is to be chosen, paths of
-    25, 8 and 1 regularisations, and more for a criterion that is not smooth, with up to 2^24 outputs in
-    memory at once.
+    Cost: one `loo` for each evaluation, or one in each split, small problems in batches, large ones one by
+    one (Note [one batched evaluation] in search/objective.py); memory that of one `loo`. Where reg alone is
+    to be chosen, paths of 25, 8 and 1 regularisations, and more for a criterion that is not smooth, with up
+    to 2^24 outputs in memory at once.
 
     Reference: Cawley 2006, IV (Nelder and Mead on PRESS); Cawley and Talbot 2007 (hyper-prior).
 
@@ -122,16 +133,18 @@ def select(
     plan = Search.of("select", search, options)
     deadline = plan.deadline()
     rivals = compared(plan, machine, batched=not isinstance(X, Stream))
-    rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight) for rival in rivals]
+    check_join("select", join, splits is not None, rivals)
+    pairs = _pairs(splits, X, clusters, plan)
+    rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight, pairs) for rival in rivals]
     if criterion is None:
-        criterion = usual_criterion(plan.method, rows[0].labelled, columns=rows[0].problems.y.ndim > 2)
+        criterion = usual_criterion(plan.method, rows[0].labelled, columns=rows[0].splits[0].y.ndim > 2)
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
     check_clusters("select", score, clusters)
     if isinstance(X, Stream) and score.takes_fit:
         raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     require_comparable(score, rivals)
-    outcomes = contest(rivals, [own.problems for own in rows], score, deadline)
+    outcomes = joined_contest(join, rivals, [own.splits for own in rows], score, deadline)
     reasons = [outcome.stopped for outcome in outcomes]
     warn_stopped("select", reasons, plan.time_budget, "this is the best so far")
     found = best_of(outcomes, 0)
@@ -141,7 +154,8 @@ def select(
     fitted: Any = winner.rival.space.machine_at(best.theta)
     fitted.fit(X, y, rows[outcomes.index(winner)].weight)
     table = [_reached(number, outcome, outcome is winner) for number, outcome in enumerate(outcomes)]
-    history = [step for outcome in outcomes for step in outcome.history]
+    steps = (step for outcome in outcomes for step in outcome.history)
+    history = sorted(steps, key=lambda step: step.number)
     return Selection(fitted, best.value, history, len(history), table)
 
 
@@ -162,15 +176,31 @@ def _reached(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
 class _Rows(NamedTuple):
     """The rows as one machine sees them."""
 
-    problems: ProblemBatch
+    splits: list[ProblemBatch]
+    """The training rows of each split, a single problem each; one of all rows where there are no splits."""
     labelled: bool
     """Whether y are class labels."""
     weight: Any
     """Training weights (n,) or None."""
 
 
+def _pairs(splits: Any, X: Any, clusters: object | None, plan: Search) -> list[Split] | None:
+    """The splits that were asked for, checked."""
+    if splits is None:
+        return None
+    if isinstance(X, Stream):
+        raise TypeError("select: splits must be None for a stream, whose rows come in blocks")
+    return resolve(splits, len(X), clusters, plan.generator, "select")
+
+
 def _rows(
-    space: Space, X: Any, y: Any, clusters: object | None, weight: Weighting, criterion_weight: Any
+    space: Space,
+    X: Any,
+    y: Any,
+    clusters: object | None,
+    weight: Weighting,
+    criterion_weight: Any,
+    pairs: list[Split] | None,
 ) -> _Rows:
     """Check the rows for a machine, and code them as it does."""
     machine = space.machine
@@ -179,14 +209,26 @@ def _rows(
         stream = X.with_classes(machine.classes) if machine.has_given_classes else X
         problems = streamed("select", stream, clusters)
         warn_of_scales(space, next(iter(problems.X)), stacklevel=4)
-        return _Rows(problems._replace(criterion_weight=criterion_weight), stream.classes is not None, None)
+        problems = problems._replace(criterion_weight=criterion_weight)
+        return _Rows([problems], stream.classes is not None, None)
     targets = machine.coded("select", X, y)
     check_rows("select", machine.kernel, X, targets)
     warn_of_scales(space, X, stacklevel=4)
-    own = weight_of("select", "weight", weight, y, targets)
-    of_criterion = weight_of("select", "criterion_weight", criterion_weight, y, targets)
-    problems = stack("select", [X], [targets], [own], [of_criterion], [clusters])
-    return _Rows(problems, is_label(y), own)
+
+    def problem(train: Tensor | None) -> ProblemBatch:
+        weights = [
+            weight_of("select", name, given, y, targets, train)
+            for name, given in (("weight", weight), ("criterion_weight", criterion_weight))
+        ]
+        inputs, outputs, labels = X, targets, clusters
+        if train is not None:
+            inputs = X[train][:, train] if given_matrix(machine) else X[train]
+            outputs = targets[train]
+            labels = None if clusters is None else host_labels("select", clusters, len(X))[train.cpu()]
+        return stack("select", [inputs], [outputs], weights[:1], weights[1:], [labels])
+
+    splits = [problem(None)] if pairs is None else [problem(pair.train.to(X.device)) for pair in pairs]
+    return _Rows(splits, is_label(y), weight_of("select", "weight", weight, y, targets))
 
 
 def _require_stream(machine: Any, y: object, weight: object, criterion_weight: object) -> None:

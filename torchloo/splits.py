@@ -148,43 +148,50 @@ def _near_places(places: Tensor, reach: float) -> list[Tensor]:
     return near
 
 
-def resolve(splits: Any, n: int, clusters: object | None, generator: torch.Generator | None) -> list[Split]:
-    """The splits that the argument of `validate` stands for, checked."""
+def resolve(
+    splits: Any,
+    n: int,
+    clusters: object | None,
+    generator: torch.Generator | None,
+    function: str = "validate",
+) -> list[Split]:
+    """The splits that the argument of a function stands for, checked."""
     if is_whole(splits):
         return hold_out(n, splits, clusters=clusters, generator=generator)
     if isinstance(splits, str):
         if splits != "leave-cluster-out" or clusters is None:
             raise ValueError(
-                f"validate: splits must be a number, 'leave-cluster-out' with clusters given, or pairs "
+                f"{function}: splits must be a number, 'leave-cluster-out' with clusters given, or pairs "
                 f"(train, test), got {splits!r}"
             )
         return leave_cluster_out(clusters)
     try:
         pairs = [Split(*(_index(rows, n) for rows in pair)) for pair in splits]
     except (TypeError, ValueError) as fault:
-        raise ValueError(f"validate: splits must be pairs (train, test) of row numbers: {fault}") from None
+        raise ValueError(f"{function}: splits must be pairs (train, test) of row numbers: {fault}") from None
     if not pairs:
-        raise ValueError("validate: splits must hold one pair (train, test) at least, got none")
+        raise ValueError(f"{function}: splits must hold one pair (train, test) at least, got none")
     for number, pair in enumerate(pairs):
         if len(pair.train) < 3 or not len(pair.test):
             raise ValueError(
-                f"validate: split {number} must have 3 rows to train on and 1 to test on at least"
+                f"{function}: split {number} must have 3 rows to train on and 1 to test on at least"
             )
         if bool(torch.isin(pair.test, pair.train).any()):
-            raise ValueError(f"validate: split {number} tests on rows that it trains on")
+            raise ValueError(f"{function}: split {number} tests on rows that it trains on")
         if clusters is None:
-            _require_distinct(number, pair.train)
+            _require_distinct(function, number, pair.train)
     return pairs
 
 
-def _require_distinct(number: int, train: Tensor) -> None:
+def _require_distinct(function: str, number: int, train: Tensor) -> None:
     """Refuse rows that are trained on twice where each is left out alone, in the sight of its copy."""
     rows, counts = train.unique(return_counts=True)
     repeated = rows[counts > 1]
     if len(repeated):
         raise ValueError(
-            f"validate: split {number} must train on each row once, but repeats row {int(repeated[0])}, and "
-            "leave-one-out would see its copy; with clusters=torch.arange(n) all copies are left out together"
+            f"{function}: split {number} must train on each row once, but repeats row {int(repeated[0])}, "
+            "and leave-one-out would see its copy; with clusters=torch.arange(n) all copies are left out "
+            "together"
         )
 
 

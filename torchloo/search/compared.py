@@ -33,6 +33,7 @@ __all__ = [
     "compared",
     "contest",
     "require_comparable",
+    "require_found",
     "settings_of",
 ]
 
@@ -184,12 +185,14 @@ def contest(
     score: Score,
     deadline: float,
     names: Sequence[str] = ("",),
+    before: int = 0,
 ) -> list[Outcome]:
     """Search all machines, see Note [machines compared]; what each came to, up to where it was stopped.
 
     Args:
         problems: as each machine sees them; their names, such as " in split 3", go into errors.
         deadline: of time.monotonic(), maybe infinite.
+        before: evaluations of earlier searches, which come first in the history.
 
     Where a search was stopped, some problems may have no candidate with any machine; where none has one, the
     interrupt goes on.
@@ -202,13 +205,13 @@ def contest(
             generator.set_state(state)  # every machine begins as if it were alone
         now = time.monotonic()
         until = now + (deadline - now) / (len(rivals) - number)
-        done = sum(len(outcome.history) for outcome in outcomes)
+        done = before + sum(len(outcome.history) for outcome in outcomes)
         watch = _Watch(until, rival.plan.callback, number, done)
         objective, stopped = run(rival.plan, rival.space, own, score, watch, names)
         outcomes.append(Outcome(rival, objective, stopped, watch.numbered(objective.history)))
         if stopped in (INTERRUPTED, CALLBACK):
             break
-    _require_found(outcomes, names)
+    require_found(outcomes, names)
     return outcomes
 
 
@@ -241,7 +244,7 @@ def best_of(outcomes: Sequence[Outcome], problem: int) -> tuple[Outcome, Best] |
     return min(found, key=lambda pair: pair[0].objective.score.sign * pair[1].value) if found else None
 
 
-def _require_found(outcomes: list[Outcome], names: Sequence[str]) -> None:
+def require_found(outcomes: list[Outcome], names: Sequence[str]) -> None:
     """Raise where no candidate could be evaluated in a problem, unless the search did not come to it."""
     stopped = [outcome.stopped for outcome in outcomes if outcome.stopped]
     missing = [number for number in range(len(names)) if best_of(outcomes, number) is None]

@@ -108,6 +108,7 @@ class Objective:
     ) -> None:
         self.space, self.problems, self.score, self.prior, self.bar = space, problems, score, prior, bar
         self.watch = watch
+        self.joined = (problems, *problems.joined)
         count = len(problems.X)
         self.best = [Best() for _ in range(count)]
         self.evaluations = [0] * count
@@ -139,7 +140,8 @@ class Objective:
             each = with_regs.flatten(0, 1), of.repeat_interleave(len(regs))
             try:
                 with torch.no_grad():
-                    values = self._held_out_values(part, of, regs).T.cpu().double()
+                    joined = [self._held_out_values(data, part, of, regs) for data in self.joined]
+                values = torch.stack(joined).mean(0).T.cpu().double()
             except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 objective, _ = self(*each)
             else:
@@ -155,7 +157,7 @@ class Objective:
     def _width(self) -> int:
         if not self.space.batched:
             return 1
-        n = self.problems.X.shape[1]
+        n = max(data.X.shape[1] for data in self.joined)
         return max(1, ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"]) // n**2)
 
     def _chunk(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -176,10 +178,18 @@ class Objective:
         return self._enter(theta, problem, values, penalty), self.score.sign * gradients + slope
 
     def _evaluate(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """Criterion values (B,) and their gradients (B, p): means over the data sets that are joined."""
+        each = [self._evaluate_one(data, theta, problem, gradient) for data in self.joined]
+        values, slopes = (torch.stack(part).mean(0) for part in zip(*each, strict=True))
+        return values, slopes
+
+    def _evaluate_one(
+        self, data: ProblemBatch, theta: Tensor, problem: Tensor, gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         """Criterion values (B,) and their gradients (B, p) in one call."""
         with torch.set_grad_enabled(gradient):
             theta = theta.clone().requires_grad_(gradient)
-            values = self._held_out_values(theta, problem).double()
+            values = self._held_out_values(data, theta, problem).double()
             if not gradient:
                 return values.cpu(), torch.zeros_like(theta)
             if not values.requires_grad:
@@ -190,16 +200,18 @@ class Objective:
             (slopes,) = torch.autograd.grad(values.sum(), theta)
         return values.detach().cpu(), slopes
 
-    def _held_out_values(self, theta: Tensor, problem: Tensor, regs: Tensor | None = None) -> Tensor:
+    def _held_out_values(
+        self, data: ProblemBatch, theta: Tensor, problem: Tensor, regs: Tensor | None = None
+    ) -> Tensor:
         """Criterion values (B,), or (R, B) along a path."""
         theta = (theta[0] if len(theta) == 1 else theta).to(self.problems.X.device)
         shared = bool((problem == problem[0]).all())  # one problem, without a copy
-        values = self._scored(theta, problem[0] if shared else problem, regs)
+        values = self._scored(data, theta, problem[0] if shared else problem, regs)
         return values.reshape(*values.shape[: regs is not None], -1)
 
-    def _scored(self, theta: Tensor, problem: Tensor, regs: Tensor | None) -> Tensor:
+    def _scored(self, data: ProblemBatch, theta: Tensor, problem: Tensor, regs: Tensor | None) -> Tensor:
         """Criterion values for problem () or (B,)."""
-        *tensors, clusters = self.problems
+        *tensors, clusters, _ = data
         own = _Rows(*(_of(values, problem) for values in tensors))
         if clusters is None or clusters.order is None:
             answer = self._answer(theta, own, regs, None if clusters is None else clusters.shared)

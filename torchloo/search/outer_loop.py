@@ -102,18 +102,15 @@ class OuterLoop:
             X, X_test = self.X[train], self.X[test]
         if self.columns is not None:
             X, X_test = _standardised(X, X_test, self.columns)
-        y = self.y[train]
 
         def own(name: str, weight: Any) -> Any:
-            if isinstance(weight, Tensor):
-                weight = weight_of("validate", name, weight, self.given, self.y)[train]
-            return weight_of("validate", name, weight, self.given[train], y)
+            return weight_of("validate", name, weight, self.given, self.y, train)
 
         labels = None
         if self.clusters is not None:
             labels = host_labels("validate", self.clusters, len(self.X))[split.train.numpy()]
         weights = own("weight", self.weight), own("criterion_weight", self.criterion_weight)
-        return _Part(number, X, y, X_test, self.y[test], *weights, labels)
+        return _Part(number, X, self.y[train], X_test, self.y[test], *weights, labels)
 
     def _scores(self, machine: Any, part: _Part) -> dict[str, Any]:
         """The metric on the test rows, with the shift that the training rows ask for."""

@@ -131,6 +131,8 @@ class ProblemBatch(NamedTuple):
     """Weights of the criterion, (P, n); "own" takes the training weights, None none."""
     clusters: Clusters | None
     """What is left out together, of the same sizes in all problems; None: every row alone."""
+    joined: tuple["ProblemBatch", ...] = ()
+    """Further data sets, each a single problem as this one is: the criterion is the mean over them all."""
 
 
 def check_rows(function: str, kernel: Kernel, X: Tensor, y: Tensor) -> None:
@@ -156,11 +158,18 @@ def check_clusters(function: str, score: Score, clusters: object | None) -> None
         raise ValueError(f"{function}: clusters must be None for {score.name}, which leaves out pairs")
 
 
-def weight_of(function: str, name: str, weight: Any, y: Tensor, targets: Tensor) -> Any:
+def weight_of(
+    function: str, name: str, weight: Any, y: Tensor, targets: Tensor, rows: Tensor | None = None
+) -> Any:
     """Weights (n,) that were given or that a function makes of y; strings and None as they are.
 
-    y are the targets as they were given, maybe class labels, `targets` as the machine sees them.
+    y are the targets as they were given, maybe class labels, `targets` as the machine sees them. Where
+    `rows` (m,) are given, the weights of these, (m,), of which alone a function gets the y.
     """
+    if rows is not None:
+        if isinstance(weight, Tensor):
+            weight = weight_of(function, name, weight, y, targets)[rows]
+        return weight_of(function, name, weight, y[rows], targets[rows])
     if weight is None or (isinstance(weight, str) and weight == "own" and name == "criterion_weight"):
         return weight
     values = weight(y) if callable(weight) else weight

@@ -1,0 +1,106 @@
+"""One set of hyper-parameters for several data sets, such as the training rows of several splits.
+
+Note [several splits]
+join "mean" is one search, of the mean of the criterion over the splits (Franc, Laskov and Mueller 2008).
+join "median" searches every split by itself and takes the median of each parameter, between two middle ones
+their geometric mean (Raetsch, Onoda and Mueller 2001; Cawley and Talbot 2003); the criterion need not be
+comparable between splits. Either way the value of what was chosen is the mean of its criterion over the
+splits, and by it machines are compared.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from tqdm import tqdm
+
+from torchloo.criteria.score import Score
+from torchloo.search.compared import Outcome, Rival, contest, require_found
+from torchloo.search.objective import Objective
+from torchloo.search.prior import HyperPrior
+from torchloo.search.problem_batch import ProblemBatch
+from torchloo.search.run import CALLBACK, INTERRUPTED
+
+__all__ = ["JOINS", "check_join", "joined_contest"]
+
+JOINS = ("mean", "median")
+
+
+def check_join(function: str, join: str, several: bool, rivals: Sequence[Rival]) -> None:
+    """Refuse joins that there are not, or that have no meaning here."""
+    if join not in JOINS:
+        raise ValueError(f"{function}: join must be one of {', '.join(JOINS)}, got {join!r}")
+    if join == "median" and not several:
+        raise ValueError(f"{function}: join='median' needs several splits, got splits=None")
+    for entry in (entry for rival in rivals for entry in rival.space.entries):
+        if join == "median" and not entry.log:
+            raise ValueError(
+                f"{function}: join='median' takes positive parameters only, and {entry.name} is none; use "
+                "join='mean'"
+            )
+
+
+def joined_contest(
+    join: str,
+    rivals: Sequence[Rival],
+    splits: Sequence[Sequence[ProblemBatch]],
+    score: Score,
+    deadline: float,
+) -> list[Outcome]:
+    """What each machine came to over all splits, see Note [several splits].
+
+    Args:
+        splits: for every machine the data sets as it sees them, each a single problem.
+    """
+    for number, data in enumerate(splits[0]):
+        score.require_targets(data.y[0], f" in split {number}" if len(splits[0]) > 1 else "")
+    together = [own[0]._replace(joined=tuple(own[1:])) for own in splits]
+    if join == "mean":
+        return contest(rivals, together, score, deadline)
+    searched = _each_split(rivals, splits, score, deadline)
+    done = sum(len(outcome.history) for outcomes in searched for outcome in outcomes)
+    joined = []
+    for k in range(len(searched[0])):  # the machines that no stop came before
+        own = [outcomes[k] for outcomes in searched if k < len(outcomes)]
+        joined.append(_at_medians(own, together[k], score, done + k + 1))
+    require_found(joined, [""])
+    return joined
+
+
+def _each_split(
+    rivals: Sequence[Rival], splits: Sequence[Sequence[ProblemBatch]], score: Score, deadline: float
+) -> list[list[Outcome]]:
+    """A search of every split by itself, up to where it was stopped; an equal share of the time for each."""
+    searched: list[list[Outcome]] = []
+    for number, data in enumerate(zip(*splits, strict=True)):
+        now = time.monotonic()
+        until = now + (deadline - now) / (len(splits[0]) - number)
+        done = sum(len(outcome.history) for outcomes in searched for outcome in outcomes)
+        try:
+            outcomes = contest(rivals, data, score, until, [f" in split {number}"], done)
+        except KeyboardInterrupt:
+            if not searched:
+                raise
+            searched[-1] = [outcome._replace(stopped=INTERRUPTED) for outcome in searched[-1]]
+            return searched
+        searched.append(outcomes)
+        if any(outcome.stopped in (INTERRUPTED, CALLBACK) for outcome in outcomes):
+            return searched
+    return searched
+
+
+def _at_medians(searched: Sequence[Outcome], data: ProblemBatch, score: Score, number: int) -> Outcome:
+    """One machine at the medians of what its searches found, the evaluation of this number."""
+    rival = searched[0].rival
+    history = [step for outcome in searched for step in outcome.history]
+    best = [outcome.objective.best[0].theta for outcome in searched]
+    found = [theta for theta in best if theta is not None]
+    with tqdm(disable=True) as bar:
+        objective = Objective(rival.space, data, score, HyperPrior(None, rival.space, 0), bar)
+        if found:
+            median = torch.stack(found).quantile(0.5, dim=0, keepdim=True)  # (1, p)
+            objective(median, torch.zeros(1, dtype=torch.long, device="cpu"))
+    history += [step._replace(number=number, machine=history[0].machine) for step in objective.history]
+    objective.evaluations[0] = len(history)
+    stopped = [outcome.stopped for outcome in searched if outcome.stopped]
+    return Outcome(rival, objective, stopped[-1] if stopped else "", history)
