@@ -214,9 +214,10 @@ def beside(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error."""
+    """Mean and its standard error, not a number for a single value."""
     numbers = torch.tensor(values, dtype=torch.float64)
-    return numbers.mean().item(), (numbers.std() / math.sqrt(len(numbers))).item()
+    error = numbers.std() / math.sqrt(len(numbers)) if len(numbers) > 1 else torch.tensor(math.nan)
+    return numbers.mean().item(), error.item()
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -241,7 +242,7 @@ def write_table(name: str, rows: Sequence[dict[str, Any]], args: argparse.Namesp
 
 
 def _cell(value: Any) -> str:
-    if value is None:
+    if value is None or value != value:  # not a number: a single value has no standard error
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
