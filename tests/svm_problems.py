@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchloo.svm import svm
+from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import solve_problems
-from torchloo.svm.rows import RowOutcome
+from torchloo.svm.outcomes import RowOutcome
 from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
@@ -26,7 +27,7 @@ def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor,
 
 def solved(K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
     """One problem K (n, n), y and box (n,), as a stack, merged, and its solution."""
-    ((_, problem, full),) = solve_problems("test", K[None], y[None], box[None])
+    ((_, problem, full),) = solve_problems(Caller("test"), K[None], y[None], box[None])
     return problem, full
 
 

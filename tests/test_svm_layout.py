@@ -7,7 +7,7 @@ import torch
 from svm_problems import rbf, toy
 from torch.testing import assert_close
 
-from torchloo.svm import held_out as code
+from torchloo.svm import result as code
 from torchloo.svm import svm_loo
 from torchloo.svm.path import unlearn
 from torchloo.svm.proof.certify import bias_of_free

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from torchloo.kernels import RBF, Linear, Polynomial, Precomputed
 from torchloo.svm import SVC, svm, svm_loo
-from torchloo.svm.held_out import rounded
+from torchloo.svm.result import rounded
 
 N = 30
 OFFSETS = (0.0, 100.0, 2000.0, 1e4, 1e5, 1e6)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from torchloo.kernels import Linear
 from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.solve import exact
 from torchloo.svm.solve.accurate import accurate_product
@@ -66,7 +67,7 @@ def test_a_smooth_kernel_whose_small_directions_count_is_solved():
     y = torch.where(torch.arange(42) % 2 == 0, 1.0, -1.0).double()
     K = torch.exp(-torch.cdist(X, X).square() / 1400)
     weight = torch.where(y > 0, 61.0, 1.0).double()
-    ((_, problem, full),) = solve_problems("test", K[None], y[None], (14.0 * weight)[None])
+    ((_, problem, full),) = solve_problems(Caller("test"), K[None], y[None], (14.0 * weight)[None])
     assert exact.relative_gap(problem, full) <= 1e-8
 
 
@@ -79,7 +80,7 @@ def test_what_rounding_leaves_open_is_a_warning_that_names_the_gap():
 
 def test_relative_gap_counts_what_passes_a_bound():
     K, y = unscaled(0, 1.0)
-    ((_, problem, full),) = solve_problems("test", K[None], y[None], torch.ones_like(y)[None])
+    ((_, problem, full),) = solve_problems(Caller("test"), K[None], y[None], torch.ones_like(y)[None])
     assert exact.relative_gap(problem, full) <= 1e-12
     past = full.alpha + 0.5 * problem.box * full.upper * (problem.y > 0)
     beyond = full._replace(alpha=past, slip=full.slip + 0.5)

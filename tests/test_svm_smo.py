@@ -15,13 +15,14 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import host_reads, svm, svm_lco, svm_loo
+from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import trained
-from torchloo.svm.held_out import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.proof.certify import value_bound
 from torchloo.svm.proof.checks import sufficiency_checks
+from torchloo.svm.result import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.smo.bound import DualBound
+from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.free_newton import FreeSets, Groups
-from torchloo.svm.smo.inner import box_qp
 from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
 from torchloo.svm.smo.rounds import SMOState, seed_without, smo
 from torchloo.svm.solve.low_rank import in_double
@@ -497,7 +498,7 @@ def test_a_batch_takes_few_operations_more_than_its_costliest_problem(values):
     def counted_loo(some: slice) -> Counting:
         with Counting() as count:
             part = K[some], labels[some], box[some]
-            leave_one_out_by_smo(*part, trained("test", *part), values, 1e-3)
+            leave_one_out_by_smo(*part, trained(Caller("test"), *part), values, 1e-3)
         return count
 
     together, alone = counted_loo(slice(64)), [counted_loo(slice(t, t + 1)) for t in range(64)]

@@ -1,9 +1,9 @@
 """Support vector machines with an exact, certified leave-one-out."""
 
 from torchloo.svm.fit import SVMFit, svm
-from torchloo.svm.held_out import RESOLVED_BY, SVMHeldOut
 from torchloo.svm.lco import svm_lco
 from torchloo.svm.loo import svm_loo
+from torchloo.svm.result import RESOLVED_BY, SVMHeldOut
 from torchloo.svm.smo.loo_smo import SMOOptions
 from torchloo.svm.svc import SVC
 

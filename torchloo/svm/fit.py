@@ -7,22 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+from torchloo.svm.arguments import Caller, checked, indefinite
+from torchloo.svm.outcomes import stacks
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.rows import stacks
 from torchloo.svm.solve.exact import Exact, duality_gap, relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import Problem, merge_duplicates
 from torchloo.svm.stacked import times_vector
 
-__all__ = ["SVMFit", "checked", "solve_problems", "svm", "trained"]
+__all__ = ["SVMFit", "solve_problems", "svm", "train", "trained"]
 
 _SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
 _USEFUL = 1e-3  # of one that certificates can still work with
 _DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
 _TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
-_BLOCK = 2**21  # entries of K compared at once with their mirror images
 
 
 class SVMFit(NamedTuple):
@@ -107,10 +106,15 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     >>> svm(K, torch.tensor([1.0, -1.0], dtype=torch.float64), C=10.0).coef
     tensor([ 0.5000, -0.5000], dtype=torch.float64)
     """
-    K, y, C, weight = checked("svm", K, y, C, weight)
+    return train(Caller("svm"), K, y, C, weight)
+
+
+def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None) -> SVMFit:
+    """`svm`, with errors in the words of the caller."""
+    K, y, C, weight = checked(caller, K, y, C, weight)
     box = C[..., None] * weight
     with torch.no_grad():
-        parts = [trained("svm", *part) for part in stacks(K, y, box)]
+        parts = [trained(caller, *part) for part in stacks(K, y, box)]
         coef, bias, outputs, gap = (
             torch.cat(x).reshape(y.shape[:-1] + x[0].shape[1:]).to(K.dtype)
             for x in zip(*(part[:4] for part in parts), strict=True)
@@ -118,11 +122,11 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
     return SVMFit(coef, bias, outputs, gap)
 
 
-def trained(function: str, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    """The machines of B problems K (B, n, n), y, box (B, n) in float64; errors name the function."""
+def trained(caller: Caller, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
+    """The machines of B problems K (B, n, n), y, box (B, n) in float64; errors name the caller."""
     matrix = in_double(K)
     fits = y.new_empty(len(y), 2 * y.shape[1] + 2, dtype=torch.float64)
-    for rows, problem, full in _solve_problems(function, K, matrix, y.double(), box.double()):
+    for rows, problem, full in _solve_problems(caller, K, matrix, y.double(), box.double()):
         fits[rows] = torch.cat(_fields(problem, full), 1)
     coef, outputs, rest = fits.split([y.shape[1], y.shape[1], 2], 1)
     bias, gap = rest.unbind(1)
@@ -145,20 +149,20 @@ Solved = tuple[Tensor, Problem, Exact]
 """Which problems of a batch are solved here, (B,), merged, and their solutions."""
 
 
-def solve_problems(function: str, K: Tensor, y: Tensor, box: Tensor) -> list[Solved]:
+def solve_problems(caller: Caller, K: Tensor, y: Tensor, box: Tensor) -> list[Solved]:
     """Merge and solve exactly B problems (B, n, n), (B, n), if each K, as it came in, is a kernel matrix.
 
     Problems of one number of variables are solved as one.
     """
-    return _solve_problems(function, K, in_double(K), y, box)
+    return _solve_problems(caller, K, in_double(K), y, box)
 
 
-def _solve_problems(function: str, given: Tensor, matrix: InDouble, y: Tensor, box: Tensor) -> list[Solved]:
+def _solve_problems(caller: Caller, given: Tensor, matrix: InDouble, y: Tensor, box: Tensor) -> list[Solved]:
     """`solve_problems` for kernel matrices that were given as they are, and in float64."""
     groups = merge_duplicates(matrix.K, y, box, matrix.rounding)
     solved = []
     for rows, merged in groups:
-        source = _Source(function, given, matrix, rows)
+        source = _Source(caller, given, matrix, rows)
         parts = _solve_definite(source, _checked_definite(source, merged))
         solved += [(rows[own], problem, full) for own, problem, full in parts]
     return solved
@@ -167,7 +171,7 @@ def _solve_problems(function: str, given: Tensor, matrix: InDouble, y: Tensor, b
 class _Source(NamedTuple):
     """Where merged problems come from, to tell what is wrong with it."""
 
-    function: str
+    caller: Caller
     given: Tensor
     """Kernel matrices as they came in, (B, n, n)."""
     matrix: InDouble
@@ -191,7 +195,9 @@ class _Source(NamedTuple):
         allowed = torch.maximum(_DOUBLE * size, K.shape[-1] * torch.maximum(unit, rounding)).clamp_min(_TINY)
         worst = least + allowed
         if bool((worst < 0).any()):
-            raise ValueError(f"{self.function}: {_indefinite(float(least[worst.argmin()]))}")
+            raise ValueError(
+                f"{self.caller.function}: {indefinite(self.caller, float(least[worst.argmin()]))}"
+            )
         return least
 
 
@@ -215,24 +221,24 @@ def _solve_definite(source: _Source, problem: Problem) -> list[Solved]:
             parts = [(half, _solve_definite(source.take(half), problem.take(half))) for half in halves]
             return [(half[own], problem, full) for half, part in parts for own, problem, full in part]
         problem = _made_definite(source, problem, -2 * source.require_semidefinite())
-        full = _solve_again(source.function, problem)
+        full = _solve_again(source.caller, problem)
     open_ones = (~full.optimal).nonzero()[:, 0]
     if len(open_ones):
         source.take(open_ones).require_semidefinite()
-    _require_solved(source.function, float(relative_gap(problem, full).max()))
+    _require_solved(source.caller, float(relative_gap(problem, full).max()))
     return [(every, problem, full)]
 
 
-def _require_solved(function: str, gap: float) -> None:
+def _require_solved(caller: Caller, gap: float) -> None:
     """A warning where the relative duality gap is not small; an error where it is large."""
     if gap <= _SOLVED:
         return
     found = f"the relative duality gap is {gap:.3g}"
-    remedy = "scale the inputs, use a smaller C or add to the diagonal of K"
+    remedy = f"scale the inputs, use a smaller C or add to the diagonal of {caller.matrix}"
     if not gap <= _USEFUL:  # nor NaN
-        raise ValueError(f"{function}: no solution found, {found}; {remedy}")
+        raise ValueError(f"{caller.function}: no solution found, {found}; {remedy}")
     warnings.warn(
-        f"{function}: rounding leaves decision values that may be off, {found}; {remedy}",
+        f"{caller.function}: rounding leaves decision values that may be off, {found}; {remedy}",
         RuntimeWarning,
         stacklevel=4,
     )
@@ -240,9 +246,10 @@ def _require_solved(function: str, gap: float) -> None:
 
 def _made_definite(source: _Source, problem: Problem, ridge: Tensor) -> Problem:
     """With a K that rounding has made indefinite lifted by the ridge (1,), after the copies were found."""
+    function, matrix = source.caller
     warnings.warn(
-        f"{source.function}: rounding has made K indefinite; {float(ridge):.1e} was added to its diagonal. "
-        "Compute K in float64 or scale the inputs to avoid this",
+        f"{function}: rounding has made {matrix} indefinite; {float(ridge):.1e} was added to its diagonal. "
+        f"Compute {matrix} in float64 or scale the inputs to avoid this",
         RuntimeWarning,
         stacklevel=4,
     )
@@ -258,13 +265,13 @@ def _off_by(problem: Problem, rows: Tensor, much: Tensor) -> Tensor:
     return more[:, None].expand(-1, problem.y.shape[1])
 
 
-def _solve_again(function: str, problem: Problem) -> Exact:
+def _solve_again(caller: Caller, problem: Problem) -> Exact:
     """The solution, or an error for the user."""
     try:
         return solve_exactly(problem)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         raise ValueError(
-            f"{function}: K is too ill-conditioned to solve; use float64 or a smaller C"
+            f"{caller.function}: {caller.matrix} is too ill-conditioned to solve; use float64 or a smaller C"
         ) from failure
 
 
@@ -289,82 +296,3 @@ def _definite(K: Tensor, ridge: Tensor) -> Tensor:
     lifted = K.clone()
     lifted.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
     return torch.linalg.cholesky_ex(lifted).info == 0
-
-
-def _indefinite(least: float) -> str:
-    """What is wrong with a K of this smallest eigenvalue."""
-    return (
-        f"K must be positive semi-definite, its smallest eigenvalue is {least:.3g}; "
-        "use a valid kernel or add to its diagonal"
-    )
-
-
-def _check_weight(guard: Guard, K: Tensor, weight: Tensor) -> None:
-    """One for each row of K."""
-    require_floating(guard.function, K=K, weight=weight)
-    n = K.shape[-1]
-    if weight.shape[-1:] != (n,):
-        raise ValueError(
-            f"{guard.function}: weight must have {n} entries to match K, got shape {tuple(weight.shape)}"
-        )
-    guard.positive(weight=weight)
-
-
-def _is_symmetric(K: Tensor) -> Tensor:
-    """Whether each K (B, n, n) is symmetric but for rounding, (B,); by blocks, which is faster."""
-    n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
-    low, high = K.amin((1, 2)), K.amax((1, 2))
-    apart = torch.zeros_like(low)
-    for i in range(0, n, size):
-        block = K[:, i : i + size, i:] - K[:, i:, i : i + size].mT
-        apart = apart.maximum(block.abs_().amax((1, 2)))
-    return apart <= 1e-6 * torch.maximum(high, -low)
-
-
-def checked(
-    function: str, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of one batch shape, to which K only broadcasts, or an error that names what is wrong."""
-    require_floating(function, K=K, y=y)
-    if not values_visible(K, y):
-        raise RuntimeError(
-            f"{function}: needs to see the values of K and y, which meta and fake tensors, torch.func "
-            "transforms and torch.compile do not show"
-        )
-    if K.ndim < 2 or K.shape[-1] != K.shape[-2] or not K.shape[-1]:
-        raise ValueError(
-            f"{function}: K must be square and not empty, (..., n, n), got shape {tuple(K.shape)}"
-        )
-    n = K.shape[-1]
-    if y.ndim < 1 or y.shape[-1] != n:
-        raise ValueError(f"{function}: y must have {n} entries to match K, got shape {tuple(y.shape)}")
-    guard = Guard(function)
-    guard.positive(C=C)
-    C = C.to(K) if isinstance(C, Tensor) else torch.as_tensor(C, dtype=K.dtype, device=K.device)
-    if weight is not None:
-        _check_weight(guard, K, weight)
-    guard.positive(C=C)  # again: a number may be too large or too small for the dtype of K
-    guard.finite(K=K)
-    guard.two_classes(y=y.unsqueeze(-1))
-    if not K.numel():
-        raise ValueError(f"{function}: K must not be an empty batch, got shape {tuple(K.shape)}")
-    matrices = K.detach().reshape(-1, n, n)
-    guard.require(_is_symmetric(matrices), "K must be symmetric")
-    guard.require(
-        K.diagonal(dim1=-2, dim2=-1) >= 0, lambda: _indefinite(float(torch.linalg.eigvalsh(matrices).min()))
-    )
-    given, weight = weight is not None, torch.ones_like(y) if weight is None else weight
-    try:
-        batch = broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{function}: batch dimensions must broadcast, got K {tuple(K.shape)}, y {tuple(y.shape)}, "
-            f"weight {tuple(weight.shape)}, C {tuple(C.shape)}"
-        ) from None
-    box = C[..., None] * weight
-    if given:
-        guard.positive(**{"C * weight": box})
-    name = "C * weight" if given else "C"
-    guard.require(box.amax(-1) >= _TINY, f"{name} must be at least {_TINY:.1e} in some row; use a larger C")
-    guard.check()
-    return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)

@@ -4,18 +4,19 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, host_labels
-from torchloo.svm import held_out as code
-from torchloo.svm.fit import checked, solve_problems, trained
+from torchloo.svm import result as code
+from torchloo.svm.arguments import Caller, checked
+from torchloo.svm.fit import solve_problems, trained
 from torchloo.svm.gradient import Deferred, Machines
-from torchloo.svm.held_out import SVMHeldOut
+from torchloo.svm.outcomes import RowOutcome, Stack, assembled, stacks, without_graph
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks, without_graph
+from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.without import left_of, solve_without
 
-__all__ = ["svm_lco"]
+__all__ = ["leave_clusters_out", "svm_lco"]
 
 
 def svm_lco(
@@ -44,37 +45,58 @@ def svm_lco(
         differentiable in K, C and weight (Note [gradient]). Cost: one training, and a warm one for
         each cluster. Memory about 6 n^2.
     """
+    return leave_clusters_out(Caller("svm_lco"), K, y, C, weight, clusters, method, epsilon)
+
+
+def leave_clusters_out(
+    caller: Caller,
+    K: Tensor,
+    y: Tensor,
+    C: float | Tensor,
+    weight: Tensor | None,
+    clusters: object,
+    method: str,
+    epsilon: float,
+) -> SVMHeldOut:
+    """`svm_lco`, with errors in the words of the caller."""
+    function = caller.function
     if method not in ("auto", "smo"):
-        raise ValueError(f'svm_lco: method must be "auto" or "smo", got {method!r}')
-    guard = Guard("svm_lco")
+        raise ValueError(f'{function}: method must be "auto" or "smo", got {method!r}')
+    guard = Guard(function)
     guard.positive(epsilon=epsilon)
     guard.check()
-    K, y, C, weight = checked("svm_lco", K, y, C, weight)
-    labels = torch.from_numpy(host_labels("svm_lco", clusters, y.shape[-1]))
+    K, y, C, weight = checked(caller, K, y, C, weight)
+    labels = torch.from_numpy(host_labels(function, clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
-        raise ValueError("svm_lco: clusters must leave some rows in, got one cluster that holds every row")
+        raise ValueError(
+            f"{function}: clusters must leave some rows in, got one cluster that holds every row"
+        )
     box = C[..., None] * weight
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
     with without_graph(trace):
-        outcomes = [_outcome(stack, labels, method, epsilon, trace) for stack in stacks(K, y, box, most=1)]
+        outcomes = [
+            _outcome(caller, stack, labels, method, epsilon, trace) for stack in stacks(K, y, box, most=1)
+        ]
     return assembled(K, y, box, weight, outcomes, labels)
 
 
-def _outcome(stack: Stack, labels: Tensor, method: str, epsilon: float, trace: bool) -> RowOutcome:
+def _outcome(
+    caller: Caller, stack: Stack, labels: Tensor, method: str, epsilon: float, trace: bool
+) -> RowOutcome:
     """Leave-cluster-out of one problem."""
     K, y, box = stack[0], stack[1].double(), stack[2].double()
     if method == "smo":
-        full = trained("svm_lco", K, y, box).machine(0)
+        full = trained(caller, K, y, box).machine(0)
         found = leave_clusters_out_by_smo(K[0], y[0], box[0], full, labels, epsilon)
         return RowOutcome.of([x[None] for x in found[:6]], None)
-    return _leave_clusters_out_exactly(K, y, box, labels, trace)
+    return _leave_clusters_out_exactly(caller, K, y, box, labels, trace)
 
 
 def _leave_clusters_out_exactly(
-    K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
+    caller: Caller, K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
-    ((_, stacked, full),) = solve_problems("svm_lco", K, y, box)
+    ((_, stacked, full),) = solve_problems(caller, K, y, box)
     problem = Problem(*(x[0] for x in stacked))
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)

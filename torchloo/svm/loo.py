@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard
-from torchloo.svm.fit import checked, solve_problems, trained
-from torchloo.svm.held_out import SVMHeldOut
+from torchloo.svm.arguments import Caller, checked
+from torchloo.svm.fit import solve_problems, trained
+from torchloo.svm.outcomes import RowOutcome, Stack, assembled, stacks, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
-from torchloo.svm.rows import RowOutcome, Stack, assembled, stacks, without_graph
+from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
 
-__all__ = ["svm_loo"]
+__all__ = ["leave_one_out", "svm_loo"]
 
 
 def svm_loo(
@@ -58,35 +59,54 @@ def svm_loo(
     >>> svm_loo(K, y, C=10.0).errors
     tensor([True, True, True, True])
     """
+    return leave_one_out(Caller("svm_loo"), K, y, C, weight, method, values, epsilon, rows, smo)
+
+
+def leave_one_out(
+    caller: Caller,
+    K: Tensor,
+    y: Tensor,
+    C: float | Tensor,
+    weight: Tensor | None,
+    method: str,
+    values: bool,
+    epsilon: float,
+    rows: Tensor | None,
+    smo: SMOOptions | None,
+) -> SVMHeldOut:
+    """`svm_loo`, with errors in the words of the caller."""
+    function = caller.function
     if method not in ("auto", "path", "smo"):
-        raise ValueError(f'svm_loo: method must be "auto", "path" or "smo", got {method!r}')
+        raise ValueError(f'{function}: method must be "auto", "path" or "smo", got {method!r}')
     if not isinstance(values, bool):
-        raise TypeError(f"svm_loo: values must be True or False, got {values!r}")
-    guard = Guard("svm_loo")
+        raise TypeError(f"{function}: values must be True or False, got {values!r}")
+    guard = Guard(function)
     guard.positive(epsilon=epsilon)
     guard.check()
-    variant = check_options("svm_loo", smo, method)
-    K, y, C, weight = checked("svm_loo", K, y, C, weight)
+    variant = check_options(function, smo, method)
+    K, y, C, weight = checked(caller, K, y, C, weight)
     if rows is not None:
-        _check_rows(rows, y.shape[-1])
+        _check_rows(function, rows, y.shape[-1])
     box = C[..., None] * weight
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
     with without_graph(trace):
         outcomes = [
-            _outcomes(stack, method, values, epsilon, rows, trace, variant) for stack in stacks(K, y, box)
+            _outcomes(caller, stack, method, values, epsilon, rows, trace, variant)
+            for stack in stacks(K, y, box)
         ]
     return assembled(K, y, box, weight, outcomes, values=values)
 
 
-def _check_rows(rows: Tensor, n: int) -> None:
+def _check_rows(function: str, rows: Tensor, n: int) -> None:
     """An error unless they are a mask of n rows."""
     if not isinstance(rows, Tensor):
-        raise TypeError(f"svm_loo: rows must be a boolean tensor ({n},), got {type(rows).__name__}")
+        raise TypeError(f"{function}: rows must be a boolean tensor ({n},), got {type(rows).__name__}")
     if rows.dtype != torch.bool or rows.shape != (n,):
-        raise ValueError(f"svm_loo: rows must be boolean ({n},), got {rows.dtype} {tuple(rows.shape)}")
+        raise ValueError(f"{function}: rows must be boolean ({n},), got {rows.dtype} {tuple(rows.shape)}")
 
 
 def _outcomes(
+    caller: Caller,
     stack: Stack,
     method: str,
     values: bool,
@@ -98,9 +118,9 @@ def _outcomes(
     """Leave-one-out of stacked problems; those with as many variables are solved and followed together."""
     K, y, box = stack[0], stack[1].double(), stack[2].double()
     if method == "smo":
-        fit = trained("svm_loo", K, y, box)
+        fit = trained(caller, K, y, box)
         return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows)
-    groups = solve_problems("svm_loo", K, y, box)
+    groups = solve_problems(caller, K, y, box)
     try:
         found = [
             leave_one_out_by_path(problem, full, values, trace, checks=method == "auto", only=rows)
@@ -108,7 +128,8 @@ def _outcomes(
         ]
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         raise ValueError(
-            "svm_loo: K is too ill-conditioned to follow its paths; scale the inputs or use a smaller C"
+            f"{caller.function}: {caller.matrix} is too ill-conditioned to follow its paths; "
+            "scale the inputs or use a smaller C"
         ) from failure
     return _in_order([numbers for numbers, _, _ in groups], found)
 

@@ -1,7 +1,5 @@
 """SVC: the support vector machine as a module."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -15,28 +13,16 @@ from torchloo.machine import KernelMachine, Predictor
 from torchloo.machine.predictor import SolvedWith
 from torchloo.positive import Positive, log_of
 from torchloo.precision import full_precision
-from torchloo.svm.fit import SVMFit, svm
-from torchloo.svm.held_out import SVMHeldOut
-from torchloo.svm.lco import svm_lco
-from torchloo.svm.loo import svm_loo
+from torchloo.svm.arguments import Caller
+from torchloo.svm.fit import SVMFit, train
+from torchloo.svm.lco import leave_clusters_out
+from torchloo.svm.loo import leave_one_out
+from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import SMOOptions
 
 __all__ = ["SVC"]
 
-_FUNCTIONS = ("svm", "svm_loo", "svm_lco")
-
-
-@contextmanager
-def _said_by_svc() -> Iterator[None]:
-    """Errors of the functions in the words of who has called the module: there is no K, but a kernel of X."""
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError) as failure:
-        function, _, reason = str(failure).partition(": ")
-        if function not in _FUNCTIONS:
-            raise
-        said = reason.replace("K must", "kernel(X) must", 1).replace("of K", "of kernel(X)")
-        raise type(failure)(f"svc: {said}") from failure
+_CALLER = Caller("svc", "kernel(X)")
 
 
 class SVC(KernelMachine):
@@ -100,8 +86,7 @@ class SVC(KernelMachine):
     def _trained(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple[SVMFit, Predictor]:
         """What `svm` makes of the problems, and what predicts: support vectors, or weights of features."""
         gram, problems, flat = self._problems(X, y, weight)
-        with _said_by_svc():
-            fit = svm(**problems)
+        fit = train(_CALLER, *problems)
         coef, bias = fit.coef.mT, fit.bias  # (..., n, c), (..., c)
         if gram.centred is not None:
             F, centre = gram.centred
@@ -127,8 +112,9 @@ class SVC(KernelMachine):
         smo: SMOOptions | None = None,
     ) -> SVMHeldOut:
         """Held-out prediction of every row, or of those that `rows` (n,) marks; see `svm_loo`."""
-        options = {"method": method, "values": values, "epsilon": epsilon, "rows": rows}
-        return self._held_out(svm_loo, X, y, weight, smo=smo, **options)
+        _, problems, flat = self._problems(X, y, weight)
+        held = leave_one_out(_CALLER, *problems, method, values, epsilon, rows, smo)
+        return held.with_outputs(flat, full_dtype(X.dtype))
 
     def lco(
         self,
@@ -140,26 +126,14 @@ class SVC(KernelMachine):
         epsilon: float = 1e-3,
     ) -> SVMHeldOut:
         """What the machine would have said of every row, had it not seen its cluster; see `svm_lco`."""
-        options = {"clusters": clusters, "method": method, "epsilon": epsilon}
-        return self._held_out(svm_lco, X, y, weight, **options)
+        _, problems, flat = self._problems(X, y, weight)
+        held = leave_clusters_out(_CALLER, *problems, clusters, method, epsilon)
+        return held.with_outputs(flat, full_dtype(X.dtype))
 
     def extra_repr(self) -> str:
         """Current box bound."""
         C = self.C.detach()
         return f"C={C.item():.4g}" if C.ndim == 0 else f"C={tuple(C.shape)}"
-
-    def _held_out(
-        self,
-        function: Callable[..., SVMHeldOut],
-        X: Tensor,
-        y: Tensor,
-        weight: Tensor | None,
-        **options: Any,
-    ) -> SVMHeldOut:
-        """The answer of `svm_loo` or `svm_lco`, in the shape and dtype of y."""
-        _, problems, flat = self._problems(X, y, weight)
-        with _said_by_svc():
-            return function(**problems, **options).with_outputs(flat, full_dtype(X.dtype))
 
     def _has_given_matrix(self) -> bool:
         """Whether rows of X are kernel values, which no evaluation in float64 makes more precise."""
@@ -179,7 +153,7 @@ class SVC(KernelMachine):
             half = (0.5 * F) @ F.mT
         return _Gram(half + half.mT, (F, centre))
 
-    def _problems(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple["_Gram", dict[str, Any], bool]:
+    def _problems(self, X: Tensor, y: Tensor, weight: Tensor | None) -> tuple["_Gram", "_Problems", bool]:
         """The columns of y as the last batch axis of problems that share K, and whether y came as a vector.
 
         `with_outputs` of what they give is the way back.
@@ -198,7 +172,11 @@ class SVC(KernelMachine):
         gram = self._gram(X)
         K, C = gram.K.unsqueeze(-3), self.C.to(gram.K).unsqueeze(-1)  # (..., 1, n, n), (..., 1)
         weight = None if weight is None else weight.to(K)
-        return gram, {"K": K, "y": Y.mT.to(K), "C": C, "weight": weight}, flat
+        return gram, (K, Y.mT.to(K), C, weight), flat
+
+
+_Problems = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""K, y, C and weight of `svm`."""
 
 
 class _Gram(NamedTuple):

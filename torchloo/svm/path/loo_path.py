@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm import held_out as code
+from torchloo.svm import result as code
 from torchloo.svm.gradient import Deferred, Machines
+from torchloo.svm.outcomes import RowOutcome
 from torchloo.svm.path.unlearn import Targets, Unlearned, unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
-from torchloo.svm.rows import RowOutcome
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.stacked import Tables, times_vector

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchloo.svm import held_out as code
+from torchloo.svm import result as code
 
 __all__ = [
     "check_correct_unused",

@@ -1,6 +1,6 @@
 """Retraining by sequential minimal optimisation, many problems at once.
 
 In: kernel matrices, labels, boxes and feasible starts (`rounds.smo`), or a trained machine (`loo_smo`).
-Out: `rounds.SMOState` with the solutions to epsilon; `loo_smo` makes them a `rows.RowOutcome`.
-`free_newton` has the Newton steps on free sets, `inner` solves working sets, `bound` stops at a proof.
+Out: `rounds.SMOState` with the solutions to epsilon; `loo_smo` makes an `outcomes.RowOutcome` of them.
+`free_newton` has the Newton steps on free sets, `box_qp` solves working sets, `bound` stops at a proof.
 """

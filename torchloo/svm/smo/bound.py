@@ -24,7 +24,7 @@ from torch.nn.functional import embedding_bag
 
 from torchloo.svm.host_reads import may_look, subset
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
-from torchloo.svm.smo.inner import box_qp
+from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "SMOOptions", "primal_objective"]

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from torchloo.svm.host_reads import may_look, subset
+from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.free_newton import FreeSets, Groups
-from torchloo.svm.smo.inner import box_qp
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.bound import DualBound

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
-from torchloo.svm.held_out import SVMHeldOut, rounded
+from torchloo.svm.result import SVMHeldOut, rounded
 
 __all__ = ["RowOutcome", "Stack", "assembled", "stacks", "without_graph"]
 

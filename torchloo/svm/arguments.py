@@ -1,0 +1,105 @@
+"""Arguments of the SVM functions: checked, and brought to one batch shape."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+
+__all__ = ["Caller", "checked", "indefinite"]
+
+_TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
+_BLOCK = 2**21  # entries of K compared at once with their mirror images
+
+
+class Caller(NamedTuple):
+    """Whom the user has called, for the words of errors."""
+
+    function: str
+    """The name in front of every message."""
+
+    matrix: str = "K"
+    """What the user calls the kernel matrix: "kernel(X)" where rows were given."""
+
+
+def checked(
+    caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Arguments of one batch shape, to which K only broadcasts, or an error that names what is wrong."""
+    function, matrix = caller
+    require_floating(function, **{matrix: K}, y=y)
+    if not values_visible(K, y):
+        raise RuntimeError(
+            f"{function}: needs to see the values of {matrix} and y, which meta and fake tensors, torch.func "
+            "transforms and torch.compile do not show"
+        )
+    if K.ndim < 2 or K.shape[-1] != K.shape[-2] or not K.shape[-1]:
+        raise ValueError(
+            f"{function}: {matrix} must be square and not empty, (..., n, n), got shape {tuple(K.shape)}"
+        )
+    n = K.shape[-1]
+    if y.ndim < 1 or y.shape[-1] != n:
+        raise ValueError(f"{function}: y must have {n} entries to match {matrix}, got shape {tuple(y.shape)}")
+    guard = Guard(function)
+    guard.positive(C=C)
+    C = C.to(K) if isinstance(C, Tensor) else torch.as_tensor(C, dtype=K.dtype, device=K.device)
+    if weight is not None:
+        _check_weight(guard, caller, K, weight)
+    guard.positive(C=C)  # again: a number may be too large or too small for the dtype of K
+    guard.finite(**{matrix: K})
+    guard.two_classes(y=y.unsqueeze(-1))
+    if not K.numel():
+        raise ValueError(f"{function}: {matrix} must not be an empty batch, got shape {tuple(K.shape)}")
+    matrices = K.detach().reshape(-1, n, n)
+    guard.require(_is_symmetric(matrices), f"{matrix} must be symmetric")
+    guard.require(
+        K.diagonal(dim1=-2, dim2=-1) >= 0,
+        lambda: indefinite(caller, float(torch.linalg.eigvalsh(matrices).min())),
+    )
+    given, weight = weight is not None, torch.ones_like(y) if weight is None else weight
+    try:
+        batch = broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{function}: batch dimensions must broadcast, got {matrix} {tuple(K.shape)}, "
+            f"y {tuple(y.shape)}, weight {tuple(weight.shape)}, C {tuple(C.shape)}"
+        ) from None
+    box = C[..., None] * weight
+    if given:
+        guard.positive(**{"C * weight": box})
+    name = "C * weight" if given else "C"
+    guard.require(box.amax(-1) >= _TINY, f"{name} must be at least {_TINY:.1e} in some row; use a larger C")
+    guard.check()
+    return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
+
+
+def _check_weight(guard: Guard, caller: Caller, K: Tensor, weight: Tensor) -> None:
+    """One for each row of K."""
+    require_floating(guard.function, **{caller.matrix: K}, weight=weight)
+    n = K.shape[-1]
+    if weight.shape[-1:] != (n,):
+        raise ValueError(
+            f"{guard.function}: weight must have {n} entries to match {caller.matrix}, "
+            f"got shape {tuple(weight.shape)}"
+        )
+    guard.positive(weight=weight)
+
+
+def _is_symmetric(K: Tensor) -> Tensor:
+    """Whether each K (B, n, n) is symmetric but for rounding, (B,); by blocks, which is faster."""
+    n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
+    low, high = K.amin((1, 2)), K.amax((1, 2))
+    apart = torch.zeros_like(low)
+    for i in range(0, n, size):
+        block = K[:, i : i + size, i:] - K[:, i:, i : i + size].mT
+        apart = apart.maximum(block.abs_().amax((1, 2)))
+    return apart <= 1e-6 * torch.maximum(high, -low)
+
+
+def indefinite(caller: Caller, least: float) -> str:
+    """What is wrong with a kernel matrix of this smallest eigenvalue."""
+    return (
+        f"{caller.matrix} must be positive semi-definite, its smallest eigenvalue is {least:.3g}; "
+        "use a valid kernel or add to its diagonal"
+    )
