@@ -89,9 +89,13 @@ def _is_mask(index: Any) -> bool:
 class Table:
     """Rows of what was asked and what was measured, printed as they come."""
 
-    def __init__(self) -> None:
-        self.failed = 0
+    def __init__(self, case: str = "") -> None:
+        self.failed, self._case = 0, case
         print(f"{'what':<64}{'seconds':>10}{'ratio':>9}{'asked':>10}  met")
+
+    def wants(self, what: str) -> bool:
+        """Whether rows of this name are among those that were asked for."""
+        return self._case in what
 
     def row(
         self, what: str, seconds: float | None, ratio: float, limit: float, at_least: bool = False

@@ -97,8 +97,10 @@ class Expansion:
 
     @property
     def size(self) -> int:
-        """Rows in a block, unless the stream says otherwise: 8 MB of features, or a few thousand rows."""
-        return 2048 if self.factor is None else 256 * max(1, (1 << 12) // len(self.factor))
+        """Rows in a block, unless the stream says otherwise: some MB of features, or a few thousand rows."""
+        if self.factor is not None:
+            return 256 * max(1, (1 << 12) // len(self.factor))
+        return min(max(2048, 256 * ((1 << 9) // max(1, self.count))), 8192)
 
     @torch.no_grad()
     def columns(self, X: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ class Machines:
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (R, c, b)."""
         R, c = self.offset.shape
-        offset = self.offset if self.refined else self.offset[:1]  # one for all, until it is refined
+        offset = self.offset[:1] if self.offset.stride(0) == 0 else self.offset  # one for all, until it moves
         centred = part.Y.double().mT - offset.unsqueeze(-1)  # (R, c, b) or (1, c, b)
         if u.dtype == torch.float64 and (c == 1 or len(centred) == R):
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))

@@ -482,16 +482,15 @@ class StreamFit:
         gradient = _Gradient(machines)
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
-        unit = low.new_ones(())
-        kept = self._keep(machines)
+        per_weight, kept = self.per_weight, self._keep(machines)
         for part in self.blocks("leave-one-out"):
             zeta = part.weight.double()
             U = machines.rotated(part.X, ones=self.moments.centre)
             u = U[: len(machines.rotation)]
             if kept is not None:
                 kept.append(U)
-            norm = machines.norms(u).add_(self.per_weight)  # (R, c', b)
-            e, one = machines.residuals(u, part), torch.addcmul(unit, zeta, norm, value=-1)
+            norm = machines.norms(u)  # (R, c', b)
+            e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
             inverse = one.reciprocal()  # 1 / (1 - h)
             sink.write(part, e * inverse, inverse.mul(machines.regs.unsqueeze(-1) / zeta), part.rows)
