@@ -9,9 +9,10 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo import cli
-from torchloo.catalogue import KERNELS, MACHINES
 from torchloo.criteria import CRITERIA, criterion
 from torchloo.kernels import Choice, Kernel, Positive
+from torchloo.kernels.kernel import KERNELS
+from torchloo.machine.kernel_machine import MACHINES
 from torchloo.search.parameters import Space
 
 DOUBLE = torch.float64
@@ -292,6 +293,42 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
         assert said in page
     assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
     assert len(pd.read_csv("predictions.csv")) == 40
+
+
+class Unbiased(tl.RLS):
+    """A machine of one's own, by a name of its own."""
+
+    name = "unbiased"
+    label = "machine without bias"
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+def test_the_command_and_its_report_serve_a_machine_of_ones_own(tmp_path, monkeypatch, kernel):
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    X, y = table(40)
+    pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}).to_csv("data.csv", index=False)
+    words = ["select", "data.csv", "--target", "y", "--machine", "unbiased", "--kernel", kernel]
+    assert cli.main([*words, "--outer", "0", "--out", "out", "--no-progress"]) == 0
+    assert "A machine without bias with " in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
+    assert len(pd.read_csv("predictions.csv")) == 40
+
+
+def test_scikit_learn_serves_a_machine_of_ones_own():
+    estimators = pytest.importorskip("torchloo.sklearn")
+    X, y = (t.numpy() for t in table())
+    assert isinstance(estimators.LOORegressor("unbiased").fit(X, y).machine_, Unbiased)
+
+
+def test_a_name_of_a_machine_of_the_library_cannot_be_taken():
+    with pytest.raises(ValueError, match=r"Mine: name must be new, got 'rls', which torchloo.rls has"):
+
+        class Mine(tl.RLS):
+            name = "rls"
+
+    assert MACHINES["rls"] is tl.RLS
 
 
 def parsed(line):

@@ -6,7 +6,7 @@ import torch
 from interrupts import interrupted_press
 
 import torchloo as tl
-from torchloo.search.outer_loop import Outer
+from torchloo.search.outer_loop import OuterLoop
 from torchloo.search.problem_batch import Clusters, sizes
 
 DOUBLE = torch.float64
@@ -30,13 +30,13 @@ def grouped(units=20, size=2, outputs=None, seed=0):
 @pytest.fixture
 def batches(monkeypatch):
     """The numbers of splits that were searched together."""
-    counts, run = [], Outer.run
+    counts, run = [], OuterLoop.run
 
     def counted(self, pairs, rows, deadline):
         counts.append(len(pairs))
         return run(self, pairs, rows, deadline)
 
-    monkeypatch.setattr(Outer, "run", counted)
+    monkeypatch.setattr(OuterLoop, "run", counted)
     return counts
 
 

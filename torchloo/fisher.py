@@ -106,6 +106,7 @@ class KFD(LeastSquares):
             machine/kernel_machine.py.
     """
 
+    name = "kfd"
     label = "kernel Fisher discriminant"
     needs_classes = True
     _function = "kfd"

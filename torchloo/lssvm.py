@@ -53,6 +53,7 @@ class LSSVM(LeastSquares):
             machine/kernel_machine.py.
     """
 
+    name = "lssvm"
     label = "least-squares support vector machine"
     _function = "lssvm"
     has_bias = True

@@ -51,6 +51,7 @@ class RLS(LeastSquares):
             machine/kernel_machine.py.
     """
 
+    name = "rls"
     label = "regularised least-squares machine"
     _function = "rls"
     has_bias = False

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin, is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
@@ -18,13 +18,14 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from torchloo.calibration import calibrate
-from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.criteria.score import Score
 from torchloo.guards import whole_number
 from torchloo.held_out import HeldOut
 from torchloo.intervals import jackknife_plus
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.machine import KernelMachine
+from torchloo.kernels.kernel import KERNELS
+from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.machine.kernel_machine import MACHINES
 from torchloo.search.parameters import Space
 from torchloo.selection import select
 
@@ -46,8 +47,6 @@ class _TrainingRows(NamedTuple):
 
 class _LOOEstimator(BaseEstimator):
     """What both estimators have; see `LOORegressor`."""
-
-    _machines: tuple[str, ...]
 
     def __init__(
         self,
@@ -125,7 +124,8 @@ class _LOOEstimator(BaseEstimator):
     def _build(self, X: Tensor, options: dict[str, Any]) -> tuple[KernelMachine, torch.Generator]:
         """A machine by the names that were given, and what random numbers come from."""
         name = type(self).__name__
-        _require_one_of(name, "machine", self.machine, self._machines)
+        fitting = [each for each, kind in MACHINES.items() if is_classifier(self) or not kind.needs_classes]
+        _require_one_of(name, "machine", self.machine, tuple(fitting))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
         if isinstance(self.kernel, Kernel):
@@ -140,9 +140,10 @@ class _LOOEstimator(BaseEstimator):
             count = whole_number(name, "basis", self.basis)
             chosen = torch.randperm(len(X), generator=generator, device="cpu")[:count]
             options = {**options, "basis": X[chosen.to(X.device)]}
-        strength = {"C": 1 / self.reg} if self.machine == "svc" else {"reg": self.reg}
+        kind = MACHINES[self.machine]
+        strength = {"reg": self.reg} if issubclass(kind, LeastSquares) else {"C": 1 / self.reg}
         with X.device:
-            return MACHINES[self.machine](kernel, **strength, **options).to(X.device), generator
+            return kind(kernel, **strength, **options).to(X.device), generator
 
     def _outputs(self, X: Any) -> np.ndarray:
         """Outputs of the fitted machine at new rows, (q,) or (q, c)."""
@@ -194,8 +195,6 @@ class LOORegressor(MultiOutputMixin, RegressorMixin, _LOOEstimator):
         >>> float(round((model.loo_residuals_**2).mean() ** 0.5, 1))
         23.0
     """
-
-    _machines = tuple(name for name in MACHINES if name not in TELL_CLASSES_APART)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
         """Choose hyper-parameters and fit.
@@ -254,8 +253,6 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         >>> LOOClassifier(kernel="linear").fit(X, ["low"] * 3 + ["high"] * 3).predict([[1.5]])
         array(['low'], dtype='<U4')
     """
-
-    _machines = tuple(MACHINES)
 
     def __init__(
         self,

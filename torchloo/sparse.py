@@ -225,10 +225,11 @@ class SparseLSSVM(LeastSquares):
     held-out criterion, choose once: ``basis=X[selector(kernel, X).indices]``.
     """
 
+    name = "sparse"
     label = "sparse least-squares support vector machine"
     _function = "sparse_lssvm"
     has_bias = True
-    _fitted = (*LeastSquares._fitted, "kept")
+    fitted_buffers = (*LeastSquares.fitted_buffers, "kept")
 
     kept: Tensor | None
 

@@ -1,16 +1,31 @@
 """Tables as text."""
 
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["rendered"]
+__all__ = ["aligned", "rendered"]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "   ") -> list[str]:
+    """Rows of text as lines: so many columns aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        lines.append(gap.join(cells).rstrip())
+    return lines
 
 
 def rendered(table: list[dict[str, Any]], most: int = 12) -> list[str]:
-    """The rows of a table as aligned text, the middle of a long one left out; what a row lacks is blank."""
-    names = list(dict.fromkeys(name for row in table for name, v in row.items() if not isinstance(v, list)))
-    cells = [names, *([_cell(row.get(name, "")) for name in names] for row in table)]
-    widths = [max(len(row[j]) for row in cells) for j in range(len(names))]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    """The rows of a table as lines of text; a missing value is blank, the middle of a long table omitted.
+
+    Values that are lists are not shown.
+    """
+    scalars = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in table]
+    names = list(dict.fromkeys(name for row in scalars for name in row))
+    cells = [[_cell(row.get(name, "")) for name in names] for row in scalars]
+    lines = aligned([names, *cells], left=0, gap="  ")
     return lines if len(lines) <= most + 1 else [*lines[: most - 1], "...", *lines[-1:]]
 
 

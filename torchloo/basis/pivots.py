@@ -30,7 +30,6 @@ from torch import Tensor
 from torchloo import csr
 from torchloo.guards import Guard, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.precision import full_precision
 
 __all__ = ["Basis", "Factor", "NormalisedKernel", "Proposal"]
 
@@ -85,9 +84,8 @@ class NormalisedKernel:
                 f"{guard.function}: X must be a square kernel matrix, got shape {tuple(X.shape)}"
             )
         guard.finite(X=X)
-        points = kernel._embed("X", X)
-        with full_precision(points):
-            diagonal = kernel._diagonal(points)  # (..., n)
+        points = kernel.embed(X)
+        diagonal = kernel.diagonal(points, embedded=True)  # (..., n)
         guard.require(diagonal >= 0, "kernel must be positive semi-definite, got a negative k(x, x)")
         guard.finite(kernel=diagonal)
         self.rest = (diagonal > 0).to(diagonal.dtype)  # the diagonal of the normalised matrix
@@ -106,14 +104,12 @@ class NormalisedKernel:
         if self.given:
             K = X.take_along_dim(columns.unsqueeze(-2), -1)
         else:
-            with full_precision(X):
-                K = self.kernel._evaluate(X, csr.take(self.points, columns, self._event))
+            K = self.kernel.between(X, csr.take(self.points, columns, self._event))
         return (K * left).mul_(right)
 
     def matrix(self) -> Tensor:
         """The kernel matrix itself, (..., n, n), as it is, not normalised."""
-        with full_precision(self.points):
-            return self.points if self.given else self.kernel._evaluate(self.points, None)
+        return self.points if self.given else self.kernel.between(self.points)
 
 
 def _take(values: Tensor, rows: Tensor) -> Tensor:

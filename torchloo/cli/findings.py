@@ -252,8 +252,13 @@ def _parameters(machine: KernelMachine, unit: str) -> list[Parameter]:
 
 def _relevance(kernel: Kernel, X: Tensor) -> np.ndarray | None:
     """1 - k(0, e_j) / k(0, 0), (d,), of a stationary kernel that has parameters for each input; else None."""
-    owned = [(part, name, value) for part in kernel.modules() for name, value in part._parameters.items()]
-    if not any(value.ndim and Positive.of(part, name) for part, name, value in owned if value is not None):
+    per_input = [
+        name
+        for part in kernel.modules()
+        for name, value in part.named_parameters(recurse=False)
+        if value.ndim and Positive.of(part, name)
+    ]
+    if not per_input:
         return None
     d = X.shape[1]
     points = torch.cat([X.new_zeros(1, d), torch.eye(d, dtype=X.dtype, device=X.device)])

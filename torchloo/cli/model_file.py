@@ -148,17 +148,19 @@ def _require_state(
 ) -> None:
     """Refuse a state that is not the one of such a machine, fitted to such rows; ValueError says why."""
     logarithms = dict(machine.named_parameters())
-    values = require_fields("state", state, [*logarithms, *machine._fitted, "_extra_state"])
+    values = require_fields("state", state, [*logarithms, *machine.fitted_buffers, "_extra_state"])
     for name, parameter in logarithms.items():
         require_tensor(f"state: {name}", values[name], tuple(parameter.shape), torch.float64)
         positive = values[name].exp()
         if not (positive.isfinite() & (positive > 0)).all():
             raise ValueError(f"state: {name} must be the logarithm of a positive number")
     outputs = len(schema.labels) if len(schema.labels) > 2 else 1
-    linear = machine.kernel.is_linear and spec.machine in ("lssvm", "rls")  # which weigh features themselves
     flags = require_fields("state: _extra_state", values["_extra_state"], ("flat", "linear"))
-    if flags["flat"] is not (outputs == 1) or flags["linear"] is not linear:
-        raise ValueError("state: flat and linear must be those of the machine and its targets")
+    linear = flags["linear"]  # whether coef weighs features, not support points
+    if type(linear) is not bool or (linear and not machine.kernel.is_linear):
+        raise ValueError("state: linear must be False, or the kernel linear")
+    if flags["flat"] is not (outputs == 1):
+        raise ValueError("state: flat must be True for one output and False for several")
     rows = 1 if linear else spec.basis or _rows_of(values["support"])
     shapes = {
         "support": (rows, spec.inputs),
@@ -166,7 +168,7 @@ def _require_state(
         "bias": (outputs,),
         "kept": (rows,),
     }
-    for name in machine._fitted:
+    for name in machine.fitted_buffers:
         dtype = torch.bool if name == "kept" else torch.float64
         require_tensor(f"state: {name}", values[name], shapes[name], dtype)
     if rows_kept and not linear and not spec.basis and not torch.equal(rows_kept[0], values["support"]):

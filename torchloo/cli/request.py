@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.cli.prepare import PreparedTable
 from torchloo.cli.schema import Schema, require_fields
 from torchloo.cli.shell import UserError
 from torchloo.criteria import CRITERIA
 from torchloo.held_out import HeldOut
+from torchloo.kernels.kernel import KERNELS
 from torchloo.machine import KernelMachine
+from torchloo.machine.kernel_machine import MACHINES
 from torchloo.splits import Split, resolve
 
 __all__ = ["HeldOutPredictions", "Request", "Spec", "TrainingData", "outer_splits"]
@@ -44,7 +45,7 @@ class Spec:
             raise ValueError("machine: basis must be positive for a sparse machine, and 0 for others")
         if type(spec.rows) is not int or spec.rows < 0 or (spec.rows and schema.labels):
             raise ValueError("machine: rows must be a number of rows, and 0 where there are labels")
-        if spec.machine in TELL_CLASSES_APART and not schema.labels:
+        if MACHINES[spec.machine].needs_classes and not schema.labels:
             raise ValueError(f"machine: {spec.machine} needs labels")
         return spec
 
@@ -164,7 +165,7 @@ def outer_splits(prepared: PreparedTable, data: TrainingData, request: Request) 
     few = data.clusters is not None and len(data.clusters.unique()) <= request.outer
     generator = torch.Generator().manual_seed(request.seed)
     splits = resolve("leave-cluster-out" if few else request.outer, len(data.y), data.clusters, generator)
-    if request.spec.machine in TELL_CLASSES_APART:
+    if MACHINES[request.spec.machine].needs_classes:
         _require_classes(prepared, data, request.spec.machine, splits)
     return splits
 

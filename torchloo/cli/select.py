@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from torchloo.catalogue import KERNELS, MACHINES, TELL_CLASSES_APART
 from torchloo.cli import report
 from torchloo.cli.findings import Findings, choose, estimate, examine
 from torchloo.cli.measures import measures
@@ -37,6 +36,9 @@ from torchloo.cli.shell import (
 from torchloo.cli.summary import described, held_out, summary
 from torchloo.cli.uncertainty import MOST_ROWS
 from torchloo.criteria import CRITERIA
+from torchloo.kernels.kernel import KERNELS
+from torchloo.machine import LeastSquares
+from torchloo.machine.kernel_machine import MACHINES
 
 __all__ = ["add", "run"]
 
@@ -59,7 +61,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
     parser.add_argument(
         "--machine",
-        choices=("auto", *MACHINES),
+        choices=("auto", *sorted(MACHINES)),
         default="auto",
         help="auto: lssvm, or sparse where that would not fit into memory (default: %(default)s)",
     )
@@ -176,11 +178,12 @@ def _folder(args: argparse.Namespace) -> Path:
 def _request(args: argparse.Namespace, prepared: PreparedTable) -> Request:
     """What to do, once it is clear that the machine, the criterion and the task fit together."""
     classes, (n, d) = len(prepared.schema.labels), prepared.X.shape
-    if args.machine in TELL_CLASSES_APART and not classes:
+    if MACHINES[args.machine].needs_classes and not classes:
         raise UserError(
             f"--machine {args.machine} tells classes apart, {args.target!r} has numbers; take lssvm"
         )
-    criterion = args.criterion or ("smooth_error" if args.machine == "svc" else "press")
+    least_squares = issubclass(MACHINES[args.machine], LeastSquares)
+    criterion = args.criterion or ("press" if least_squares else "smooth_error")
     _require_criterion(args, criterion, classes)
     if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
         raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
@@ -212,8 +215,9 @@ def _require_criterion(args: argparse.Namespace, name: str, classes: int) -> Non
         raise UserError(f"--criterion {name} is for two classes; for {classes} take {counterpart}")
     if classes == 2 and own.targets == "one-vs-rest":
         raise UserError(f"--criterion {name} is for more than two classes; for two take {counterpart}")
-    if (own.needs_variance or own.takes_fit) and args.machine == "svc":
-        raise UserError(f"--criterion {name} needs a least-squares machine, not svc")
+    least_squares = issubclass(MACHINES[args.machine], LeastSquares)
+    if (own.needs_variance or own.takes_fit) and not least_squares:
+        raise UserError(f"--criterion {name} needs a least-squares machine, not {args.machine}")
     if own.takes_fit and args.clusters is not None:
         raise UserError(f"--criterion {name} leaves out pairs, not clusters; take {smooth}")
     if args.search == "gradient" and not own.differentiable:

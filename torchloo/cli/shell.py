@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchloo.text_table import aligned
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -248,12 +250,7 @@ def first_line(error: BaseException) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text under each other: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("   ".join([name.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows))
 
 
 def listed(names: list[str], most: int = 5) -> str:

@@ -22,7 +22,7 @@ from torchloo.guards import (
 from torchloo.positive import Positive, Values, log_of
 from torchloo.precision import full_precision
 
-__all__ = ["CHOICES", "Choice", "Features", "Kernel", "Product", "Scaled", "Sum"]
+__all__ = ["KERNELS", "Choice", "Features", "Kernel", "Product", "Scaled", "Sum"]
 
 Features = nn.Module | None
 
@@ -49,8 +49,8 @@ class Choice:
         return self(1).is_linear
 
 
-CHOICES: dict[str, Choice] = {}
-"""The `choices` of all kernels, by name."""
+KERNELS: dict[str, Choice] = {}
+"""Kernels for d inputs, by name, as their classes declare them in `choices`; also those of your own."""
 
 
 def _show(value: Any) -> str:
@@ -105,12 +105,12 @@ class Kernel(nn.Module):
         if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
             cls._symmetric = False  # what a class says of its own matrices says nothing of another's
         for choice in vars(cls).get("choices", ()):
-            where = CHOICES.setdefault(choice.name, choice).make.__module__
+            where = KERNELS.setdefault(choice.name, choice).make.__module__
             if where != choice.make.__module__:
                 raise ValueError(
                     f"{cls.__name__}: choices must have new names, got {choice.name}, which {where} has"
                 )
-            CHOICES[choice.name] = choice
+            KERNELS[choice.name] = choice
 
     def __init__(self, *, features: Features = None, event_dim: int = 1, **positive: Values) -> None:
         super().__init__()
@@ -211,11 +211,11 @@ class Kernel(nn.Module):
         """The kernels that this one combines, which are evaluated at what `embed` gives; none by default."""
         return []
 
-    def diagonal(self, X: Tensor) -> Tensor:
-        """k(x_i, x_i), (..., n), without the matrix."""
-        X = self._embed("X", X)
-        with full_precision(X):
-            return self._diagonal(X)
+    def diagonal(self, X: Tensor, embedded: bool = False) -> Tensor:
+        """k(x_i, x_i), (..., n), without the matrix; of X, or of rows that went through `embed` already."""
+        F = X if embedded else self._embed("X", X)
+        with full_precision(F):
+            return self._diagonal(F)
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError

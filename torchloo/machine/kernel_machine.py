@@ -21,7 +21,10 @@ from torchloo.kernels import Kernel, Precomputed
 from torchloo.machine.frozen import FrozenMachine
 from torchloo.machine.predictor import Predictor
 
-__all__ = ["KernelMachine"]
+__all__ = ["MACHINES", "KernelMachine"]
+
+MACHINES: dict[str, Any] = {}
+"""All machines that have a name, by it; also those of your own."""
 
 
 class KernelMachine(nn.Module):
@@ -50,13 +53,16 @@ class KernelMachine(nn.Module):
     Only `fit` stores classes, for `predict_class`; a HeldOut has the columns for its targets.
     """
 
+    name: str = ""
+    """Name under which the command and scikit-learn offer the machine; empty for one that they do not."""
     label: str
     """What the machine is called in a report."""
     needs_classes: bool = False
     """Whether it takes class labels only, and must see rows of every class."""
+    fitted_buffers: tuple[str, ...] = ("support", "coef", "bias")
+    """What a fitted machine stores, as its outputs need it."""
     _function: str
     _with_graph = "solve, whose Fit is differentiable"
-    _fitted: tuple[str, ...] = ("support", "coef", "bias")
     spare: tuple[str, ...] = ()
     """Buffers of a fitted machine that its outputs do not need."""
 
@@ -65,6 +71,16 @@ class KernelMachine(nn.Module):
     bias: Tensor | None
     classes: Tensor | None
     """Labels of the classes, (c,), in the order of the columns: those given, or those of the last `fit`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if name := vars(cls).get("name"):
+            known = MACHINES.setdefault(name, cls)
+            if known.__module__ != cls.__module__:
+                raise ValueError(
+                    f"{cls.__name__}: name must be new, got {name!r}, which {known.__module__} has"
+                )
+            MACHINES[name] = cls
 
     def __init__(self, kernel: Kernel, classes: Any = None) -> None:
         super().__init__()
@@ -225,9 +241,9 @@ class KernelMachine(nn.Module):
         fitted = prefix + "coef" in state_dict
         if fitted or prefix + "_extra_state" in state_dict:
             # What is not loaded with them would belong to other coefficients; an unfitted machine has none.
-            for name in self.spare if fitted else (*self._fitted, *self.spare):
+            for name in self.spare if fitted else (*self.fitted_buffers, *self.spare):
                 setattr(self, name, None)
-        for name in (*self._fitted, *self.spare, "classes"):
+        for name in (*self.fitted_buffers, *self.spare, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

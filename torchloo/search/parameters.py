@@ -219,7 +219,7 @@ def the_one(function: str, argument: str, name: str, known: list[str]) -> str:
 
 def _unfitted(machine: KernelMachine) -> KernelMachine:
     """A copy without coefficients, which would only be carried about."""
-    kept = {id(t): None for name in machine._fitted if (t := getattr(machine, name)) is not None}
+    kept = {id(t): None for name in machine.fitted_buffers if (t := getattr(machine, name)) is not None}
     return copy.deepcopy(machine, kept)
 
 

@@ -44,9 +44,9 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
     X, y = X[rows][:, rows] if given_matrix(machine) else X[rows], y[rows]
     with torch.no_grad():
         for path, kernel, Z in _embedded("kernel", machine.kernel, X):
-            for name, log in kernel._parameters.items():
+            for name, log in kernel.named_parameters(recurse=False):
                 entry = entries.get(f"{path}.{name}")
-                if log is None or entry is None or entry.declared is None or entry.declared.start is None:
+                if entry is None or entry.declared is None or entry.declared.start is None:
                     continue
                 start = _start_of(space.function, entry, log, Z)
                 log.copy_(start)
@@ -100,9 +100,8 @@ def warn_of_scales(space: Space, X: Tensor, stacklevel: int = 3) -> None:
     Precomputed.
     """
     for kernel in space.machine.modules():
-        several = [
-            name for name, value in kernel._parameters.items() if value is not None and value.numel() > 1
-        ]
+        own_parameters = kernel.named_parameters(recurse=False)
+        several = [name for name, value in own_parameters if value.numel() > 1]
         each = any(own.per_input for name in several if (own := Positive.of(kernel, name)))
         if each or isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
             return

@@ -50,6 +50,7 @@ class SVC(KernelMachine):
             machine/kernel_machine.py.
     """
 
+    name = "svc"
     label = "support vector machine"
     needs_classes = True
     _function = "svc"

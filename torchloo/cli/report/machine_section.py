@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from torchloo.catalogue import KERNELS, MACHINES
 from torchloo.cli.findings import Findings
 from torchloo.cli.report import pictures
 from torchloo.cli.report.markup import figure, items, number, paragraph, section, table, text
+from torchloo.kernels.kernel import KERNELS
+from torchloo.machine.kernel_machine import MACHINES
 
 __all__ = ["data", "machine"]
 
