@@ -409,6 +409,18 @@ def test_threshold_is_the_best_of_all_shifts(seed):
         assert shift == 0
 
 
+@pytest.mark.parametrize("metric", [tl.criteria.error_rate, tl.criteria.balanced_error_rate])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(3))
+def test_threshold_by_counting_errors_in_order_equals_scoring_every_shift(metric, dtype, seed):
+    X, y = labelled(60, seed=seed)
+    f = (4 * X[:, 0] - 1).round().div(4).to(dtype)  # with ties
+    held_out = held_out_of(f, y.to(dtype))
+    held_out = held_out._replace(weight=torch.rand(60, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    every = functools.partial(metric)  # a callable that is not known to count errors
+    assert torch.equal(tl.threshold(held_out, metric), tl.threshold(held_out, every))
+
+
 def test_threshold_serves_columns_and_batches_alone(monkeypatch):
     X, y = labelled(30)
     outputs = [X[:, 0] - 1, X[:, 0] + 0.4]
