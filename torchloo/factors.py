@@ -32,8 +32,9 @@ ILL_CONDITIONED_PATH = 1e6
 # Below this 1 - h the closed form has lost too many of the 16 digits, however well conditioned the matrix.
 _REFIT_BELOW = 1e-4
 
-# 1 - h is trusted where it is this many times the error that the condition may have given it.
-_DIGITS = 1e8
+# 1 - h is trusted where it is this many times the error that the condition may have given it: what is divided
+# by it then has 8 digits, and one to spare.
+_DIGITS = 1e9
 
 # Steps of the power iteration that estimates the condition.
 _STEPS = 3

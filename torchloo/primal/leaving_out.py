@@ -8,7 +8,10 @@ a set L. Then P_LL = Omega^{1/2} (I - B B^T) Omega^{1/2}, so that
 
 A set with more rows than features takes the other side, of the size of the features:
 (I - B B^T)^{-1} = I + B (I - B^T B)^{-1} B^T. Either way the eigenvalues are the 1 - h of the set, whatever
-the condition of C. Where the smallest pivot is lost to rounding, the set is refitted.
+the condition of C. Where the smallest of them is lost to rounding, the set is refitted. It is judged by the
+diagonal of the inverse, which is 1 / (1 - h) at most and not much less; pivots may all be harmless when their
+product is not. A light row beside heavy ones takes r = e + Omega^{-1/2} B B^T (I - B B^T)^{-1} Omega^{1/2} e,
+so that what is rounding for the heavy ones is not divided by its own small weight.
 
 All rows at once (whole.py) and rows in blocks (sets.py) call the same functions, differentiable to every
 order. In the coordinates of Note [rotated features], B has the rows (zeta f)^{1/2} u.
@@ -22,9 +25,9 @@ from torchloo.guards import values_visible
 __all__ = [
     "LeftOut",
     "block_of_rest",
-    "factor_of_rest",
     "leave_out_large",
     "leave_out_small",
+    "root_of_rest",
     "rows_of_large",
 ]
 
@@ -39,22 +42,27 @@ def block_of_rest(B: Tensor) -> Tensor:
     return torch.eye(B.shape[-2], dtype=B.dtype, device=B.device) - B @ B.mT
 
 
-def factor_of_rest(rest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of I - B B^T or I - B^T B, (..., g, k, k), and which sets (..., g) are lost.
+def root_of_rest(rest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """W with W^T W the inverse of I - B B^T or I - B^T B, (..., g, k, k), and which sets (..., g) are lost.
 
-    The smallest pivot must be above `least`, which broadcasts with (..., g). A lost set has the factor of
-    the identity: what comes of it is thrown away, and so is its gradient. None is lost where values cannot
-    be looked at: then nothing is refitted.
+    The smallest 1 - h must be above `least`, which broadcasts with (..., g). A lost set has the identity
+    for W: what comes of it is thrown away, and so is its gradient. None is lost where values cannot be
+    looked at: then nothing is refitted.
     """
-    if not values_visible(rest):
-        return torch.linalg.cholesky_ex(rest).L, torch.zeros_like(rest[..., 0, 0], dtype=torch.bool)
     unit = torch.eye(rest.shape[-1], dtype=rest.dtype, device=rest.device)
+    if not values_visible(rest):
+        L = torch.linalg.cholesky_ex(rest).L
+        return torch.linalg.solve_triangular(L, unit, upper=False), torch.zeros_like(
+            rest[..., 0, 0], dtype=torch.bool
+        )
     with torch.no_grad():
         L, info = torch.linalg.cholesky_ex(rest)
-        lost = (info != 0) | ~(L.diagonal(dim1=-2, dim2=-1).square().amin(-1) > least)
+        W = torch.linalg.solve_triangular(L, unit, upper=False)
+        lost = (info != 0) | ~(W.square().sum(-2).amax(-1) * least < 1)
     if rest.requires_grad:
-        return torch.linalg.cholesky_ex(torch.where(lost[..., None, None], unit, rest)).L, lost
-    return torch.where(lost[..., None, None], unit, L), lost
+        L = torch.linalg.cholesky_ex(torch.where(lost[..., None, None], unit, rest)).L
+        return torch.linalg.solve_triangular(L, unit, upper=False), lost
+    return torch.where(lost[..., None, None], unit, W), lost
 
 
 def leave_out_small(B: Tensor, scale: Tensor, e: Tensor, least: Tensor) -> LeftOut:
@@ -73,10 +81,9 @@ def leave_out_small(B: Tensor, scale: Tensor, e: Tensor, least: Tensor) -> LeftO
             lost = ~(one[..., 0, 0] > least)
             one = torch.where(lost[..., None, None], 1.0, one)
         return e / one, 1 / (one * scale.square()), lost
-    L, lost = factor_of_rest(block_of_rest(B), least)
-    unit = torch.eye(B.shape[-2], dtype=B.dtype, device=B.device)
-    W = torch.linalg.solve_triangular(L, unit, upper=False) / scale.mT  # P_LL^{-1} = W^T W
-    return W.mT @ (W @ (scale.square() * e)), W.square().sum(-2).unsqueeze(-1), lost
+    W, lost = root_of_rest(block_of_rest(B), least)
+    shift = B @ (B.mT @ (W.mT @ (W @ (scale * e))))
+    return e + shift / scale, W.square().sum(-2).unsqueeze(-1) / scale.square(), lost
 
 
 def leave_out_large(B: Tensor, scale: Tensor, e: Tensor, least: Tensor, total: Tensor) -> LeftOut:
@@ -85,15 +92,15 @@ def leave_out_large(B: Tensor, scale: Tensor, e: Tensor, least: Tensor, total: T
     `total` is F^{-1} C F^{-T} as it is found, (..., p, p): the identity but for the rounding of F, which so
     does no harm.
     """
-    L, lost = factor_of_rest(total.unsqueeze(-3) - B.mT @ B, least)
-    return *rows_of_large(B, scale, e, L, B.mT @ (scale * e)), lost
+    W, lost = root_of_rest(total.unsqueeze(-3) - B.mT @ B, least)
+    return *rows_of_large(B, scale, e, W, B.mT @ (scale * e)), lost
 
 
-def rows_of_large(B: Tensor, scale: Tensor, e: Tensor, L: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+def rows_of_large(B: Tensor, scale: Tensor, e: Tensor, W: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     """Held-out residuals and diag(P_LL^{-1}) of some rows of large sets.
 
-    L is the factor of I - B^T B, (..., g, p, p), and t = B^T Omega^{1/2} e, (..., g, p, c), of all rows.
+    W^T W is the inverse of I - B^T B, (..., g, p, p), and t = B^T Omega^{1/2} e, (..., g, p, c), of all rows.
     """
-    half = torch.linalg.solve_triangular(L, B.mT, upper=False)  # (..., g, p, s)
-    shift = half.mT @ torch.linalg.solve_triangular(L, t, upper=False)
+    half = W @ B.mT  # (..., g, p, s)
+    shift = half.mT @ (W @ t)
     return e + shift / scale, (1 + half.square().sum(-2).unsqueeze(-1)) / scale.square()

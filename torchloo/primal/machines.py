@@ -37,7 +37,7 @@ from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
 
-__all__ = ["Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
+__all__ = ["LARGE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 
 _FOLD = 1e-11
 
@@ -47,6 +47,9 @@ _SETTLED = 2e5
 
 # Features farther from the origin, in units of their spread, make a step of refinement worth while.
 _FAR = 1e3
+
+# A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
+LARGE = 0.9
 
 
 class ImpreciseError(Exception):
@@ -114,12 +117,13 @@ class Expansion:
             return k.to(self.kind, copy=True)
         return k.to(self.kind) - self.origin.to(self.kind)
 
-    def begin(self, first: Tensor, dtype: torch.dtype) -> Tensor:
-        """Take the mean of the first columns (p, b) for the origin, which a bias absorbs: it saves digits.
+    def begin(self, mean: Tensor, dtype: torch.dtype) -> Tensor:
+        """Take the mean (p, 1) of the first columns for the origin, which a bias absorbs: it saves digits.
 
-        It is a number of the dtype of the rows, so that nothing is rounded twice in the difference.
+        It is a number of the dtype of the rows, so that nothing is rounded twice in the difference. The mean
+        is that with the weights of the rows: heavy rows, whose differences to it matter most, are near it.
         """
-        self.origin = first.mean(1, keepdim=True, dtype=torch.float64).to(dtype).double()
+        self.origin = mean.to(dtype).double()
         return self.origin
 
     def away(self, features: Tensor) -> Tensor:
@@ -177,6 +181,10 @@ class Machines:
     """F of Note [folding], (p, p), where there is a factor."""
     fold: bool = False
     """Whether it may be used."""
+    moved: bool = False
+    """Whether a step of refinement has been made."""
+    rounding: Tensor | float = 0.0
+    """How far f^{1/2} u may differ between two evaluations of the same kernel columns."""
 
     @property
     def each(self) -> list[tuple[int, int, slice]]:
@@ -230,7 +238,14 @@ class Machines:
 
     def move(self, step: Tensor, shift: Tensor) -> None:
         """Add to the coefficients, (R, c, p), and to the offset, (R, c)."""
-        self.q, self.offset, self.refined = self.q + step, self.offset + shift, True
+        self.q, self.offset = self.q + step, self.offset + shift
+        self.refined = self.moved = True
+
+    def go_the_long_way(self) -> bool:
+        """Take no shortcut from now on, neither folding nor unrefined residuals; whether there was one."""
+        shortcut = self.fold or (self.refined and not self.moved)
+        self.fold, self.refined = False, self.moved
+        return shortcut
 
     def coefficients(self) -> Tensor:
         """p = A q, (R, p, c)."""
@@ -258,17 +273,19 @@ def _machines(
 ) -> tuple[Machines, Tensor]:
     """Machines from A^T, f (R, c', p) and q (R, c, p), not yet refined, and whether they may fold."""
     folded, fine = None, torch.ones_like(moments.weight, dtype=torch.bool)
+    differs: Tensor | float = 0.0
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
         rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
         leverage = (rows * f.amax((0, 1)).sqrt()).max()
         outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
         eps = torch.finfo(expansion.kind).eps
-        rounding = eps * torch.maximum(leverage, outputs) * moments.longest
+        differs = eps * leverage * moments.longest
+        rounding = torch.maximum(differs, eps * outputs * moments.longest)
         fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
     offset = moments.mean_y.expand(len(regs), -1)
     given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, moments.spread)
-    machines = Machines(*given, least=regs, refined=False, folded=folded)
+    machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
     return machines, fine
 
 

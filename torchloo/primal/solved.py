@@ -24,6 +24,7 @@ from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
 from torchloo.primal.block import Block, Blocks
 from torchloo.primal.collective import Alone, require_own, require_same
 from torchloo.primal.machines import (
+    LARGE,
     Expansion,
     ImpreciseError,
     Machines,
@@ -49,9 +50,6 @@ _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
 # Numbers of rotated features, 64 MB in float64, that may be kept for the backward.
 _KEPT = 1 << 23
-
-# A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
-_LARGE = 0.9
 
 
 class StreamFit:
@@ -162,7 +160,7 @@ class StreamFit:
                         f"the kernel is told, got a block of shape {tuple(part.X.shape)}"
                     )
                 if bias and self.expansion.origin is None:
-                    columns.sub_(self.expansion.begin(columns, part.Y.dtype))
+                    columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype))
                 moments = Moments(part.weight, len(columns), part.Y.shape[1], part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
@@ -196,7 +194,7 @@ class StreamFit:
 
         def first() -> tuple[Tensor, Block]:
             part = next(self.stream.blocks(self.function, self.expansion.size, "first rows"))
-            return self._columns(part).double().mean(1, keepdim=True), part
+            return _mean(self._columns(part), part), part
 
         mean, part = self.others.together(first)
         kind = (len(mean), part.Y.shape[1], str(part.Y.dtype), bias)
@@ -443,7 +441,7 @@ class StreamFit:
         if n < 2:
             raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
         seen = self.others.together(lambda: self._visit(machines, sink))
-        questions = [~(seen.low > machines.least).all(), ~(seen.low > 1 - _LARGE).all()]
+        questions = [~(seen.low > machines.least).all(), ~(seen.low > 1 - LARGE).all()]
         step = None
         if not machines.refined:
             step = self._step(machines, seen.gradient)
@@ -452,8 +450,7 @@ class StreamFit:
         lost, large, *matters = (any(column) for column in zip(*answers, strict=True))
         if lost and self.expansion.kind != torch.float64:
             raise ImpreciseError
-        if large and machines.fold:  # Note [folding]
-            machines.fold = False
+        if large and machines.go_the_long_way():
             return self._leave_one_out(machines, sink)
         if step is not None:
             if any(matters):
@@ -539,6 +536,12 @@ class StreamFit:
         for_all, for_last = _SETTLED[self.dtype]
         matters = (most > for_all * machines.spread).any()
         return matters | ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
+
+
+def _mean(columns: Tensor, part: Block) -> Tensor:
+    """The mean (p, 1) of the columns (p, b) of a block, with the weights of its rows, in float64."""
+    zeta = part.weight.double()
+    return columns.double() @ (zeta / zeta.sum()).unsqueeze(-1)
 
 
 def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
