@@ -417,7 +417,7 @@ def write_cost(found: list[dict[str, float]], rows: int, args: argparse.Namespac
     for (side, label), mark in zip(sides.items(), "ox^", strict=True):
         axes.loglog([e["folds"] for e in found], [e[side] for e in found], f"{mark}-", label=label)
     axes.axhline(eigh, color="0.5", linestyle="--", linewidth=1)
-    axes.text(2, eigh * 1.1, "the eigendecomposition itself", color="0.4", fontsize=9)
+    axes.text(rows, eigh * 1.1, "the eigendecomposition itself", color="0.4", fontsize=9, ha="right")
     guide = [entry["folds"] for entry in middle]
     start = middle[0]["equation (9)"]
     axes.loglog(
