@@ -1,9 +1,14 @@
 """No tensor on a stray device, no look at values in a least-squares route; devices without a device."""
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.backend_registration
 from cases import BASIS, CASES, IDS, problem
 from counting import Counting
 from fake_cuda import fake_cuda
@@ -231,6 +236,21 @@ def test_svc_makes_its_tensors_where_the_data_are(kernel):
     for there, here in zip(received, expected, strict=True):
         assert there.device.type == "cpu"
         assert_close(there, here, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices in Python",
+)
+@pytest.mark.parametrize(
+    "kinds", [["rbf"], pytest.param(["linear", "precomputed", "batch"], marks=pytest.mark.slow)]
+)
+def test_svc_runs_on_another_device_and_agrees_with_the_cpu(kinds):
+    """Values, errors, clusters, fits, predictions and gradients, see another_device.py."""
+    script = Path(__file__).with_name("svm_elsewhere.py")
+    done = subprocess.run([sys.executable, script, *kinds], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [25] * len(kinds)
 
 
 def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
