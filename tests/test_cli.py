@@ -61,8 +61,8 @@ def test_demo_writes_into_the_current_folder_and_shows_no_bar_when_told(tmp_path
     [
         ([], "required: command"),
         (["dance"], "invalid choice: 'dance'"),
-        (["demo", "--steps", "0"], "must be a whole number from 1 on, got '0'"),
-        (["demo", "--steps", "many"], "must be a whole number from 1 on, got 'many'"),
+        (["demo", "--steps", "0"], "must be a positive integer, got '0'"),
+        (["demo", "--steps", "many"], "must be a positive integer, got 'many'"),
         (["demo", "--out", "nowhere/picture.png"], "folder 'nowhere' does not exist"),
         (["demo", "--out", "picture.txt"], "must end in .png"),
         (["demo", "--out", "folder.png"], "must be a file, got the folder"),

@@ -199,7 +199,7 @@ def test_every_changed_value_is_refused(root, capsys, kind):
         (
             ("version",),
             1,
-            f"by torchloo {NOW}, its format has the version 1; torchloo {NOW} reads version 3",
+            f"by torchloo {NOW} and has format version 1; torchloo {NOW} reads version 3",
         ),
         (("version",), "new\nline", "has the version unknown"),
     ],

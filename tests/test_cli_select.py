@@ -112,7 +112,7 @@ def test_select_writes_the_whole_folder(folder, capsys, target, options, columns
     assert select(target, *options) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "left out as constant: 'always'" in out
+    assert "ignored as constant: 'always'" in out
     assert "outer (3 splits)" in out
     assert "±" in out
     assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt", "report.html"]
@@ -226,7 +226,7 @@ def test_splits_without_a_class_are_refused_before_any_search(folder, capsys, mo
     data.to_csv("data.csv", index=False)
     assert select("grade", "--machine", machine, "--outer", "400") == 2
     err = capsys.readouterr().err
-    assert "outer splits put aside all 2 rows of 'rare'; take --machine lssvm, or --outer 0" in err
+    assert "outer splits hold out all 2 rows of 'rare'; use --machine lssvm or --outer 0" in err
     assert len(err.splitlines()) == 1
     assert not Path("out").exists()
 
@@ -244,7 +244,7 @@ def test_every_kernel_learns_the_target(folder, kernel):
 def test_the_boolean_kernel_takes_text_and_flags(folder, capsys):
     assert select("price", "--kernel", "boolean", "--drop", "x", "--drop", "z", "--outer", "0") == 0
     assert select("price", "--kernel", "boolean", out="other") == 2
-    assert "needs inputs 0 and 1 only; not so in 'x', 'z'" in capsys.readouterr().err
+    assert "needs inputs 0 and 1 only; other values in 'x', 'z'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -304,28 +304,28 @@ def test_an_archive_is_a_table_too(folder):
         (["--target", "good", "--criterion", "leave_pair_out_auc", "--clusters", "day"], "not clusters"),
         (
             ["--target", "grade", "--criterion", "error_rate"],
-            "error_rate is for two classes; for 3 take multiclass_error",
+            "error_rate is for two classes; for 3 use multiclass_error",
         ),
         (
             ["--target", "grade", "--criterion", "balanced_error_rate"],
-            "balanced_error_rate is for two classes; for 3 take balanced_multiclass_error",
+            "balanced_error_rate is for two classes; for 3 use balanced_multiclass_error",
         ),
         (
             ["--target", "good", "--criterion", "multiclass_error"],
-            "multiclass_error is for more than two classes; for two take error_rate",
+            "multiclass_error is for more than two classes; for two use error_rate",
         ),
         (["--target", "price", "--criterion", "multiclass_error"], "multiclass_error needs classes"),
         (
             ["--target", "price", "--machine", "kfd"],
-            "kfd tells classes apart, 'price' has numbers; take lssvm",
+            "kfd is a classifier, but 'price' is numeric; use lssvm",
         ),
         (
             ["--target", "price", "--machine", "svc"],
-            "svc tells classes apart, 'price' has numbers; take lssvm",
+            "svc is a classifier, but 'price' is numeric; use lssvm",
         ),
-        (["--target", "price", "--basis", "5"], "--basis is for --machine sparse"),
-        (["--target", "price", "--machine", "sparse", "--basis", "30"], "at most half of the rows, 24"),
-        (["--target", "price", "--outer", "-1"], "must be a whole number from 0 on"),
+        (["--target", "price", "--basis", "5"], "--basis needs --machine sparse"),
+        (["--target", "price", "--machine", "sparse", "--basis", "30"], "must be at most 24, so that"),
+        (["--target", "price", "--outer", "-1"], "must be a non-negative integer"),
         (["--target", "price", "--clusters", "half"], "at least 3 clusters, got 2"),
         (["--target", "price", "--prior", "0"], "must be a positive number, got '0'"),
         (["--target", "price", "--device", "cuda:9"], "--device cuda:9"),
@@ -444,7 +444,7 @@ def test_predictions_are_close_to_the_truth_of_new_rows(folder, models, capsys, 
     assert run("predict", models[target], "new.csv", "--out", "p.csv") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert f"beside its column '{target}'" in out
+    assert f"compared with column '{target}'" in out
     predicted = pd.read_csv("p.csv", dtype={"prediction": str})
     assert predicted["row"].tolist() == list(range(1, N + 1))
     truth = new[target].astype(str)
@@ -556,10 +556,10 @@ def test_predictions_of_the_training_rows_are_the_fit(folder, models):
     ("model", "data", "message"),
     [
         ("none.pt", "data.csv", "'none.pt' does not exist"),
-        ("data.csv", "data.csv", "is not a model that torchloo select has written"),
-        ("other.pt", "data.csv", "is not a model that torchloo select has written"),
+        ("data.csv", "data.csv", "is not a model written by torchloo select"),
+        ("other.pt", "data.csv", "is not a model written by torchloo select"),
         ("later.pt", "data.csv", "was written by torchloo 9.9.9"),
-        ("broken.pt", "data.csv", "is not a model that torchloo select has written"),
+        ("broken.pt", "data.csv", "is not a model written by torchloo select"),
         ("good.pt", "none.csv", "'none.csv' does not exist"),
         ("good.pt", "wrong.csv", "do not match those of the model: missing 'z'; unexpected 'y'"),
     ],
@@ -691,7 +691,7 @@ def test_a_messy_table_goes_through_without_a_report(folder, capsys, monkeypatch
     assert "missing values: 2 in column 'x', the first in row 3" in capsys.readouterr().err
     assert run("select", "messy.csv", *words, "--missing", "mean", "--no-report") == 0
     out = capsys.readouterr().out
-    assert "missing values filled in by the mean (text: the most frequent value) of 'x', 'shop'" in out
+    assert "missing values imputed by the mean (text: the most frequent value) in 'x', 'shop'" in out
     assert "dates, taken as days since 1970: 'day'" in out
     assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt"]
     messy.assign(more="?").drop(columns=["good", "grade"]).to_csv("new.csv", index=False)

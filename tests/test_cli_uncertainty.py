@@ -122,11 +122,13 @@ def test_rows_that_a_machine_has_anyway_are_stored_once(folder):
 def test_too_many_rows_leave_intervals_out(folder, capsys, monkeypatch):
     monkeypatch.setitem(uncertainty.MOST_ROWS, "dense", N - 1)
     assert select("price") == 0
-    assert f"note: no prediction intervals: a model would need all of its {N} rows" in capsys.readouterr().out
+    assert (
+        f"note: no prediction intervals: the model would have to keep all {N} rows" in capsys.readouterr().out
+    )
     assert run("predict", "out/model.pt", "new.csv") == 0
     assert pd.read_csv("predictions.csv").columns.tolist() == ["row", "prediction"]
     assert run("predict", "out/model.pt", "new.csv", "--level", "0.8") == 2
-    assert "it has not kept its rows, which were too many" in capsys.readouterr().err
+    assert "it was trained on too many rows to keep them" in capsys.readouterr().err
     assert select("price", "--kernel", "linear", out="linear") == 0
     assert "no prediction intervals" not in capsys.readouterr().out
 
@@ -173,7 +175,9 @@ def test_probabilities_are_calibrated_on_held_out_rows(folder, target, options):
 def test_a_level_needs_numbers_and_sense(folder, capsys):
     assert select("sold") == 0
     assert run("predict", "out/model.pt", "new.csv", "--level", "0.8") == 2
-    assert "--level: the model has no intervals, as it predicts classes" in capsys.readouterr().err
+    assert (
+        "--level: the model has no prediction intervals, since it predicts classes" in capsys.readouterr().err
+    )
     for level in ("0", "1", "90", "x"):
         assert run("predict", "out/model.pt", "new.csv", "--level", level) == 2
         assert "argument --level: must be" in capsys.readouterr().err
@@ -186,7 +190,7 @@ def test_a_time_budget_ends_the_search_and_the_outer_estimate(folder, capsys, mo
     words = ["--target", "price", *drop, "--out", "out", "--no-progress"]
     assert run("select", "data.csv", *words, "--outer", "20", "--time-budget", "1e-6") == 0
     out, err = capsys.readouterr()
-    assert "evaluations, ended by the time budget" in out
+    assert "evaluations, stopped by the time budget" in out
     lines = err.splitlines()
     assert lines[0] == (
         "torchloo select: warning: select: the time budget of 5e-07 s is used up; this is the best so far"

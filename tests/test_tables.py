@@ -47,8 +47,8 @@ def test_constant_columns_and_names_are_left_out_and_reported():
     prepared = prepare(table, Roles("y"))
     assert "one" not in "".join(prepared.schema.inputs)
     assert prepared.notes == (
-        "left out as constant: 'one', 'same'",
-        "column 'name' is text with 12 distinct values in 12 rows: left out",
+        "ignored as constant: 'one', 'same'",
+        "column 'name' is text with 12 distinct values in 12 rows: ignored",
     )
 
 
@@ -58,7 +58,7 @@ def test_copies_of_rows_are_reported_where_they_are_no_chance():
     assert prepare(table, Roles("y")).notes == ()
     table.loc[7, ["x", "y"]] = table.loc[6, ["x", "y"]]
     (note,) = prepare(table, Roles("y", drop=("g",))).notes
-    assert note.startswith("1 row is a copy of another")
+    assert note.startswith("1 row is a duplicate of another")
     assert prepare(table, Roles("y", clusters="g")).notes == ()
     coarse = pd.DataFrame({"x": [1.5, 2.5] * 20, "y": [3.5, 4.5, 5.5, 6.5] * 10})
     assert prepare(coarse, Roles("y")).notes == ()
@@ -148,7 +148,7 @@ def test_a_table_that_does_not_match_is_refused_by_name(change, message):
         (frame(colour=["a"] * 11 + [None]), Roles("y"), "1 in column 'colour', the first in row 12"),
         (frame(y=[np.nan] + [1.0] * 11), Roles("y"), "missing values: 1 in column 'y'"),
         (frame(x=[np.inf] + [1.0] * 11), Roles("y"), "column 'x' is infinite in row 1"),
-        (frame(x=[1e200, -1e200] * 6), Roles("y"), "cannot be squared"),
+        (frame(x=[1e200, -1e200] * 6), Roles("y"), "overflows or underflows"),
         (frame(x=["1", "2", "?", "4"] * 3), Roles("y"), "'x' mixes numbers with text, '\\?' in row 3"),
         (frame(y=1.0), Roles("y"), "'y' has the same value in every row"),
         (frame(y=["a"] * 11 + ["b"]), Roles("y"), "class 'b' of 'y' has one row"),
@@ -156,7 +156,7 @@ def test_a_table_that_does_not_match_is_refused_by_name(change, message):
         (frame(g=["a"] * N), Roles("y", clusters="g"), "'g' has one value only"),
         (frame(w=["a"] * N), Roles("y", weights="w"), "'w' must hold numbers, got 'a' in row 1"),
         (frame(w=[0.0] * N), Roles("y", weights="w"), "'w' must be positive, got 0 in row 1"),
-        (pd.DataFrame({"y": np.arange(12.5), "one": 1}), Roles("y"), "no column is left to predict from"),
+        (pd.DataFrame({"y": np.arange(12.5), "one": 1}), Roles("y"), "no input column is left"),
         (frame(span=pd.to_timedelta([1, 2] * 6, unit="D")), Roles("y"), "'span' holds timedelta"),
     ],
 )
@@ -170,7 +170,7 @@ def test_five_hundred_labels_are_no_classes():
     with pytest.raises(TableError, match="'y' is text with 500 distinct values, more than 50 classes"):
         prepare(table, Roles("y"))
     numbers = pd.DataFrame({"x": np.arange(1000.0), "y": list(range(500)) * 2})
-    with pytest.raises(TableError, match="take --task regression"):
+    with pytest.raises(TableError, match="use --task regression"):
         prepare(numbers, Roles("y", task="classification"))
 
 
@@ -178,12 +178,12 @@ def test_boolean_inputs_stay_as_they_are_and_others_are_refused():
     table = frame(x=[0, 1] * 6)
     prepared = prepare(table, Roles("y"), standardise=False)
     assert set(prepared.X.flatten()) == {0.0, 1.0}
-    with pytest.raises(TableError, match="needs inputs 0 and 1 only; not so in 'x'"):
+    with pytest.raises(TableError, match="needs inputs 0 and 1 only; other values in 'x'"):
         prepare(frame(), Roles("y"), standardise=False)
 
 
 COMMA = "read with a decimal comma: "
-THOUSANDS = "read with marks between thousands: "
+THOUSANDS = "read with thousands separators: "
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_column_that_counts_the_rows_is_kept_with_a_word():
     prepared = prepare(frame(id=np.arange(1, N + 1)), Roles("y"))
     assert "id" in prepared.schema.inputs
     assert prepared.notes == (
-        "column 'id' counts the rows; if it is no measurement, leave it out with --drop",
+        "column 'id' counts the rows; if it is not a measurement, ignore it with --drop",
     )
 
 
@@ -239,7 +239,7 @@ def test_an_archive_of_arrays_is_a_table(tmp_path):
     table, notes = read_table(path)
     assert table.columns.tolist() == ["X0", "X1", "y", "names"]
     np.testing.assert_array_equal(table[["X0", "X1"]], X)
-    assert notes == ["arrays without 3 rows are left out: 'split'"]
+    assert notes == ["arrays without 3 rows are ignored: 'split'"]
     np.savez(path, X=X, feature_names=np.array(["u", "v"]))
     assert read_table(path)[0].columns.tolist() == ["u", "v"]
 
@@ -463,7 +463,7 @@ def test_rows_with_missing_values_are_dropped_where_that_is_asked_for():
     prepared = prepare(with_holes(), Roles("y"), missing="drop")
     assert prepared.rows.tolist() == [row for row in range(1, 25) if row not in (4, 6, 7, 21)]
     assert len(prepared.X) == len(prepared.y) == 20
-    assert "4 of 24 rows are left out for their missing values" in prepared.notes
+    assert "4 of 24 rows are dropped because of missing values" in prepared.notes
     expected = prepare(with_holes().drop(index=[3, 5, 6, 20]).reset_index(drop=True), Roles("y"))
     np.testing.assert_array_equal(prepared.X, expected.X)
     with pytest.raises(TableError, match="missing values"):  # what was dropped has taught nothing

@@ -1,7 +1,6 @@
-"""`torchloo bench`: the ratios that leave-one-out costs, or saves, on this machine.
+"""`torchloo bench`: the cost of leave-one-out relative to training and to refitting, on this computer.
 
-The functions are what the benchmark scripts time, too; the scripts do so at larger sizes, and against
-what is promised.
+The scripts in scripts/bench time the same functions at larger sizes.
 """
 
 import argparse
@@ -57,12 +56,12 @@ def loo_with_gradient(K: Tensor, Y: Tensor) -> Tensor | None:
 def best_times(
     sides: dict[str, Callable[[], object]], repeats: int, on_turn: Callable[[], object] | None = None
 ) -> dict[str, float]:
-    """Seconds of every side, the best of `repeats` turns, after one turn that does not count.
+    """The fastest of `repeats` timings of every side, in seconds, after one untimed warm-up.
 
     Args:
-        sides: what to time, by name; each is called once in every turn.
-        repeats: number of turns that count.
-        on_turn: called after every turn, the first included.
+        sides: functions to time, by name; all are called once per repetition, in turn.
+        repeats: number of timed repetitions.
+        on_turn: called after every repetition, including the warm-up.
     """
     times = dict.fromkeys(sides, float("inf"))
     for turn in range(repeats + 1):
@@ -81,32 +80,36 @@ def best_times(
 
 
 def _wait() -> None:
-    """A GPU works on after its calls have returned."""
+    """Wait for a GPU, whose calls return before the work is done."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 class _Comparison(NamedTuple):
-    """Two sides of one question; the ratio is theirs, times what the second is short of."""
+    """Two timings and their ratio."""
 
     what: str
     over: Callable[[], object]
     under: Callable[[], object]
     factor: float = 1.0
-    """How many times the work of `over` would be, in all."""
+    """How often the work of `over` would have to be repeated in full."""
 
 
 def add(commands: Any) -> None:
-    """Describe the arguments."""
+    """Declare the arguments."""
     parser = commands.add_parser(
         "bench",
-        help="measure on this machine what leave-one-out costs and saves",
+        help="time leave-one-out against training and refitting on this computer",
         description="Time leave-one-out against training and against refitting, in float64, and print the "
-        "ratios of this machine. Takes about a quarter of a minute on two cores.",
+        "ratios. Takes about 15 seconds on two cores.",
     )
     parser.add_argument("--rows", type=count, default=1000, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
-        "--repeats", type=count, default=5, metavar="N", help="turns, the best counts (default: %(default)s)"
+        "--repeats",
+        type=count,
+        default=5,
+        metavar="N",
+        help="repetitions, of which the fastest counts (default: %(default)s)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
@@ -155,7 +158,7 @@ def _comparisons(n: int, device: str) -> Iterator[_Comparison]:
 
 
 def _batch(device: str, problems: int = 1024, some: int = 32) -> _Comparison:
-    """Many small problems one by one against all at once; of the former only some are done."""
+    """Many small problems one by one (only some are timed) against all in one batch."""
     X = targets(problems, 32, 4, seed=2)
     with torch.no_grad():
         K = tl.kernels.RBF(lengthscale=2.0)(X).to(device)
@@ -169,7 +172,7 @@ def _batch(device: str, problems: int = 1024, some: int = 32) -> _Comparison:
 
 
 def _svm(device: str, n: int = 200, some: int = 10) -> _Comparison:
-    """Refits of the SVM without each of its rows against its leave-one-out; only some are done."""
+    """Refits of the SVM without each row (only some are timed) against its leave-one-out."""
     X, y = tl.datasets.twonorm(n, generator=torch.Generator().manual_seed(0))
     X, y = X.to(device), y.to(device)
     svc = tl.SVC(tl.kernels.RBF(lengthscale=4.5)).to(device)

@@ -1,4 +1,4 @@
-"""Numbers as people write them in text files: decimal commas, and marks between thousands."""
+"""Numbers in text files with decimal commas or thousands separators."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 __all__ = ["MARKS", "fitting", "looks_numeric", "with_numbers"]
 
-_SPACES = " \u00a0\u202f'\u2019"  # marks between thousands that are never decimal marks
+_SPACES = " \u00a0\u202f'\u2019"  # thousands separators that are never decimal marks
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A way to write numbers: the decimal mark, and what may stand between thousands beside `_SPACES`."""
+    """A number format: the decimal mark, and the thousands separator besides `_SPACES`."""
 
     decimal: str
     thousands: str
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """All numbers written so."""
+        """Matches numbers of this format."""
         grouped = rf"[1-9]\d{{0,2}}(?P<mark>[{self.thousands}{_SPACES}])\d{{3}}(?:(?P=mark)\d{{3}})*"
         decimal = re.escape(self.decimal)
         mantissa = rf"(?:(?:{grouped}|\d+)(?:{decimal}\d*)?|{decimal}\d+)"
         return re.compile(rf"\s*[-+]?{mantissa}(?:[eE][-+]?\d+)?\s*", re.ASCII)
 
     def fits(self, value: object) -> bool:
-        """Whether a value is text that is a number written so."""
+        """Whether a value is text and a number of this format."""
         return isinstance(value, str) and self.pattern.fullmatch(value) is not None
 
     def number(self, text: str) -> float:
-        """The number that a text is."""
+        """Parse a text."""
         return float(re.sub(f"[{self.thousands}{_SPACES}]", "", text).replace(self.decimal, "."))
 
 
@@ -48,19 +48,19 @@ MARKS = tuple(_READINGS)
 
 
 def looks_numeric(values: "pd.Series") -> np.ndarray:
-    """Which values (n,) of a column of text are numbers, however written."""
+    """Which values (n,) of a text column are numbers in any format."""
     readings = _READINGS.values()
     return np.array([any(reading.fits(value) for reading in readings) for value in values], dtype=bool)
 
 
 def fitting(values: "pd.Series") -> list[str]:
-    """The decimal marks with which all values of a column of text are numbers; none where 1,5 meets 2.5."""
+    """The decimal marks with which all values of a text column are numbers; none for 1,5 beside 2.5."""
     marks = [mark for mark, reading in _READINGS.items() if all(map(reading.fits, values))]
     return [] if len(marks) == 2 and _have(values, ",") and _have(values, r"\.") else marks
 
 
 def _have(values: "pd.Series", pattern: str) -> bool:
-    """Whether some value of a column of text has the pattern in it."""
+    """Whether some value of a text column matches the pattern."""
     return bool(values.str.contains(pattern, na=False).any())
 
 
@@ -71,25 +71,25 @@ def with_numbers(
     separator: str,
     known: Mapping[str, str],
 ) -> tuple["pd.DataFrame", dict[str, str], list[str]]:
-    """A table of a text file whose numbers with decimal commas or marks between thousands are numbers.
+    """Parse the columns of a text file that have decimal commas or thousands separators.
 
     Note [decimal marks]
     A column is read with the decimal mark that fits all of its values: 1,5 has a decimal comma, 1,234.5
-    a comma between thousands. Where both marks fit, as in 1,234, the first of these decides: the model's
-    table, unless other columns of the file contradict it; the other columns of the file, if they agree;
-    the separator. Beside separating commas the comma of 1,234 is one between thousands, beside other
-    separators a decimal comma; the point of 1.234 is a decimal point.
+    a comma as thousands separator. If both marks fit, as in 1,234, the first of these decides: the table of
+    the model, unless other columns of the file contradict it; the other columns of the file, if they agree;
+    the field separator. In a comma-separated file the comma of 1,234 is a thousands separator, in others a
+    decimal comma; the point of 1.234 is a decimal point.
 
     Args:
         frame: the table as read with decimal points.
         as_text: gives the same table with all columns as text.
-        text: names of columns that stay text.
-        separator: the separator of the file.
+        text: names of columns to be left as text.
+        separator: the field separator of the file.
         known: the decimal mark of each column of the model's table that has one.
 
     Returns:
-        The table, the decimal marks of its columns, and notes for the user. No marks are looked for where
-        all columns are plain numbers and words, and `known` is empty.
+        The table, the decimal marks of its columns, and notes for the user. Nothing is parsed again if all
+        columns are plain numbers or words and `known` is empty.
     """
     kinds = {name: frame[name].dtype.kind for name in frame.columns if name not in text}
     words = [name for name, kind in kinds.items() if kind == "O"]
@@ -100,13 +100,13 @@ def with_numbers(
     marks = _decided({name: found for name, found in possible.items() if found}, words, separator, known)
     frame = frame.copy()
     for name, mark in marks.items():
-        if name in words or mark == ",":  # others have been read already
+        if name in words or mark == ",":  # others are parsed already
             frame[name] = raw[name].map(_READINGS[mark].number, na_action="ignore").astype(float)
     return frame, marks, _notes(raw, marks)
 
 
 def _marks_of(values: "pd.Series") -> list[str]:
-    """The decimal marks that may be meant in a column of text; none in one of words or of digits alone."""
+    """The possible decimal marks of a text column; none if it holds words, or digits only."""
     marks = fitting(values) if len(values) else []
     return marks if marks and _have(values, rf"[,.{_SPACES}]") else []
 
@@ -130,5 +130,5 @@ def _notes(raw: "pd.DataFrame", marks: Mapping[str, str]) -> list[str]:
     commas = [name for name, mark in marks.items() if mark == "," and _have(raw[name], ",")]
     between = {mark: rf"\d[{reading.thousands}{_SPACES}]\d" for mark, reading in _READINGS.items()}
     grouped = [name for name, mark in marks.items() if _have(raw[name], between[mark])]
-    notes = [("read with a decimal comma", commas), ("read with marks between thousands", grouped)]
-    return [f"{said}: {listed(names, 20)}" for said, names in notes if names]
+    notes = [("read with a decimal comma", commas), ("read with thousands separators", grouped)]
+    return [f"{note}: {listed(names, 20)}" for note, names in notes if names]

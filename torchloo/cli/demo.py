@@ -1,4 +1,4 @@
-"""`torchloo demo`: the motorcycle data, its hyper-parameters by descent on PRESS."""
+"""`torchloo demo`: fit the motorcycle data, with hyper-parameters by gradient descent on PRESS."""
 
 import argparse
 import copy
@@ -23,16 +23,16 @@ __all__ = ["add", "run"]
 
 
 def _figure(**options: Any) -> "Figure":
-    """An empty figure, drawn without a display; only the pictures need matplotlib."""
+    """An empty figure that needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("pictures need matplotlib: pip install torchloo[cli]") from error
+        raise UserError("plotting needs matplotlib: pip install torchloo[cli]") from error
     return Figure(**options)
 
 
 class _State(NamedTuple):
-    """A machine's hyper-parameters, and what they lead to on its training data."""
+    """Hyper-parameters of a machine, and the resulting fit and errors on its training data."""
 
     lengthscale: float
     reg: float
@@ -51,20 +51,19 @@ class _Refits(NamedTuple):
 
 
 def add(commands: Any) -> None:
-    """Describe the arguments."""
+    """Declare the arguments."""
     parser = commands.add_parser(
         "demo",
-        help="fit the motorcycle data by leave-one-out gradients",
-        description="Fit an RBF LS-SVM to the motorcycle data, its hyper-parameters chosen by gradient "
-        "descent on PRESS; print what that brought and how the closed form compares with refits, and "
-        "draw a picture.",
+        help="fit the motorcycle data by gradient descent on a leave-one-out loss",
+        description="Fit an RBF LS-SVM to the motorcycle data with hyper-parameters selected by gradient "
+        "descent on PRESS, compare closed-form leave-one-out with explicit refits, and plot the result.",
     )
     parser.add_argument(
         "--out",
         type=writable(".png"),
         default="motorcycle.png",
         metavar="FILE",
-        help="the picture (default: %(default)s)",
+        help="output file (default: %(default)s)",
     )
     parser.add_argument(
         "--steps", type=count, default=200, metavar="N", help="optimiser steps (default: %(default)s)"
@@ -74,8 +73,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Descend, compare and draw."""
-    figure = _figure(figsize=(8, 5), layout="constrained")  # first, as it may be missing
+    """Optimise, compare with refits, and plot."""
+    figure = _figure(figsize=(8, 5), layout="constrained")  # first, since matplotlib may be missing
     X, y = tl.datasets.motorcycle()
     grid = torch.linspace(0, 60, 601, dtype=X.dtype).unsqueeze(-1)  # (m, 1)
     machine = tl.LSSVM(tl.kernels.RBF(lengthscale=20.0), reg=1.0)
@@ -92,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=150)
     write(args.out, content.getvalue())
-    print(f"picture: {args.out}")
+    print(f"plot: {args.out}")
     return 0
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, and lose much where the cores are busy."""
+    """Use one thread: matrices this small gain nothing from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -109,9 +108,9 @@ def _one_thread() -> Iterator[None]:
 
 def _descend(machine: tl.LSSVM, X: Tensor, y: Tensor, steps: int, progress: bool) -> None:
     """Adam on PRESS over the log-parameters of the kernel and the regularisation."""
-    # The first gradients are the largest by far: forget them sooner than by default (0.999).
+    # The first gradients are by far the largest: forget them sooner than by default (0.999).
     optimiser = torch.optim.Adam(machine.parameters(), lr=0.3, betas=(0.9, 0.97))
-    bar = tqdm(range(steps), desc="descending", unit="step", disable=not progress)
+    bar = tqdm(range(steps), desc="optimising", unit="step", disable=not progress)
     for _ in bar:
         optimiser.zero_grad()
         press = tl.criteria.press(machine.loo(X, y))

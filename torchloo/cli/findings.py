@@ -1,4 +1,4 @@
-"""The work of `torchloo select`: choose a machine, look at what it says held out, estimate how well."""
+"""The work of `torchloo select`: select a machine, collect its held-out predictions, estimate its error."""
 
 import time
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from torchloo.splits import Split
 __all__ = ["Findings", "MeasureRow", "choose", "estimate", "examine"]
 
 # An eigendecomposition for the curve of regularisations is worth a few seconds, not minutes.
-_MOST_ROWS_OF_PATH = 2000
+_MAX_ROWS_OF_PATH = 2000
 
 
 class SearchResult(NamedTuple):
-    """What the search came to."""
+    """The result of the search."""
 
     machine: Any
     """A fitted machine."""
@@ -35,13 +35,13 @@ class SearchResult(NamedTuple):
     """The criterion at every evaluation."""
     evaluations: int
     seconds: float
-    """About what another such search would take."""
+    """Estimated time of another search like it."""
     stopped: str
-    """Why the search ended early, or nothing."""
+    """Why the search ended early; empty if it did not."""
 
 
 class MeasureRow(NamedTuple):
-    """One measure by every way of estimating it; None where there is none."""
+    """One measure, estimated in several ways; None where an estimate was not made."""
 
     measure: Measure
     guess: float
@@ -50,7 +50,7 @@ class MeasureRow(NamedTuple):
     outer: OuterEstimate | None
 
     def shown(self) -> list[str]:
-        """The values that there are, as text."""
+        """The available values as text."""
         values = [self.guess, self.loo] + ([] if self.lco is None else [self.lco])
         shown = [self.measure.show(value) for value in values]
         if self.outer is not None:
@@ -59,7 +59,7 @@ class MeasureRow(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A hyper-parameter of the machine that was chosen."""
+    """A hyper-parameter of the selected machine."""
 
     name: str
     value: np.ndarray
@@ -69,24 +69,24 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """All that the report tells; arrays are in the order of the table."""
+    """Everything that the report shows; arrays are in the row order of the table."""
 
     request: Request
     prepared: PreparedTable
     choice: SearchResult
     parameters: list[Parameter]
     relevance: np.ndarray | None
-    """By how much the kernel falls over one standard deviation of each input, (d,); None unless it has
-    parameters for each."""
+    """Relative decrease of the kernel over one standard deviation of each input, (d,); None unless the kernel
+    has one parameter per input."""
     path: tuple[np.ndarray, np.ndarray] | None
-    """Regularisations and the criterion at each."""
+    """Regularisations, and the criterion at each."""
     loo: HeldOutPredictions
     lco: HeldOutPredictions | None
-    """Leave-cluster-out, where there are clusters."""
+    """Leave-cluster-out predictions, if there are clusters."""
     leverage: np.ndarray | None
     rows: list[MeasureRow]
     by_class: ClassTable | None
-    """The inner answers class by class; None for regression."""
+    """Held-out accuracy by class; None for regression."""
     uncertainty: Uncertainty
 
     @property
@@ -96,17 +96,17 @@ class Findings:
 
     @property
     def inner(self) -> HeldOutPredictions:
-        """The answers that the settings were chosen by: with its cluster out, where there are clusters."""
+        """The held-out predictions that the selection used: leave-cluster-out if there are clusters."""
         return self.loo if self.lco is None else self.lco
 
     @property
     def way(self) -> str:
-        """What the inner answers are called."""
+        """Name of the held-out scheme of `inner`."""
         return "leave-one-out" if self.lco is None else "leave-cluster-out"
 
     @property
-    def badness(self) -> np.ndarray:
-        """How badly rows are predicted (n,): |residual|; of classes, how far the true one lies behind."""
+    def misfit(self) -> np.ndarray:
+        """Prediction error of each row (n,): |residual|; for classes, minus the margin of the true class."""
         outputs = self.inner.outputs
         if not self.classes:
             return self.inner.size
@@ -115,13 +115,13 @@ class Findings:
         own = self.prepared.y > 0  # (n, c)
         return np.where(own, -np.inf, outputs).max(1) - outputs[own]
 
-    def said(self, answers: HeldOutPredictions) -> np.ndarray:
-        """Outputs as the user knows the target: numbers or labels."""
-        return self.prepared.schema.said(answers.outputs)
+    def predicted(self, predictions: HeldOutPredictions) -> np.ndarray:
+        """Predicted targets in the user's terms: numbers or class labels."""
+        return self.prepared.schema.decoded(predictions.outputs)
 
 
-def _how(data: TrainingData, request: Request) -> dict[str, Any]:
-    """What a selection and its repetition in every split have in common."""
+def _search_arguments(data: TrainingData, request: Request) -> dict[str, Any]:
+    """Arguments that `select`, and `validate` for its splits, have in common."""
     return {
         "criterion": request.score,
         "search": request.search,
@@ -140,7 +140,7 @@ def choose(data: TrainingData, request: Request) -> SearchResult:
         request.spec.build().to(request.device),
         data.X,
         data.y,
-        **_how(data, request),
+        **_search_arguments(data, request),
     )
     seconds = selection.evaluations * _seconds_of_one(selection.machine, data, request)
     history = [float(record.value) for record in selection.history]
@@ -150,7 +150,7 @@ def choose(data: TrainingData, request: Request) -> SearchResult:
 
 @torch.no_grad()
 def _seconds_of_one(machine: Any, data: TrainingData, request: Request) -> float:
-    """About the time of one evaluation; the first of a process are slower and tell nothing."""
+    """Estimated time of one evaluation, measured now, as the first evaluations of a process are slower."""
     start = time.perf_counter()
     if data.clusters is None:
         machine.loo(data.X, data.y, data.weight)
@@ -162,13 +162,13 @@ def _seconds_of_one(machine: Any, data: TrainingData, request: Request) -> float
 def estimate(
     data: TrainingData, request: Request, splits: list[Split], of: list[Measure]
 ) -> list[OuterEstimate] | None:
-    """The outer estimate of every measure: the whole selection repeated in every split."""
+    """The outer estimate of every measure: the whole selection is repeated in every split."""
     if not splits:
         return None
     tested: list[HeldOut] = []
 
     def metric(held_out: HeldOut) -> Tensor:
-        """Keep the test rows of each split, so that every measure can be taken of them."""
+        """Keep the test rows of each split, to compute every measure from them afterwards."""
         tested.append(held_out)
         return of[0].of(held_out)
 
@@ -179,7 +179,7 @@ def estimate(
         splits=splits,
         metric=metric,
         standardise=request.standardise,
-        **_how(data, request),
+        **_search_arguments(data, request),
     )
     return [measure.over_splits(tested) for measure in of]
 
@@ -192,7 +192,7 @@ def examine(
     choice: SearchResult,
     outer: list[OuterEstimate] | None,
 ) -> Findings:
-    """Everything that the chosen machine says held out."""
+    """Held-out predictions and diagnostics of the selected machine."""
     machine, X, y, weight = choice.machine, data.X, data.y, data.weight
     loo = machine.loo(X, y, weight)
     lco = None if data.clusters is None else machine.lco(X, y, data.clusters, weight)
@@ -208,8 +208,8 @@ def examine(
         parameters=_parameters(machine, request.unit),
         relevance=_relevance(machine.kernel, X),
         path=_path(data, request, choice),
-        loo=data.answers(loo),
-        lco=None if lco is None else data.answers(lco),
+        loo=data.predictions(loo),
+        lco=None if lco is None else data.predictions(lco),
         leverage=None if leverage is None else data.restored(leverage),
         rows=_rows(measures(y, classes), y, ways, outer),
         by_class=ClassTable.of(inner) if classes else None,
@@ -218,14 +218,14 @@ def examine(
 
 
 def _of_table(held_out: Any, y: Tensor) -> HeldOut:
-    """Held-out rows with the targets of the table, not a machine's own codes."""
+    """Held-out predictions with the targets of the table instead of the codes of the machine."""
     return held_out._replace(targets=y, residuals=y - held_out.outputs)
 
 
 def _rows(
     of: list[Measure], y: Tensor, ways: list[HeldOut | None], outer: list[OuterEstimate] | None
 ) -> list[MeasureRow]:
-    """Every measure by every way, leave-one-out and leave-cluster-out."""
+    """Every measure, by leave-one-out and, if there are clusters, by leave-cluster-out."""
     rows = []
     for k, measure in enumerate(of):
         inner, clusters = (None if way is None else measure.value(way) for way in ways)
@@ -237,7 +237,7 @@ def _rows(
 
 
 def _parameters(machine: KernelMachine, unit: str) -> list[Parameter]:
-    """All that are declared, by their names, or by their paths where several have one name."""
+    """All declared hyper-parameters, by name, or by path where several have the same name."""
     found = []
     for path, logarithm in machine.named_parameters():
         owner, _, leaf = path.rpartition(".")
@@ -264,20 +264,21 @@ def _relevance(kernel: Kernel, X: Tensor) -> np.ndarray | None:
     points = torch.cat([X.new_zeros(1, d), torch.eye(d, dtype=X.dtype, device=X.device)])
     size = kernel.diagonal(points)
     if not torch.allclose(size, size[:1]):
-        return None  # what it falls by is not the same everywhere
+        return None  # not stationary: the decrease depends on where it is measured
     return (1 - kernel(points[:1], points[1:])[0] / size[0]).cpu().numpy()
 
 
 def _path(data: TrainingData, request: Request, choice: SearchResult) -> tuple[np.ndarray, np.ndarray] | None:
-    """The criterion over six decades of regularisation about the chosen one; None where that is dear."""
+    """The criterion over six decades of reg around the selected one; None where that is too costly."""
     machine = choice.machine
-    dear = len(data.y) > _MOST_ROWS_OF_PATH
-    if dear or not isinstance(machine, LeastSquares) or request.criterion_function.takes_fit:
+    if len(data.y) > _MAX_ROWS_OF_PATH or not isinstance(machine, LeastSquares):
+        return None
+    if request.criterion_function.takes_fit:
         return None
     regs = machine.reg * torch.logspace(-3, 3, 49, dtype=data.X.dtype, device=data.X.device)
     try:
         path = machine.path(data.X, data.y, regs, data.clusters, data.weight)
         values = request.score(path)
-    except ValueError:  # the smallest may be too small to factorise with
+    except ValueError:  # the smallest reg may be too small for a factorisation
         return None
     return regs.cpu().numpy(), values.cpu().numpy()

@@ -1,7 +1,7 @@
-"""What the command tells of predictions: a few measures for each task, and what guessing would give.
+"""Performance measures of the command: a few for each task, and their values for a trivial predictor.
 
-A measure is called as a criterion of tl.criteria is, with a HeldOut, and returns one number. Every row
-counts once, whatever the training weights.
+A measure is called like a criterion of tl.criteria, with a HeldOut, and returns one number. It is unweighted,
+whatever the training weights.
 """
 
 from collections.abc import Callable
@@ -21,31 +21,31 @@ class OuterEstimate(NamedTuple):
     """The outer estimate of one measure."""
 
     scores: np.ndarray
-    """Its value in every split where it has one."""
+    """Its value in every split where it is defined."""
     mean: float
     stderr: float
 
 
 class Measure(NamedTuple):
-    """A name, the function, and how its values are gathered and shown."""
+    """A name, the function, and how its values are averaged and formatted."""
 
     name: str
     of: Callable[[HeldOut], Tensor]
     percent: bool = False
     places: int | None = None
-    """Decimal places; None shows four digits."""
+    """Decimal places; None for four significant digits."""
     root: bool = False
-    """The function is a mean of squares, and the measure its root."""
+    """Whether the function is a mean of squares and the measure its square root."""
 
     def value(self, held_out: HeldOut) -> float:
-        """The measure."""
+        """The value of the measure."""
         value = float(self.of(held_out))
         return value**0.5 if self.root else value
 
     def over_splits(self, parts: list[HeldOut]) -> OuterEstimate:
-        """The estimate from the test rows of many splits; of squares, the mean is taken before the root.
+        """The estimate from the test rows of many splits; squares are averaged before the root is taken.
 
-        A split that has no value, such as a ROC curve of one class, is left out.
+        Splits where the measure is undefined (an AUC with one class only) are ignored.
         """
         values = np.array([float(self.of(part)) for part in parts])
         values = values[~np.isnan(values)]
@@ -79,7 +79,7 @@ class Measure(NamedTuple):
 
 
 def measures(y: Tensor, classes: int) -> list[Measure]:
-    """The measures of a task with targets y, the one to quote first."""
+    """The measures for targets y, the most important one first."""
     if not classes:
         variance = y.var(correction=0)
         return [
@@ -117,7 +117,7 @@ def _cross_entropy(held_out: HeldOut) -> Tensor:
 
 
 def _balanced(held_out: HeldOut) -> Tensor:
-    """The mean of the error rates of the classes that are there."""
+    """The mean error rate over the classes that occur."""
     return 1 - tl.criteria.class_accuracy(held_out, weight=None).nanmean(-1)
 
 
@@ -128,27 +128,27 @@ def _auc(held_out: HeldOut) -> Tensor:
 
 
 def guess(y: Tensor) -> HeldOut:
-    """Always predicting the mean of the targets; for classes, the most frequent one."""
+    """The trivial predictor: the mean of the targets or, for classes, the most frequent one."""
     outputs = y.mean(0).expand_as(y)
     ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
     return HeldOut(outputs, y - outputs, y, ones, None, torch.ones_like(y), ones > 1)
 
 
 class ClassTable(NamedTuple):
-    """Held-out answers by class, every row counting once; errors are standard errors, by clusters if any."""
+    """Held-out accuracy by class, unweighted; standard errors respect clusters if there are any."""
 
     confusion: np.ndarray
-    """Rows of a class (row) of which a class (column) was said, whole numbers (c, c)."""
+    """Confusion matrix (c, c): rows are true classes, columns predicted ones; integer counts."""
     right: np.ndarray
-    """Share of right answers, (c,)."""
+    """Accuracy within each class, (c,)."""
     error: np.ndarray
-    """Of each share, (c,)."""
+    """Standard error of each accuracy, (c,)."""
     all_right: float
     all_error: float
 
     @classmethod
     def of(cls, held_out: HeldOut) -> "ClassTable":
-        """From columns of several classes, or one of two."""
+        """From the columns of several classes, or the single column of two."""
         several = held_out.targets.ndim > 1
         criterion = tl.criteria.multiclass_error if several else tl.criteria.error_rate
         positive = held_out.targets > 0
@@ -164,7 +164,7 @@ class ClassTable(NamedTuple):
         )
 
     def mistaken_for(self, k: int, labels: tuple[str, ...], most: int = 3) -> str:
-        """The classes that rows of class k are most often taken for, with their numbers."""
+        """The classes that rows of class k are most often mistaken for, with their counts."""
         counts = self.confusion[k].copy()
         counts[k] = 0
         order = [j for j in np.argsort(-counts, kind="stable") if counts[j]]

@@ -1,13 +1,11 @@
-"""Machines by their names on the command line, and the file model.pt.
-
-The file is plain data, which torch.load reads with weights_only=True:
+"""The file model.pt: plain data that torch.load reads with weights_only=True.
 
     {"format": "torchloo model", "version": 3, "torchloo": "0.1.0",
      "machine": Spec as a dictionary, "schema": Schema as a dictionary, "state": a state_dict,
      "uncertainty": Uncertainty as a dictionary, "sha256": the checksum of all the others}
 
-Whatever `load` takes out of it has been checked: that it is there, its type, its shape, that numbers are
-finite, that the parts fit together, and, by the checksum, that no value has changed since.
+`load` checks everything it reads: presence, types, shapes, finite numbers, consistency of the parts, and the
+checksum.
 """
 
 import hashlib
@@ -35,7 +33,7 @@ _FIELDS = ("format", "version", "torchloo", "machine", "schema", "state", "uncer
 
 
 class Model(NamedTuple):
-    """What predicts new rows."""
+    """A fitted machine with the encoding of its inputs and its uncertainty."""
 
     schema: Schema
     machine: KernelMachine
@@ -43,7 +41,7 @@ class Model(NamedTuple):
 
 
 def save(path: Path, spec: Spec, model: Model) -> None:
-    """Write a fitted machine and all that `load` needs."""
+    """Write a fitted machine and everything that `load` needs."""
     schema, machine, uncertainty = model
     content: dict[str, Any] = {
         "format": _FORMAT,
@@ -58,9 +56,9 @@ def save(path: Path, spec: Spec, model: Model) -> None:
     }
     kept, support = content["uncertainty"]["rows"], content["state"]["support"]
     if kept and torch.equal(kept["X"], support):
-        kept["X"] = support  # which is written once
+        kept["X"] = support  # torch.save writes shared storage once
     content["sha256"] = checksum(content)
-    buffer = io.BytesIO()  # torch's own writing to a path fails on a full disk without saying so
+    buffer = io.BytesIO()  # torch.save to a path does not raise on a full disk
     torch.save(content, buffer)
     path.write_bytes(buffer.getvalue())
 
@@ -70,7 +68,7 @@ def _on_host(value: Any) -> Any:
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """SHA-256 of all that a model holds, but for the field `sha256` itself."""
+    """SHA-256 of the content of a model, except for the field `sha256` itself."""
     digest = hashlib.sha256()
     for part in _bytes_of({name: value for name, value in content.items() if name != "sha256"}):
         digest.update(part)
@@ -78,7 +76,7 @@ def checksum(content: dict[str, Any]) -> str:
 
 
 def _bytes_of(value: Any) -> Iterator[bytes]:
-    """Plain data piece by piece, the same for lists and tuples, and in whatever order fields are."""
+    """Plain data as bytes, independent of the order of fields and of list or tuple."""
     if isinstance(value, dict):
         value = [part for name in sorted(value) for part in (name, value[name])]
     if isinstance(value, list | tuple):
@@ -93,12 +91,12 @@ def _bytes_of(value: Any) -> Iterator[bytes]:
 
 
 def load(path: Path, device: str) -> Model:
-    """The model of a file; UserError for whatever `save` cannot have written."""
+    """Load a model; UserError if the file was not written by `save`."""
     content = _content(path)
     try:
         require_fields("the model", content, _FIELDS)
         if not isinstance(content["torchloo"], str):
-            raise ValueError("torchloo must be the version that has written it")
+            raise ValueError("torchloo must be the version that wrote the file")
         schema = Schema.from_dict(content["schema"])
         spec = Spec.from_dict(content["machine"], schema)
         machine = spec.build()
@@ -113,11 +111,11 @@ def load(path: Path, device: str) -> Model:
 
 
 def _not_ours(path: Path) -> str:
-    return f"{str(path)!r} is not a model that torchloo select has written"
+    return f"{str(path)!r} is not a model written by torchloo select"
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """What a file of this format and version holds."""
+    """The content of a file of this format and version."""
     if not path.is_file():
         raise UserError(f"{str(path)!r} " + ("is a folder" if path.is_dir() else "does not exist"))
     try:
@@ -127,7 +125,7 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(action="ignore"):
             plain = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the unpickler makes of other bytes
+    except Exception as error:  # the unpickler raises many kinds of errors for other files
         raise UserError(_not_ours(path)) from error
     if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
         raise UserError(_not_ours(path))
@@ -137,8 +135,8 @@ def _content(path: Path) -> dict[str, Any]:
         by = f"torchloo {written}" if re.fullmatch(r"[\w.+]{1,30}", written) else "another torchloo"
         of = str(version) if type(version) is int and abs(version) < 1000 else "unknown"
         raise UserError(
-            f"{str(path)!r} was written by {by}, its format has the version {of}; torchloo {tl.__version__} "
-            f"reads version {_VERSION}: select anew"
+            f"{str(path)!r} was written by {by} and has format version {of}; torchloo {tl.__version__} "
+            f"reads version {_VERSION}: run torchloo select again"
         )
     return plain
 
@@ -146,7 +144,7 @@ def _content(path: Path) -> dict[str, Any]:
 def _require_state(
     spec: Spec, schema: Schema, machine: KernelMachine, state: object, rows_kept: TrainingRows | None
 ) -> None:
-    """Refuse a state that is not the one of such a machine, fitted to such rows; ValueError says why."""
+    """Raise ValueError if a state does not belong to such a machine."""
     logarithms = dict(machine.named_parameters())
     values = require_fields("state", state, [*logarithms, *machine.fitted_buffers, "_extra_state"])
     for name, parameter in logarithms.items():
@@ -176,5 +174,5 @@ def _require_state(
 
 
 def _rows_of(support: object) -> int:
-    """How many rows a machine is built on; only of one neither sparse nor linear is it free."""
+    """Number of support points of a machine that is neither sparse nor linear."""
     return max(1, support.shape[0]) if isinstance(support, torch.Tensor) and support.ndim else 1

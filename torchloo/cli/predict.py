@@ -1,4 +1,4 @@
-"""`torchloo predict`: what a selected machine says of new rows."""
+"""`torchloo predict`: predictions of a selected machine for new rows."""
 
 import argparse
 from pathlib import Path
@@ -22,20 +22,19 @@ from torchloo.cli.shell import (
 
 __all__ = ["add", "require_device", "run"]
 
-_ROWS = 4096  # predicted at once, so that a long table needs no more memory than a short one
+_ROWS = 4096  # rows predicted at once, which bounds the memory
 
 
 def add(commands: Any) -> None:
-    """Describe the arguments."""
+    """Declare the arguments."""
     parser = commands.add_parser(
         "predict",
         help="predict new rows with a model of torchloo select",
-        description="Predict the rows of a table with a model that torchloo select has written. The table "
-        "must have the model's input columns; a target column may be there, and is then compared with. "
-        "Beside each predicted number stand the ends of an interval that a new target lies in (jackknife+), "
-        "beside each class the probabilities of all classes, calibrated on held-out rows. "
-        "Classes that a spreadsheet would run as a formula, such as =A1, are written with a single quote in "
-        "front.",
+        description="Predict the rows of a table with a model written by torchloo select. The table must "
+        "have the input columns of the model; if it also has the target column, the predictions are compared "
+        "with it. A predicted number comes with a jackknife+ prediction interval, a predicted class with the "
+        "probabilities of all classes, calibrated on held-out predictions. Classes that a spreadsheet would "
+        "evaluate as a formula, such as =A1, are prefixed with a single quote.",
     )
     parser.add_argument("model", type=Path, metavar="model.pt", help="the model")
     parser.add_argument("data", type=Path, metavar="new.csv", help="the table: .csv, .parquet or .npz")
@@ -44,30 +43,30 @@ def add(commands: Any) -> None:
         type=writable(".csv"),
         default="predictions.csv",
         metavar="FILE",
-        help="the predictions (default: %(default)s)",
+        help="output file (default: %(default)s)",
     )
     parser.add_argument(
-        "--ignore-extra", action="store_true", help="take no notice of columns that the model does not know"
+        "--ignore-extra", action="store_true", help="ignore columns that are not inputs of the model"
     )
     parser.add_argument(
         "--level",
         type=_level,
         metavar="P",
-        help="how often a new target is to lie in its interval (default: 0.9)",
+        help="coverage of the prediction intervals (default: 0.9)",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict, and write the predictions."""
+    """Predict and write the predictions."""
     require_other_file(args.out, args.model, args.data)
     require_device(args.device)
     pd = pandas()
     schema, machine, uncertainty = load(args.model, args.device)
     if args.level is not None and uncertainty.rows is None:
-        of = "it predicts classes" if schema.labels else "it has not kept its rows, which were too many"
-        raise UserError(f"--level: the model has no intervals, as {of}")
+        reason = "it predicts classes" if schema.labels else "it was trained on too many rows to keep them"
+        raise UserError(f"--level: the model has no prediction intervals, since {reason}")
     frame, notes = read_table(args.data, schema.text, schema.decimals)
     X = torch.tensor(schema.design(frame, args.ignore_extra), device=args.device)
     try:
@@ -88,14 +87,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _level(text: str) -> float:
-    """An argument that is a number between 0 and 1."""
+    """An argument between 0 and 1."""
     if (value := positive(text)) >= 1:
         raise argparse.ArgumentTypeError(f"must be below 1, such as 0.9, got {text!r}")
     return value
 
 
 def require_device(device: str) -> None:
-    """Refuse a device that is not there."""
+    """Raise if a device is not available."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -103,17 +102,17 @@ def require_device(device: str) -> None:
 
 
 def _require_finite(outputs: np.ndarray) -> None:
-    """Refuse rows whose inputs are so large that no prediction can be represented."""
+    """Raise if a prediction overflows, as for very large inputs."""
     finite = np.isfinite(outputs).reshape(len(outputs), -1).all(1)
     if not finite.all():
         row = int((~finite).argmax()) + 1
         raise UserError(
-            f"the prediction of row {row} is not finite; its inputs are far from those of the model"
+            f"the prediction of row {row} is not finite; its inputs are far outside the training data"
         )
 
 
 def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
-    prediction = {"prediction": schema.said(outputs)}
+    prediction = {"prediction": schema.decoded(outputs)}
     if not schema.labels:
         return prediction
     if outputs.ndim == 1:
@@ -122,12 +121,15 @@ def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray, beside: dict[str, np.ndarray]) -> str:
-    """How the predictions compare with a target column of the same table."""
+    """A comparison of the predictions with the target column of the same table."""
     if not schema.labels:
-        said = f"beside its column {schema.target!r}: RMSE {np.sqrt(np.mean((y - outputs) ** 2)):.4g}"
+        rmse = np.sqrt(np.mean((y - outputs) ** 2))
+        text = f"compared with column {schema.target!r}: RMSE {rmse:.4g}"
         if not beside:
-            return said
+            return text
         inside = (beside["lower"] <= y) & (y <= beside["upper"])
-        return f"{said}, {int(inside.sum())} of {len(y)} in their intervals ({inside.mean():.1%})"
+        return f"{text}, {int(inside.sum())} of {len(y)} in their intervals ({inside.mean():.1%})"
     wrong = (y > 0) != (outputs >= 0) if y.ndim == 1 else y.argmax(1) != outputs.argmax(1)
-    return f"beside its column {schema.target!r}: {int(wrong.sum())} of {len(y)} wrong ({wrong.mean():.1%})"
+    return (
+        f"compared with column {schema.target!r}: {int(wrong.sum())} of {len(y)} wrong ({wrong.mean():.1%})"
+    )

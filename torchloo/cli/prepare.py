@@ -1,9 +1,9 @@
-"""From a table to a design matrix: which columns are inputs, what is predicted, what cannot be used.
+"""From a table to a design matrix: choose and encode the inputs, infer the task, reject bad tables.
 
 Note [missing values]
-"error" refuses them; "drop" leaves out rows that have any in a column in use; "mean" puts the mean of the
-column (of text, the most frequent value) in their place, also for `predict`, and leaves out rows without a
-target, cluster or weight. The means are those of all rows: they are not found anew where rows are held out.
+"error" rejects them; "drop" drops rows that have any in a column in use; "mean" imputes the mean of the
+column (for text, the most frequent value), in `predict` too, and drops rows without a target, cluster or
+weight. The means are those of all rows: they are not recomputed where rows are held out.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ MOST_NUMBERED_CLASSES = 10  # whole numbers with more distinct values than this 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the user said of the columns; all others are inputs."""
+    """The roles of columns given by the user; all others are inputs."""
 
     target: str
     clusters: str | None = None
@@ -55,14 +55,14 @@ class PreparedTable(NamedTuple):
     X: np.ndarray
     """Standardised inputs (n, d)."""
     y: np.ndarray
-    """Targets, coded as `Schema.codes` says."""
+    """Targets, encoded by `Schema.codes`."""
     target: np.ndarray
-    """Targets as the table has them: numbers, or labels as text."""
+    """Targets as in the table: numbers, or labels as text."""
     clusters: np.ndarray | None
     """Cluster names (n,) as text."""
     weight: np.ndarray | None
     notes: tuple[str, ...]
-    """What the user should know: columns left out, how the task was told."""
+    """Notes for the user: ignored columns, how the task was inferred."""
     rows: np.ndarray
     """Number of each row in the table, from 1, (n,)."""
 
@@ -70,10 +70,9 @@ class PreparedTable(NamedTuple):
 def prepare(
     frame: "pd.DataFrame", roles: Roles, standardise: bool = True, missing: str = "error"
 ) -> PreparedTable:
-    """Check a training table, find out what its columns are, and code it.
+    """Check a training table, infer the types of its columns and encode it.
 
-    With standardise=False the inputs must be 0 and 1 only, and stay so. Note [missing values] says what
-    becomes of these.
+    With standardise=False the inputs must be 0 or 1. For `missing` see Note [missing values].
     """
     _require_roles(frame, roles)
     if len(frame) < FEWEST_ROWS:
@@ -121,21 +120,21 @@ def prepare(
 def _with_rows(
     frame: "pd.DataFrame", special: list[str], inputs: list[str], missing: str
 ) -> tuple["pd.DataFrame", list[str]]:
-    """The rows to learn from, their index being their places in the table, and how many others there are."""
+    """The rows to train on, with their index in the table, and a note of how many were dropped."""
     needed = {"error": [], "drop": special + inputs, "mean": special}[missing]
     complete = frame[needed].notna().all(axis=1).to_numpy()
     kept = int(complete.sum())
     if kept < FEWEST_ROWS:
         raise TableError(f"{kept} rows have no missing values; at least {FEWEST_ROWS} are needed")
     lost = len(frame) - kept
-    notes = [f"{lost} of {len(frame)} rows are left out for their missing values"] if lost else []
+    notes = [f"{lost} of {len(frame)} rows are dropped because of missing values"] if lost else []
     return frame[complete] if lost else frame, notes
 
 
 def _with_fills(
     frame: "pd.DataFrame", inputs: list[str], missing: str
 ) -> tuple["pd.DataFrame", dict[str, float | str], list[str]]:
-    """The table with its missing inputs filled in, by what for each column, and a note of it."""
+    """The table with missing inputs imputed, the fill value of each column, and a note."""
     if missing != "mean":
         return frame, {}, []
     fills: dict[str, float | str] = {}
@@ -146,7 +145,7 @@ def _with_fills(
     holes = [name for name in fills if frame[name].isna().any()]
     if not holes:
         return frame, fills, []
-    note = f"missing values filled in by the mean (text: the most frequent value) of {listed(holes, 20)}"
+    note = f"missing values imputed by the mean (text: the most frequent value) in {listed(holes, 20)}"
     return frame.assign(**{name: frame[name].fillna(fills[name]) for name in holes}), fills, [note]
 
 
@@ -163,7 +162,7 @@ def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
 
 
 def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[str]]:
-    """The labels of a classification in order, none for a regression; and how that was told."""
+    """The class labels in order, none for a regression; and a note if the task was inferred."""
     number, distinct = is_number(series), series.nunique()
     if distinct < 2:
         raise TableError(f"target {series.name!r} has the same value in every row")
@@ -177,7 +176,7 @@ def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[s
         raise TableError(f"target {series.name!r} is text, which --task regression cannot predict")
     if distinct > MOST_CLASSES:
         kind = "numbers" if number else "text"
-        remedy = "for numbers take --task regression" if number else "is it a name or a number in disguise?"
+        remedy = "for numbers use --task regression" if number else "is it an identifier, or numbers as text?"
         raise TableError(
             f"target {series.name!r} is {kind} with {distinct} distinct values, more than {MOST_CLASSES} "
             f"classes; {remedy}"
@@ -185,16 +184,16 @@ def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[s
     labels, counts = np.unique(texts(series), return_counts=True)
     if counts.min() < 2:
         raise TableError(
-            f"class {str(labels[counts.argmin()])!r} of {series.name!r} has one row; each needs 2"
+            f"class {str(labels[counts.argmin()])!r} of {series.name!r} has one row; each class needs 2"
         )
-    told = number and not boolean and roles.task is None
+    inferred = number and not boolean and roles.task is None
     note = f"{series.name!r} has {distinct} distinct numbers, taken as classes; or use --task regression"
     order = sorted(labels.tolist(), key=float) if number and not boolean else labels.tolist()
-    return tuple(order), [note] if told and distinct > 2 else []
+    return tuple(order), [note] if inferred and distinct > 2 else []
 
 
 def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...], np.ndarray, list[str]]:
-    """The columns that carry information, their inputs (n, d) as they are, and what was left out."""
+    """The informative columns, their inputs (n, d) before standardisation, and notes of ignored ones."""
     columns, blocks, constant, notes = [], [], [], []
     for name in names:
         series = frame[name]
@@ -205,24 +204,24 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
         if column is None:
             distinct = series.nunique()
             notes.append(
-                f"column {name!r} is text with {distinct} distinct values in {len(frame)} rows: left out"
+                f"column {name!r} is text with {distinct} distinct values in {len(frame)} rows: ignored"
             )
             continue
         columns.append(column)
         blocks.append(column.encode(series))
         if column.levels is None and _counts(blocks[-1][:, 0]):
             notes.append(
-                f"column {name!r} counts the rows; if it is no measurement, leave it out with --drop"
+                f"column {name!r} counts the rows; if it is not a measurement, ignore it with --drop"
             )
     if constant:
-        notes.insert(0, f"left out as constant: {listed(constant, 20)}")
+        notes.insert(0, f"ignored as constant: {listed(constant, 20)}")
     if not columns:
-        raise TableError("no column is left to predict from")
+        raise TableError("no input column is left")
     raw = np.hstack(blocks)
     with np.errstate(over="ignore"):
         spread = raw.std(0)
     if not (np.isfinite(spread) & (spread > 0)).all():
-        raise TableError("numbers as large or as small as these cannot be squared; scale the table first")
+        raise TableError("the variance of an input overflows or underflows; rescale the table")
     return tuple(columns), raw, notes
 
 
@@ -231,20 +230,20 @@ def _counts(values: np.ndarray) -> bool:
 
 
 def _text_column(series: "pd.Series") -> Column | None:
-    """One-hot levels; None where nearly every row has its own, as names have."""
+    """A one-hot encoded column; None if most rows have a distinct value, as identifiers do."""
     if series.dtype.kind in "mc":
-        raise TableError(f"column {series.name!r} holds {series.dtype}; turn it into numbers, or use --drop")
+        raise TableError(f"column {series.name!r} holds {series.dtype}; convert it to numbers, or use --drop")
     _require_one_kind(series)
     levels = np.unique(texts(series))
     return None if len(levels) > len(series) / 2 else Column(str(series.name), tuple(levels.tolist()))
 
 
 def _require_one_kind(series: "pd.Series") -> None:
-    """Refuse numbers as text among which others are words, or are written in another way."""
+    """Raise if a text column mixes numbers with words, or numbers of two notations."""
     numeric = looks_numeric(series)
     if numeric.mean() <= 0.5:
         return
-    remedy = "mend it, or leave the column out with --drop"
+    remedy = "correct it, or ignore the column with --drop"
     if not numeric.all():
         row = int((~numeric).argmax())
         raise TableError(
@@ -263,23 +262,23 @@ def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
     names = [name for column in columns for name in column.inputs]
     other = [name for name, values in zip(names, raw.T, strict=True) if not np.isin(values, (0, 1)).all()]
     if other:
-        raise TableError(f"this --kernel needs inputs 0 and 1 only; not so in {listed(other)}")
+        raise TableError(f"this --kernel needs inputs 0 and 1 only; other values in {listed(other)}")
 
 
 def _copies(frame: "pd.DataFrame") -> list[str]:
-    """Say so if rows are copies of others although their numbers are too fine for that to be chance."""
+    """A note if rows are duplicated although some column has too many distinct values for chance."""
     copies = int(frame.duplicated().sum())
     if not copies or not any(is_number(frame[name]) and frame[name].nunique() > 20 for name in frame):
         return []
-    rows = "1 row is a copy" if copies == 1 else f"{copies} rows are copies"
-    return [f"{rows} of another; leave-one-out is flattered if they are the same case, see --clusters"]
+    rows = "1 row is a duplicate" if copies == 1 else f"{copies} rows are duplicates"
+    return [f"{rows} of another; if they are the same case leave-one-out is optimistic, see --clusters"]
 
 
 def _clusters(series: "pd.Series") -> np.ndarray:
     names = texts(series)
     if len(np.unique(names)) < 2:
         raise TableError(
-            f"cluster column {series.name!r} has one value only, so nothing is left to learn from"
+            f"cluster column {series.name!r} has one value only, so no rows would be left to train on"
         )
     return names
 

@@ -1,4 +1,4 @@
-"""Tables from files: CSV, Parquet and .npz, checked to be what they seem."""
+"""Read tables from CSV, Parquet and .npz files, with checks."""
 
 import importlib
 import re
@@ -21,23 +21,23 @@ __all__ = ["TableError", "pandas", "read_table"]
 
 
 class TableError(ValueError):
-    """A table that cannot be used as it is; the text is one line and names the remedy."""
+    """A table that cannot be used; the message is one line and names the remedy."""
 
 
 def read_table(
     path: Path, text: Collection[str] = (), decimals: Mapping[str, str] | None = None
 ) -> tuple["pd.DataFrame", list[str]]:
-    """A table with one row for each row of the file, and what the user should know of the reading.
+    """Read a file; returns the table and notes for the user.
 
-    CSV may be separated by commas, semicolons, tabs or bars; numbers may have a decimal comma, and marks
-    between thousands (Note [decimal marks]). Parquet needs pyarrow. In an .npz, an array (n,) is a column
+    CSV may be separated by commas, semicolons, tabs or bars; numbers may have a decimal comma and thousands
+    separators (Note [decimal marks]). Parquet needs pyarrow. In an .npz, an array (n,) is a column
     of its own name, and an array (n, d) is d columns, named by an array `feature_names` (d,) or by numbers.
 
     Args:
         path: the file.
-        text: columns that stay text, even where all of a CSV file's look like numbers or truth values.
-        decimals: decimal marks by column, as `attrs["decimals"]` of an earlier table has them, which settle
-            what is ambiguous in a CSV file.
+        text: columns that are read as text, even if all values in a CSV file look like numbers or booleans.
+        decimals: decimal marks by column, as in `attrs["decimals"]` of an earlier table, which resolve
+            ambiguous numbers in a CSV file.
     """
     pandas()
     readers: dict[str, Any] = {".parquet": _parquet, ".npz": _npz}
@@ -59,7 +59,7 @@ def read_table(
 
 
 def pandas() -> ModuleType:
-    """The pandas module, or the remedy."""
+    """Import pandas; TableError if it is not installed."""
     try:
         return importlib.import_module("pandas")
     except ImportError as error:
@@ -86,7 +86,7 @@ def _csv(path: Path, text: Collection[str], decimals: Mapping[str, str]) -> tupl
     except pd.errors.ParserError as error:
         reason = str(error).strip().removeprefix("Error tokenizing data. C error: ").splitlines()[0]
         raise TableError(f"{str(path)!r} is not a table: {reason}") from error
-    if not frame.index.equals(pd.RangeIndex(len(frame))):  # pandas takes fields without a name for it
+    if not frame.index.equals(pd.RangeIndex(len(frame))):  # pandas reads unnamed fields as an index
         raise TableError(f"{str(path)!r} has rows with more fields than the header has names")
     _require_distinct(path, [str(name).strip() for name in names])
     frame, marks, read_so = with_numbers(frame, as_text, text, separator, decimals)
@@ -96,10 +96,10 @@ def _csv(path: Path, text: Collection[str], decimals: Mapping[str, str]) -> tupl
 
 
 def _separator(path: Path, encoding: str) -> str:
-    """What separates the names in the first line."""
+    """The separator of the header line."""
     with path.open(encoding=encoding) as file:
         first = next(filter(str.strip, file), "")
-    outside = re.sub(r'"[^"]*"', "", first)  # separators in quotes are none
+    outside = re.sub(r'"[^"]*"', "", first)  # ignore separators within quotes
     return max(",;\t|", key=outside.count)
 
 
@@ -109,7 +109,7 @@ def _stripped(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def _encoding(path: Path) -> tuple[str, list[str]]:
-    """UTF-8, or Windows-1252 with a note of it."""
+    """UTF-8, or else Windows-1252, with a note."""
     content = path.read_bytes()
     if b"\0" in content:
         raise TableError(f"{str(path)!r} is not a text file, or not in UTF-8")
@@ -129,10 +129,10 @@ def _require_distinct(path: Path, names: list[str]) -> None:
 
 
 def _without_row_numbers(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[str]]:
-    """Leave out a first column without a name that numbers the rows, in any order, as pandas writes it."""
+    """Ignore an unnamed first column of row numbers, as pandas writes it."""
     first = frame.iloc[:, 0]
     if frame.columns[0].startswith("Unnamed: ") and first.dtype.kind == "i" and first.is_unique:
-        return frame.iloc[:, 1:], ["the first column has no name and counts the rows: left out"]
+        return frame.iloc[:, 1:], ["the first column is unnamed and counts the rows: ignored"]
     return frame, []
 
 
@@ -146,7 +146,7 @@ def _parquet(path: Path) -> tuple["pd.DataFrame", list[str]]:
     except Exception as error:  # pyarrow's own errors, whatever their class
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TableError(f"{str(path)!r} is not a Parquet file: {reason}") from error
-    frame.attrs.clear()  # a program of the user's may have stored some of its own
+    frame.attrs.clear()  # other programs may have stored their own
     names = [str(name) for name in frame.columns]
     _require_distinct(path, names)
     frame.columns = names
@@ -172,7 +172,7 @@ def _npz(path: Path) -> tuple["pd.DataFrame", list[str]]:
                 raise TableError(f"{str(path)!r} has several columns named {column!r}")
             columns[column] = values
     left = sorted(set(arrays) - {"feature_names"} - {name for name in tables if len(tables[name]) == n})
-    notes = [f"arrays without {n} rows are left out: {listed(left)}"] if left else []
+    notes = [f"arrays without {n} rows are ignored: {listed(left)}"] if left else []
     return pandas().DataFrame(columns), notes
 
 

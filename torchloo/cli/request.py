@@ -1,4 +1,4 @@
-"""A table as `torchloo select` works on it: what is asked, the tensors, and answers in its own order."""
+"""A request to `torchloo select`: its options, the training data as tensors, and the outer splits."""
 
 from dataclasses import dataclass, fields
 from functools import partial
@@ -23,41 +23,41 @@ __all__ = ["HeldOutPredictions", "Request", "Spec", "TrainingData", "outer_split
 
 @dataclass(frozen=True)
 class Spec:
-    """What a machine is made of, before it has seen any data."""
+    """The construction of a machine, before it is fitted."""
 
     machine: str
     kernel: str
     inputs: int
     basis: int = 0
     rows: int = 0
-    """How many rows the model keeps for prediction intervals."""
+    """Number of training rows that the model keeps for prediction intervals."""
 
     @classmethod
     def from_dict(cls, plain: object, schema: Schema) -> "Spec":
-        """What was saved beside a schema; ValueError says what is wrong with anything else."""
+        """Read a saved specification; ValueError if it is not valid for the schema."""
         spec = cls(**require_fields("machine", plain, [each.name for each in fields(cls)]))
         for name, value, known in (("machine", spec.machine, MACHINES), ("kernel", spec.kernel, KERNELS)):
             if not isinstance(value, str) or value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}")
         if type(spec.inputs) is not int or spec.inputs != len(schema.inputs):
-            raise ValueError(f"machine: inputs must be {len(schema.inputs)}, as the schema has")
+            raise ValueError(f"machine: inputs must be {len(schema.inputs)}, as in the schema")
         if type(spec.basis) is not int or (spec.basis > 0) != (spec.machine == "sparse"):
             raise ValueError("machine: basis must be positive for a sparse machine, and 0 for others")
         if type(spec.rows) is not int or spec.rows < 0 or (spec.rows and schema.labels):
-            raise ValueError("machine: rows must be a number of rows, and 0 where there are labels")
+            raise ValueError("machine: rows must be a number of rows, and 0 for classification")
         if MACHINES[spec.machine].needs_classes and not schema.labels:
             raise ValueError(f"machine: {spec.machine} needs labels")
         return spec
 
     def build(self) -> KernelMachine:
-        """A machine that has not been fitted."""
+        """The unfitted machine."""
         options = {"basis": self.basis} if self.machine == "sparse" else {}
         return MACHINES[self.machine](KERNELS[self.kernel](self.inputs), **options)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """The options of one run, resolved and checked."""
 
     spec: Spec
     criterion: str
@@ -68,67 +68,67 @@ class Request:
     device: str
     progress: bool
     time_budget: float | None = None
-    """Seconds for searches, of the choice and of the outer estimate together."""
+    """Seconds for all searches: the selection and the outer estimate together."""
     several_classes: bool = False
-    """One column of targets for each of more than two classes."""
+    """Whether there are more than two classes, with one column of targets each."""
 
     @property
     def time_of_each(self) -> float | None:
-        """Seconds for the choice, and as many for the outer estimate if there is one."""
+        """Seconds for the selection, and the same for the outer estimate if there is one."""
         return None if self.time_budget is None else self.time_budget / (2 if self.outer else 1)
 
     @property
     def standardise(self) -> bool:
-        """Whether inputs are standardised; those of a kernel of binary inputs stay 0 and 1."""
+        """Whether inputs are standardised; for a kernel of binary inputs they are not."""
         return not KERNELS[self.spec.kernel].binary
 
     @property
     def unit(self) -> str:
-        """What distances between inputs are measured in."""
+        """The unit of distances between inputs."""
         return "standard deviations" if self.standardise else "the unit of the inputs"
 
     @property
     def criterion_function(self) -> Any:
-        """The criterion itself."""
+        """The criterion as a function."""
         return CRITERIA[self.criterion]
 
     @property
     def averaged(self) -> bool:
-        """Whether the criterion is a mean over the classes, each against the rest."""
+        """Whether the criterion is averaged over one-vs-rest columns."""
         return self.several_classes and self.criterion_function.targets in ("numbers", "signs")
 
     @property
     def score(self) -> Any:
-        """The criterion as the search calls it."""
+        """The criterion as it is passed to the search."""
         asked = self.averaged and self.criterion_function.targets == "signs"
         return partial(self.criterion_function, average="outputs") if asked else self.criterion_function
 
 
 class HeldOutPredictions(NamedTuple):
-    """What was said of every row held out, (n,) or (n, c), in the order of the table."""
+    """Held-out predictions of every row, (n,) or (n, c), in the row order of the table."""
 
     outputs: np.ndarray
     residuals: np.ndarray
 
     @property
     def size(self) -> np.ndarray:
-        """How far off each row is (n,): |residual|, for several classes the norm."""
+        """Absolute residual of each row (n,); for several classes the norm of its residuals."""
         return np.abs(self.residuals) if self.residuals.ndim == 1 else np.linalg.norm(self.residuals, axis=1)
 
 
 class TrainingData(NamedTuple):
-    """A prepared table as tensors, rows in the order in which the machine sees them."""
+    """A prepared table as tensors, rows in the order in which the machine is trained on them."""
 
     X: Tensor
     y: Tensor
     weight: Tensor | None
     clusters: Tensor | None
     order: Tensor
-    """MeasureRow of the table for each row here, (n,)."""
+    """Row number in the table of each row here, (n,)."""
 
     @classmethod
     def of(cls, prepared: PreparedTable, request: Request) -> "TrainingData":
-        """Rows stay as they are, but for a sparse machine, whose basis is the first rows: it is drawn."""
+        """Convert a table; rows are shuffled for a sparse machine, whose basis is the first rows."""
         n = len(prepared.y)
         generator = torch.Generator().manual_seed(request.seed)
         shuffled = request.spec.machine == "sparse"
@@ -150,15 +150,15 @@ class TrainingData(NamedTuple):
         result[self.order.numpy()] = values.detach().cpu().numpy()
         return result
 
-    def answers(self, held_out: HeldOut) -> HeldOutPredictions:
+    def predictions(self, held_out: HeldOut) -> HeldOutPredictions:
         """Held-out outputs and residuals in the order of the table."""
         return HeldOutPredictions(self.restored(held_out.outputs), self.restored(held_out.residuals))
 
 
 def outer_splits(prepared: PreparedTable, data: TrainingData, request: Request) -> list[Split]:
-    """Hold-outs of 10 %, of whole clusters where there are some; none where none are asked for.
+    """Random hold-outs of 10 % of the rows, or of the clusters if there are any; none for --outer 0.
 
-    Where there are no more clusters than splits asked for, each is left out once.
+    If there are at most as many clusters as splits requested, each cluster is held out once.
     """
     if not request.outer:
         return []
@@ -171,13 +171,13 @@ def outer_splits(prepared: PreparedTable, data: TrainingData, request: Request) 
 
 
 def _require_classes(prepared: PreparedTable, data: TrainingData, machine: str, splits: list[Split]) -> None:
-    """Refuse splits that leave no row of a class to a machine which must see all of them."""
+    """Raise if a split has no training row of some class and the machine needs all classes."""
     target = prepared.target[data.order.numpy()]
     for label in prepared.schema.labels:
         member = target == label
         without = sum(not member[split.train.numpy()].any() for split in splits)
         if without:
             raise UserError(
-                f"--machine {machine} must see every class, but {without} of {len(splits)} outer splits put "
-                f"aside all {member.sum()} rows of {label!r}; take --machine lssvm, or --outer 0"
+                f"--machine {machine} needs rows of every class, but {without} of {len(splits)} outer splits "
+                f"hold out all {member.sum()} rows of {label!r}; use --machine lssvm or --outer 0"
             )

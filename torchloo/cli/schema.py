@@ -1,7 +1,7 @@
-"""How a table becomes inputs and targets, learnt from one table and applied to others.
+"""The encoding of a table as inputs and targets, learnt from one table and applied to others.
 
-A `Schema` codes any table that has its columns, and refuses one without them; as a plain dictionary it
-is saved beside a machine.
+A `Schema` encodes any table that has its columns and rejects others; it is saved with the model as a plain
+dictionary.
 """
 
 from collections.abc import Collection, Sequence
@@ -41,17 +41,17 @@ CLASSIFICATION, REGRESSION = "classification", "regression"
 
 @dataclass(frozen=True)
 class Column:
-    """An input column: numbers, dates in days, or text as one 0/1 input for each level (two levels: one)."""
+    """An input column: numbers, dates in days, or text, one-hot encoded (one input for two levels)."""
 
     name: str
     levels: tuple[str, ...] | None = None
     dates: bool = False
     fill: float | str | None = None
-    """What stands for a missing value; None where there must be none."""
+    """The value imputed where one is missing; None if missing values are not allowed."""
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the inputs that the column becomes."""
+        """Names of the inputs that encode the column."""
         if self.levels is None:
             return [self.name]
         return [f"{self.name}={level}" for level in self.levels[len(self.levels) == 2 :]]
@@ -76,24 +76,24 @@ class Column:
 
 @dataclass(frozen=True)
 class Schema:
-    """How a table becomes inputs and targets; see the fields."""
+    """The encoding of a table as inputs and targets."""
 
     target: str
     columns: tuple[Column, ...]
     centre: tuple[float, ...]
-    """Subtracted from every input."""
+    """Mean of every input, which is subtracted."""
     scale: tuple[float, ...]
-    """Every input is divided by it."""
+    """Standard deviation of every input, by which it is divided."""
     labels: tuple[str, ...] = ()
-    """The classes in order; of two, the second is +1. Empty for regression."""
+    """The classes in order; of two, the second is coded +1. Empty for regression."""
     ignored: tuple[str, ...] = ()
-    """Columns that may be there and are not looked at."""
+    """Columns that may be present and are ignored."""
     decimals: dict[str, str] = field(default_factory=dict)
-    """The decimal marks of the table that it was learnt from, by column; see Note [decimal marks]."""
+    """The decimal marks of the training table, by column; see Note [decimal marks]."""
 
     @property
     def text(self) -> frozenset[str]:
-        """Names of the columns that hold text, whatever it looks like."""
+        """Names of the text columns, even where the text looks like numbers."""
         return frozenset(column.name for column in self.columns if column.levels is not None)
 
     @property
@@ -107,9 +107,9 @@ class Schema:
         return [name for column in self.columns for name in column.inputs]
 
     def design(self, frame: "pd.DataFrame", ignore_extra: bool = False) -> np.ndarray:
-        """The standardised inputs (n, d) of a table that has the columns of the schema, and no others.
+        """The standardised inputs (n, d) of a table; missing values are imputed if the schema says how.
 
-        Unless these are to be ignored. Missing values are filled in where the schema has learnt how.
+        Raises TableError if columns are missing or, unless `ignore_extra`, if there are other columns.
         """
         self._require_columns(frame, ignore_extra)
         frame = with_dates(frame, [column.name for column in self.columns if column.dates])
@@ -130,13 +130,13 @@ class Schema:
             raise TableError(
                 f"target {self.target!r} has the value {str(labels[row])!r} in row "
                 f"{row_number(values, row)}; "
-                f"the machine knows {listed(list(self.labels))}"
+                f"known classes: {listed(list(self.labels))}"
             )
         columns = one_vs_rest(position, range(len(self.labels)), dtype=torch.float64).numpy()
         return columns[:, 0] if len(self.labels) == 2 else columns
 
-    def said(self, outputs: np.ndarray) -> np.ndarray:
-        """Outputs (n,), or (n, c) for c classes, as the user knows the target: numbers or labels."""
+    def decoded(self, outputs: np.ndarray) -> np.ndarray:
+        """Outputs (n,), or (n, c) for c classes, as numbers or class labels (n,)."""
         if not self.labels:
             return outputs
         names = np.array(self.labels)
@@ -148,7 +148,7 @@ class Schema:
 
     @classmethod
     def from_dict(cls, plain: object) -> "Schema":
-        """What `as_dict` gave; ValueError says what is wrong with anything else."""
+        """The inverse of `as_dict`; ValueError if the dictionary is not a valid schema."""
         values = require_fields("schema", plain, [each.name for each in fields(cls)])
         columns = tuple(_column(column) for column in _sequence("columns", values["columns"], dict))
         tuples = {name: _sequence(name, values[name], str) for name in ("labels", "ignored")}
@@ -165,7 +165,7 @@ class Schema:
         return schema
 
     def _require_consistent(self) -> None:
-        """Refuse fields that do not fit together."""
+        """Raise if the fields contradict one another."""
         names = [column.name for column in self.columns]
         _require_distinct("names of columns", [*names, self.target, *self.ignored])
         _require_distinct("labels", self.labels)
@@ -190,7 +190,7 @@ class Schema:
 
 
 def require_fields(name: str, plain: object, wanted: Collection[str]) -> dict[str, Any]:
-    """A dictionary that has all of these fields and no others; ValueError for anything else."""
+    """Return a dictionary if it has exactly these fields; ValueError otherwise."""
     if not isinstance(plain, dict):
         raise ValueError(f"{name} must be a dictionary, got {type(plain).__name__}")
     missing = [each for each in wanted if each not in plain]
@@ -236,12 +236,12 @@ def _require_distinct(name: str, values: Collection[str]) -> None:
 
 
 def row_number(values: "pd.DataFrame | pd.Series", place: int) -> int:
-    """The number in the file, from 1, of the row at a place of a table that may lack some of its rows."""
+    """Number in the file, from 1, of a row of a table from which rows may have been dropped."""
     return int(values.index[place]) + 1
 
 
 def require_complete(frame: "pd.DataFrame", names: list[str], remedy: str) -> None:
-    """No missing values, for which there is a remedy, and no infinities."""
+    """Raise if values are missing, naming a remedy, or infinite."""
     missing = {name: frame[name].isna().to_numpy() for name in names}
     bad = {name: flags for name, flags in missing.items() if flags.any()}
     if bad:
@@ -258,7 +258,7 @@ def require_complete(frame: "pd.DataFrame", names: list[str], remedy: str) -> No
 
 
 def filled(frame: "pd.DataFrame", columns: Sequence[Column]) -> "pd.DataFrame":
-    """The table with missing values of these columns filled in, where they say by what."""
+    """The table with missing values imputed in the columns that have a fill value."""
     values = {column.name: column.fill for column in columns if column.fill is not None}
     holes = {name: value for name, value in values.items() if frame[name].isna().any()}
     return frame.assign(**{name: frame[name].fillna(value) for name, value in holes.items()})
@@ -268,7 +268,7 @@ _ISO_DATE = r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\
 
 
 def is_date(series: "pd.Series") -> bool:
-    """Whether a column holds dates: of such a type, or text of the form 2020-01-31 or 2020-01-31 12:00."""
+    """Whether a column holds dates, by type or as text such as 2020-01-31 or 2020-01-31 12:00."""
     if series.dtype.kind == "M" or isinstance(series.dtype, pandas().DatetimeTZDtype):
         return True
     known = series.dropna()
@@ -278,17 +278,17 @@ def is_date(series: "pd.Series") -> bool:
 
 
 def _moments(series: "pd.Series") -> "pd.Series":
-    """Moments in time, universal; none for text that is no date."""
+    """Times in UTC; missing where the text is not a date."""
     return pandas().to_datetime(series, format="ISO8601", utc=True, errors="coerce")
 
 
 def with_dates(frame: "pd.DataFrame", names: list[str]) -> "pd.DataFrame":
-    """The table with these columns of dates as days since 1970; what is missing stays so."""
+    """The table with these date columns as days since 1970; missing values stay missing."""
     return frame.assign(**{name: days(frame[name]) for name in names})
 
 
 def days(series: "pd.Series") -> np.ndarray:
-    """Dates (n,) as days since the beginning of 1970, NaN where missing; numbers are taken for days."""
+    """Dates (n,) as days since 1970-01-01, NaN where missing; numbers are taken as days."""
     if is_number(series):
         return numbers(series) if not series.isna().any() else series.to_numpy(dtype=float, na_value=np.nan)
     moments = _moments(series)
@@ -304,13 +304,13 @@ def days(series: "pd.Series") -> np.ndarray:
 
 
 def is_number(series: "pd.Series") -> bool:
-    """Whether a column holds real numbers; booleans count as such."""
+    """Whether a column holds real numbers or booleans."""
     types = pandas().api.types
     return types.is_numeric_dtype(series.dtype) and not types.is_complex_dtype(series.dtype)
 
 
 def numbers(series: "pd.Series") -> np.ndarray:
-    """Values (n,) in float64; text that is none is refused."""
+    """Values (n,) in float64; TableError for text that is not a number."""
     values = pandas().to_numeric(series, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
     if np.isnan(values).any():
         row = int(np.isnan(values).argmax())
@@ -322,7 +322,7 @@ def numbers(series: "pd.Series") -> np.ndarray:
 
 
 def texts(series: "pd.Series") -> np.ndarray:
-    """Values (n,) as text; whole numbers without a point, so that 1 and 1.0 are the same."""
+    """Values (n,) as text; whole numbers without a decimal point, so that 1 and 1.0 are the same."""
     if series.dtype.kind == "f":
         return np.array([f"{value:.15g}" for value in series])
     return series.astype(str).to_numpy(dtype=str)

@@ -1,4 +1,4 @@
-"""`torchloo select`: from a table to a chosen machine, an honest estimate and a report."""
+"""`torchloo select`: from a table to a selected machine, an unbiased estimate of its error, and a report."""
 
 import argparse
 import math
@@ -42,20 +42,21 @@ from torchloo.machine.kernel_machine import MACHINES
 
 __all__ = ["add", "run"]
 
-_LONG = 20.0  # seconds after which an outer estimate is announced with its time
+_LONG = 20.0  # seconds; a longer outer estimate is announced beforehand
 
 
 def add(commands: Any) -> None:
-    """Describe the arguments."""
+    """Declare the arguments."""
     parser = commands.add_parser(
         "select",
-        help="choose a machine for a table and estimate how well it does",
-        description="Choose the hyper-parameters of a kernel machine by leave-one-out, estimate how well it "
-        "predicts unseen rows by repeating the whole selection in outer splits, and write a folder with "
-        "model.pt, held_out.csv and report.html. Text columns are coded, constant ones left out, inputs "
-        "standardised; whether the target is a number or a class is told from its values. Numbers in CSV may "
-        "have a decimal comma or marks between thousands; a note names the columns read so. Text that a "
-        "spreadsheet would run as a formula, such as =A1, has a single quote in front in held_out.csv.",
+        help="select a machine for a table and estimate how well it predicts",
+        description="Select the hyper-parameters of a kernel machine by leave-one-out, estimate how well it "
+        "predicts new rows by repeating the whole selection in outer splits, and write a folder with "
+        "model.pt, held_out.csv and report.html. Text columns are one-hot encoded, constant columns are "
+        "ignored, and inputs are standardised. Whether the target is numeric or a class is inferred from its "
+        "values. Numbers in CSV files may have a decimal comma or thousands separators; a note lists the "
+        "columns read that way. In held_out.csv, text that a spreadsheet would evaluate as a formula, such "
+        "as =A1, is prefixed with a single quote.",
     )
     parser.add_argument("data", type=Path, metavar="data.csv", help="the table: .csv, .parquet or .npz")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
@@ -63,77 +64,75 @@ def add(commands: Any) -> None:
         "--machine",
         choices=("auto", *sorted(MACHINES)),
         default="auto",
-        help="auto: lssvm, or sparse where that would not fit into memory (default: %(default)s)",
+        help="auto: lssvm, or sparse if that would not fit into memory (default: %(default)s)",
     )
     parser.add_argument("--kernel", choices=KERNELS, default="rbf", help="(default: %(default)s)")
     parser.add_argument(
         "--criterion",
         choices=sorted(CRITERIA),
         metavar="NAME",
-        help=f"what to select by: {', '.join(sorted(CRITERIA))} (default: press; for svc smooth_error)",
+        help=f"selection criterion: {', '.join(sorted(CRITERIA))} (default: press; for svc smooth_error)",
     )
     parser.add_argument(
         "--search",
         choices=("gradient", "nelder-mead", "grid"),
-        help="(default: gradient, or nelder-mead where there is none)",
+        help="(default: gradient, or nelder-mead if the criterion has none)",
     )
     parser.add_argument(
         "--prior",
         type=positive,
         metavar="S",
-        help="strength of a prior that keeps the kernel's settings near their start, such as 1, against "
+        help="strength, such as 1, of a prior on the kernel parameters around their start, against "
         "over-fitting of the criterion (default: none)",
     )
     parser.add_argument(
         "--time-budget",
         type=positive,
         metavar="S",
-        help="seconds after which searches stop with the best so far: half of them for the choice, half for "
-        "the outer estimate if there is one (default: none)",
+        help="seconds after which the searches stop with the best result so far; half of it is for the "
+        "outer estimate, if there is one (default: none)",
     )
     parser.add_argument("--clusters", metavar="COLUMN", help="rows with the same value are left out together")
     parser.add_argument("--weights", metavar="COLUMN", help="a positive weight for each row")
     parser.add_argument(
-        "--drop", metavar="COLUMN", action="append", default=[], help="leave a column out; may be repeated"
+        "--drop", metavar="COLUMN", action="append", default=[], help="ignore a column; may be repeated"
     )
     parser.add_argument(
         "--missing",
         choices=("error", "drop", "mean"),
         default="error",
-        help="of missing values: refuse them, leave their rows out, or take the mean of the column (of text, "
+        help="missing values: raise an error, drop their rows, or impute the mean of the column (for text, "
         "the most frequent value), in predict too (default: %(default)s)",
     )
     parser.add_argument(
-        "--task", choices=(CLASSIFICATION, REGRESSION), help="(default: told from the target)"
+        "--task", choices=(CLASSIFICATION, REGRESSION), help="(default: inferred from the target)"
     )
     parser.add_argument(
         "--outer",
         type=whole,
         default=100,
         metavar="N",
-        help="outer splits, 0 for none (default: %(default)s)",
+        help="number of outer splits, 0 for none (default: %(default)s)",
     )
     parser.add_argument(
-        "--basis", type=count, metavar="M", help="basis rows of --machine sparse (default: 200)"
+        "--basis", type=count, metavar="M", help="number of basis vectors of --machine sparse (default: 200)"
     )
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    output = parser.add_argument_group("what is written and shown")
-    output.add_argument(
-        "--out", type=folder, metavar="DIR", help="the folder to write (default: data-torchloo)"
-    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=folder, metavar="DIR", help="output folder (default: data-torchloo)")
     output.add_argument(
         "--no-report",
         dest="report",
         action="store_false",
-        help="write no report.html, for which matplotlib is needed",
+        help="do not write report.html, which needs matplotlib",
     )
     output.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, select, estimate, and write everything at once."""
+    """Read the table, select, estimate, and write the output folder."""
     if args.report:
         pictures.require()
     require_device(args.device)
@@ -145,10 +144,10 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
     request = _request(args, prepared)
     if not prepared.schema.labels and not request.spec.rows:
-        note = f"no prediction intervals: a model would need all of its {len(prepared.y)} rows for them"
+        note = f"no prediction intervals: the model would have to keep all {len(prepared.y)} rows"
         prepared = prepared._replace(notes=(*prepared.notes, note))
     print(described(args.data, prepared), flush=True)
-    with _told(), _interruptible() as check:
+    with _warnings_printed(), _interruptible() as check:
         findings = _find(prepared, request, check)
     page = (
         report.page(findings, report.Source(args.data.name, args.parser.command(args)))
@@ -176,17 +175,17 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def _request(args: argparse.Namespace, prepared: PreparedTable) -> Request:
-    """What to do, once it is clear that the machine, the criterion and the task fit together."""
+    """Resolve the options; UserError if machine, criterion, task and table do not fit together."""
     classes, (n, d) = len(prepared.schema.labels), prepared.X.shape
     if MACHINES[args.machine].needs_classes and not classes:
         raise UserError(
-            f"--machine {args.machine} tells classes apart, {args.target!r} has numbers; take lssvm"
+            f"--machine {args.machine} is a classifier, but {args.target!r} is numeric; use lssvm"
         )
     least_squares = issubclass(MACHINES[args.machine], LeastSquares)
     criterion = args.criterion or ("press" if least_squares else "smooth_error")
     _require_criterion(args, criterion, classes)
     if args.outer and prepared.clusters is not None and len(set(prepared.clusters)) < 3:
-        raise UserError("an outer estimate needs at least 3 clusters, got 2; leave it out with --outer 0")
+        raise UserError("an outer estimate needs at least 3 clusters, got 2; use --outer 0")
     basis = _basis(args, prepared)
     if args.device == "cpu":
         _require_memory(args.machine, args.kernel, n)
@@ -205,27 +204,27 @@ def _request(args: argparse.Namespace, prepared: PreparedTable) -> Request:
 
 
 def _require_criterion(args: argparse.Namespace, name: str, classes: int) -> None:
-    """Refuse a criterion that does not fit the targets, the machine, the clusters or the search."""
+    """Raise if the criterion does not fit the targets, the machine, the clusters or the search."""
     own = CRITERIA[name]
     counterpart, smooth = own.counterpart or "another", own.smooth.split()[0] if own.smooth else "another"
     if not classes and own.targets != "numbers":
         numbers = ", ".join(sorted(each for each, of in CRITERIA.items() if of.targets == "numbers"))
-        raise UserError(f"--criterion {name} needs classes; for numbers take one of {numbers}")
+        raise UserError(f"--criterion {name} needs classes; for numeric targets use one of {numbers}")
     if classes > 2 and own.targets == "signs" and own.counterpart:
-        raise UserError(f"--criterion {name} is for two classes; for {classes} take {counterpart}")
+        raise UserError(f"--criterion {name} is for two classes; for {classes} use {counterpart}")
     if classes == 2 and own.targets == "one-vs-rest":
-        raise UserError(f"--criterion {name} is for more than two classes; for two take {counterpart}")
+        raise UserError(f"--criterion {name} is for more than two classes; for two use {counterpart}")
     least_squares = issubclass(MACHINES[args.machine], LeastSquares)
     if (own.needs_variance or own.takes_fit) and not least_squares:
         raise UserError(f"--criterion {name} needs a least-squares machine, not {args.machine}")
     if own.takes_fit and args.clusters is not None:
-        raise UserError(f"--criterion {name} leaves out pairs, not clusters; take {smooth}")
+        raise UserError(f"--criterion {name} leaves out pairs, not clusters; use {smooth}")
     if args.search == "gradient" and not own.differentiable:
-        raise UserError(f"--criterion {name} has no gradient; take --search nelder-mead, or {smooth}")
+        raise UserError(f"--criterion {name} has no gradient; use --search nelder-mead, or {smooth}")
 
 
 def _rows_kept(args: argparse.Namespace, n: int) -> int:
-    """How many rows a model of numbers keeps for intervals: all, or none where that would be too costly."""
+    """Number of rows that a regression model keeps for intervals: all, or none if that is too costly."""
     explicit = args.machine == "sparse" or KERNELS[args.kernel].is_linear
     return n if n <= MOST_ROWS["explicit" if explicit else "dense"] else 0
 
@@ -233,37 +232,39 @@ def _rows_kept(args: argparse.Namespace, n: int) -> int:
 def _basis(args: argparse.Namespace, prepared: PreparedTable) -> int:
     if args.machine != "sparse":
         if args.basis is not None:
-            raise UserError("--basis is for --machine sparse")
+            raise UserError("--basis needs --machine sparse")
         return 0
     most = n = len(prepared.y)
-    most //= 2  # so that every outer split has as many
+    most //= 2  # so that every outer split has enough rows
     if prepared.clusters is not None and args.outer:
         sizes = np.sort(np.unique(prepared.clusters, return_counts=True)[1])[::-1]
         held = 1 if len(sizes) <= args.outer else max(1, round(0.1 * len(sizes)))
         most = min(most, n - int(sizes[:held].sum()))
     if args.basis is not None and args.basis > most:
         raise UserError(
-            f"--basis must be at most half of the rows, {most} for the outer splits, got {args.basis}"
+            f"--basis must be at most {most}, so that every outer split has enough rows, got {args.basis}"
         )
     return args.basis or min(200, most)
 
 
 def _machine(args: argparse.Namespace, n: int) -> tuple[str, list[str]]:
-    """The machine that --machine auto stands for, and a note where it is not the usual one."""
+    """Resolve --machine auto; with a note unless it is the default machine."""
     if args.machine != "auto":
         return args.machine, []
-    lack = _too_large("lssvm", args.kernel, n) if args.device == "cpu" else ""
-    return ("sparse", [f"the machine is sparse: {lack}"]) if lack else ("lssvm", [])
+    too_large = _too_large("lssvm", args.kernel, n) if args.device == "cpu" else ""
+    if too_large:
+        return "sparse", [f"the machine is sparse: {too_large}"]
+    return "lssvm", []
 
 
 def _require_memory(machine: str, kernel: str, n: int) -> None:
-    """Refuse what cannot fit."""
-    if lack := _too_large(machine, kernel, n):
-        raise UserError(f"{lack}; take --machine sparse")
+    """Raise if a machine would not fit into memory."""
+    if too_large := _too_large(machine, kernel, n):
+        raise UserError(f"{too_large}; use --machine sparse")
 
 
 def _too_large(machine: str, kernel: str, n: int) -> str:
-    """What a machine lacks to fit, or nothing: a dense one needs about six matrices n x n."""
+    """Why a machine does not fit into memory, or "": a dense one needs about six n x n matrices."""
     if machine == "sparse" or KERNELS[kernel].is_linear:
         return ""
     try:
@@ -278,7 +279,7 @@ def _too_large(machine: str, kernel: str, n: int) -> str:
 
 
 def _find(prepared: PreparedTable, request: Request, check: Any) -> Findings:
-    """All of the numerical work; an error of the library ends in one line."""
+    """All numerical work; errors of the library become user errors."""
     try:
         data = TrainingData.of(prepared, request)
         splits = outer_splits(prepared, data, request)
@@ -293,15 +294,15 @@ def _find(prepared: PreparedTable, request: Request, check: Any) -> Findings:
 
 
 def _announce(splits: int, seconds: float, most: float | None) -> None:
-    """Say beforehand what will take long."""
+    """Print the expected time of a long outer estimate."""
     if (total := min(splits * seconds, most or math.inf)) > _LONG:
         shown = f"{total:.0f} s" if total < 100 else f"{total / 60:.0f} min"
-        print(f"outer estimate: {splits} selections, about {shown} (--outer 0 leaves it out)", flush=True)
+        print(f"outer estimate: {splits} selections, about {shown} (--outer 0 to skip it)", flush=True)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Warnings of the library as lines of the command."""
+def _warnings_printed() -> Iterator[None]:
+    """Print warnings of the library as lines of the command."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -311,7 +312,7 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[Any]:
-    """Gives a check that raises KeyboardInterrupt if a search has taken one as the order to stop."""
+    """Yield a function that raises KeyboardInterrupt if a search has caught one and returned early."""
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:

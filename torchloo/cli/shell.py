@@ -1,4 +1,4 @@
-"""What the subcommands share: errors of one line, arguments, files written whole, tables as text."""
+"""Shared by the subcommands: one-line errors, argument types, atomic writing of files, text tables."""
 
 import argparse
 import csv
@@ -41,29 +41,29 @@ __all__ = [
 
 
 class UserError(Exception):
-    """Something that the user can put right; its text is one line."""
+    """An error that the user can correct; the message is one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage, and that can give a command line again."""
+    """A parser with one-line errors that can reconstruct the command line of parsed options."""
 
     def __init__(self, **options: Any) -> None:
         self._own: list[argparse.Action] = []
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """As of argparse; options of a group (`add_argument_group`) are left out of `command`."""
+        """As in argparse; options of a group (`add_argument_group`) are not part of `command`."""
         self._own.append(super().add_argument(*names, **options))
         return self._own[-1]
 
     def error(self, message: str) -> NoReturn:
-        """End in one line."""
+        """Exit with a one-line message."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def command(self, args: argparse.Namespace) -> str:
-        """The command line of parsed options: all that are not in groups, those by default as well.
+        """The command line of parsed options: all that are not in groups, defaults included.
 
-        Of a path the name alone, as the command is to be read by others.
+        A path is reduced to its name, since the command is shown to others.
         """
         words = self.prog.split()
         for action in self._own:
@@ -78,21 +78,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(text: str) -> int:
-    """An argument that is a whole number, zero included."""
+    """A non-negative integer argument."""
     if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a non-negative integer, got {text!r}")
     return int(text)
 
 
 def count(text: str) -> int:
-    """An argument that is a whole number, one at least."""
+    """A positive integer argument."""
     if not text.isascii() or not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
 
 
 def positive(text: str) -> float:
-    """An argument that is a positive number."""
+    """A positive, finite argument."""
     try:
         value = float(text)
     except ValueError:
@@ -103,7 +103,7 @@ def positive(text: str) -> float:
 
 
 def writable(suffix: str) -> "type[Path] | object":
-    """The type of an argument that a file can be written to, found out before any work is done."""
+    """The type of an output file argument, checked to be writable before any work is done."""
 
     def check(text: str) -> Path:
         path = Path(text)
@@ -120,21 +120,25 @@ def writable(suffix: str) -> "type[Path] | object":
 
 
 def require_other_file(out: Path, *inputs: Path) -> None:
-    """Refuse to write over what is read, by whatever path or link it is named."""
+    """Raise if the output file is one of the inputs, by any path or link."""
     for path in inputs:
         if out.exists() and path.exists() and out.samefile(path):
-            raise UserError(f"--out {str(out)!r} would overwrite the input {str(path)!r}; name another file")
+            raise UserError(
+                f"--out {str(out)!r} would overwrite the input {str(path)!r}; choose another name"
+            )
 
 
 def folder(text: str) -> Path:
-    """An argument that is a folder to be made: it is not there yet, or is empty."""
+    """An output folder argument: it must not exist yet, or be empty."""
     path = Path(text)
     real = Path(os.path.realpath(path))
     if real == Path.cwd() or os.path.ismount(real):
-        raise argparse.ArgumentTypeError(f"must be a folder to be made, got {text!r}; name a new one")
+        raise argparse.ArgumentTypeError(f"must be a new folder, got {text!r}; choose another name")
     if path.is_dir():
         if any(path.iterdir()):
-            raise argparse.ArgumentTypeError(f"the folder {text!r} is not empty; remove it, or name another")
+            raise argparse.ArgumentTypeError(
+                f"the folder {text!r} is not empty; remove it, or choose another name"
+            )
         _require_folder(path)
     elif path.exists():
         raise argparse.ArgumentTypeError(f"must be a folder, got the file {text!r}")
@@ -150,12 +154,12 @@ def _require_folder(path: Path) -> None:
 
 
 def _behind_link(path: Path) -> Path:
-    """Where a link leads to; a path that is no link stays as it is."""
+    """The target of a symbolic link; any other path is returned as it is."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing: a failure leaves what was there before."""
+    """Write a file atomically: after a failure the previous content is still there."""
     with _part_of(path) as part, part.open("xb") as file:
         _take_permissions(part, path)
         file.write(content)
@@ -163,7 +167,7 @@ def write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `path` once all of it is written, and vanishes if that fails."""
+    """Yield a temporary folder that is renamed to `path` at the end, or removed on failure."""
     with _part_of(path) as part:
         part.mkdir()
         _take_permissions(part, path)
@@ -172,7 +176,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _part_of(path: Path) -> Iterator[Path]:
-    """A new name beside `path`: what is written there takes its place at the end, or vanishes."""
+    """Yield a temporary name next to `path`; what is written there is renamed to `path`, or removed."""
     final = _behind_link(path.absolute())
     part = final.with_name(f".torchloo-{secrets.token_hex(8)}")
     try:
@@ -185,9 +189,9 @@ def _part_of(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _removed_on_termination(part: Path) -> Iterator[None]:
-    """Remove a part however its writing ends, also where the default of a signal would end the process.
+    """Remove a temporary path however writing ends, also when a signal would end the process.
 
-    A signal that is ignored, or has a handler of its own, is left as it is.
+    Signals that are ignored, or have another handler, are left alone.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -217,13 +221,13 @@ def _remove(part: Path) -> None:
 
 
 def _take_permissions(part: Path, path: Path) -> None:
-    """Those of what is there already; else the part has what the system gives to a new file."""
+    """Copy the permissions of an existing path; otherwise keep the default ones."""
     if path.exists():
         part.chmod(stat.S_IMODE(path.stat().st_mode))
 
 
 def comma_separated(frame: "pd.DataFrame") -> str:
-    """A table as CSV without formulas: text that a spreadsheet would run has a single quote in front."""
+    """A table as CSV; text that a spreadsheet would evaluate is prefixed with a single quote."""
     frame = frame.rename(columns=_inert)
     texts = [name for name in frame if frame[name].dtype.kind == "O"]
     for name in texts:
@@ -235,7 +239,7 @@ def comma_separated(frame: "pd.DataFrame") -> str:
 
 
 def _inert(cell: object) -> object:
-    """Text that a spreadsheet takes for text; numbers such as -1.5 and +3e5 stay as they are."""
+    """Escape text that a spreadsheet would evaluate; numbers such as -1.5 and +3e5 are left alone."""
     if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
         return cell
     number = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", cell)
@@ -243,17 +247,17 @@ def _inert(cell: object) -> object:
 
 
 def first_line(error: BaseException) -> str:
-    """The text of an error in one line, as short as it can be told."""
+    """The first line of an error message."""
     text = str(error).strip() or type(error).__name__
     return re.sub(r"\s+", " ", text.splitlines()[0])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text under each other: the first column to the left, the others to the right."""
+    """Rows as aligned text: the first column to the left, the others to the right."""
     return "\n".join(aligned(rows))
 
 
 def listed(names: list[str], most: int = 5) -> str:
-    """Names in quotes, the first few of them."""
+    """The first few names, quoted."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

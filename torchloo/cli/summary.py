@@ -1,4 +1,4 @@
-"""What `torchloo select` tells in text: the table it has read, the findings in short, and held_out.csv."""
+"""Text output of `torchloo select`: the table that was read, a summary of the findings, held_out.csv."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from torchloo.cli.shell import table
 
 __all__ = ["described", "held_out", "summary"]
 
-_MOST_COLUMNS = 8  # classes whose confusions fit into a terminal
+_MAX_COLUMNS = 8  # classes whose confusion matrix fits into a terminal
 
 
 def described(path: Path, prepared: PreparedTable) -> str:
-    """What was read, and what there is to say of it."""
+    """What was read, with notes about it."""
     schema, (n, d) = prepared.schema, prepared.X.shape
     labels = schema.labels
     task = f"regression of {schema.target!r}"
@@ -32,31 +32,34 @@ def held_out(findings: Findings) -> Any:
     """The table held_out.csv: a row for each row of the data."""
     prepared, n = findings.prepared, len(findings.prepared.y)
     columns: dict[str, np.ndarray] = {"row": prepared.rows, "target": prepared.target}
-    columns |= _answers(findings, "loo", findings.loo)
+    columns |= _columns(findings, "loo", findings.loo)
     columns["leverage"] = np.full(n, np.nan) if findings.leverage is None else findings.leverage
     if prepared.clusters is not None and findings.lco is not None:
         columns["cluster"] = prepared.clusters
-        columns |= _answers(findings, "lco", findings.lco)
+        columns |= _columns(findings, "lco", findings.lco)
     return pandas().DataFrame(columns)
 
 
-def _answers(findings: Findings, way: str, answers: HeldOutPredictions) -> dict[str, np.ndarray]:
-    """Outputs and residuals; for several classes an output for each, and the norm of the residuals."""
-    said = {f"{way}_class": findings.said(answers)} if findings.classes else {}
-    if answers.outputs.ndim == 1:
-        return {f"{way}_output": answers.outputs, **said, f"{way}_residual": answers.residuals}
-    labels = findings.prepared.schema.labels
-    outputs = {f"{way}_output {label}": answers.outputs[:, k] for k, label in enumerate(labels)}
-    return {**outputs, **said, f"{way}_residual": answers.size}
+def _columns(findings: Findings, scheme: str, held_out: HeldOutPredictions) -> dict[str, np.ndarray]:
+    """Outputs and residuals; for several classes one output each, and the norm of the residuals."""
+    outputs = {f"{scheme}_output": held_out.outputs}
+    residual = held_out.residuals
+    if held_out.outputs.ndim > 1:
+        labels = findings.prepared.schema.labels
+        outputs = {f"{scheme}_output {label}": held_out.outputs[:, k] for k, label in enumerate(labels)}
+        residual = held_out.size
+    if findings.classes:
+        outputs[f"{scheme}_class"] = findings.predicted(held_out)
+    return {**outputs, f"{scheme}_residual": residual}
 
 
 def summary(findings: Findings) -> str:
-    """The findings in a few lines of text."""
+    """The findings in a few lines."""
     choice, request, first = findings.choice, findings.request, findings.rows[0]
     settings = ", ".join(_setting(name, value) for name, value, _ in findings.parameters)
     name = request.criterion + f" (mean over {findings.classes} classes)" * request.averaged
-    chosen = f"chosen: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
-    chosen += f", ended by the {choice.stopped}" if choice.stopped else ""
+    chosen = f"selected: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
+    chosen += f", stopped by the {choice.stopped}" if choice.stopped else ""
     head = ["", "guessing", "leave-one-out"]
     head += ["leave-cluster-out"] * (first.lco is not None)
     if first.outer is not None:
@@ -67,18 +70,18 @@ def summary(findings: Findings) -> str:
 
 
 def _setting(name: str, value: np.ndarray) -> str:
-    """A hyper-parameter and its value; of one for each input, from where to where."""
+    """A hyper-parameter and its value, or the range of its values if there is one per input."""
     return f"{name}s {value.min():.3g} to {value.max():.3g}" if value.ndim else f"{name} {value:.4g}"
 
 
 def _by_class(findings: Findings) -> list[str]:
-    """Of several classes a line each: rows, right answers held out, and what was said of them."""
+    """For more than two classes, one line each: rows, held-out accuracy, predicted classes."""
     of, labels = findings.by_class, findings.prepared.schema.labels
     if of is None or len(labels) < 3:
         return []
-    in_full = len(labels) <= _MOST_COLUMNS
-    head = ["class", "rows", f"right ({findings.way})"]
-    rows = [[*head, *([f"said {label}" for label in labels] if in_full else ["mistaken for"])]]
+    in_full = len(labels) <= _MAX_COLUMNS
+    head = ["class", "rows", f"accuracy ({findings.way})"]
+    rows = [[*head, *([f"predicted {label}" for label in labels] if in_full else ["mistaken for"])]]
     for k, label in enumerate(labels):
         shown = [str(j or "·") for j in of.confusion[k]] if in_full else [of.mistaken_for(k, labels)]
         rows.append([label, str(of.confusion[k].sum()), _share(of.right[k], of.error[k]), *shown])
@@ -88,5 +91,5 @@ def _by_class(findings: Findings) -> list[str]:
 
 
 def _share(share: float, error: float) -> str:
-    """A share and its standard error in percent."""
+    """A fraction and its standard error in percent."""
     return f"{100 * share:.1f} %" if np.isnan(error) else f"{100 * share:.1f} ± {100 * error:.1f} %"

@@ -1,4 +1,4 @@
-"""What a model knows of its own errors: probabilities of classes, and the rows that intervals come from."""
+"""Uncertainty of a model: calibrated class probabilities, and training rows for prediction intervals."""
 
 from typing import Any, NamedTuple
 
@@ -15,24 +15,24 @@ from torchloo.held_out import HeldOut
 __all__ = ["MOST_ROWS", "TrainingRows", "Uncertainty", "require_tensor"]
 
 MOST_ROWS = {"dense": 5_000, "explicit": 100_000}
-"""Rows up to which a model keeps them for intervals: of a machine on its rows, or on few features."""
+"""Most training rows that are kept for intervals: by a dense machine, or by one on few features."""
 
 
 class TrainingRows(NamedTuple):
-    """The rows of a regression, from which `tl.intervals.jackknife_plus` finds the machines without each."""
+    """The training rows of a regression, for `tl.intervals.jackknife_plus`."""
 
     X: Tensor
-    """Inputs as the machine sees them, (n, d)."""
+    """Standardised inputs, (n, d)."""
     y: Tensor
     """(n,)."""
     weight: Tensor
     """(n,)."""
     clusters: Tensor
-    """Labels (n,) of what is left out together, each row its own where there are no clusters."""
+    """Cluster labels (n,); all distinct if there are no clusters."""
 
     @classmethod
     def of(cls, data: TrainingData) -> "TrainingRows":
-        """The rows that a machine was fitted to, on the host."""
+        """From the training data, on the CPU."""
         n = len(data.y)
         weight = torch.ones_like(data.y) if data.weight is None else data.weight
         clusters = torch.arange(n) if data.clusters is None else data.clusters
@@ -40,7 +40,7 @@ class TrainingRows(NamedTuple):
 
     @classmethod
     def from_dict(cls, plain: object, rows: int, inputs: int) -> "TrainingRows":
-        """What was saved; ValueError says what is wrong with anything else."""
+        """The inverse of `_asdict`; ValueError if the dictionary is not valid."""
         values = cls(**require_fields("rows", plain, cls._fields))
         shapes = {"X": (rows, inputs), "y": (rows,), "weight": (rows,), "clusters": (rows,)}
         for name, value in values._asdict().items():
@@ -49,11 +49,11 @@ class TrainingRows(NamedTuple):
         if not (values.weight > 0).all():
             raise ValueError("rows: weight must be positive")
         if (values.clusters == values.clusters[0]).all():
-            raise ValueError("rows: clusters must be two at least")
+            raise ValueError("rows: there must be at least two clusters")
         return values
 
     def intervals(self, machine: Any, X: Tensor, level: float) -> np.ndarray:
-        """Lower and upper ends, (2, q), of what a new target lies between at the level."""
+        """Lower and upper ends of the prediction intervals, (2, q)."""
         own, targets, weight = (t.to(X.device) for t in (self.X, self.y, self.weight))
         clusters = None if len(self.clusters.unique()) == len(self.clusters) else self.clusters
         ends = tl.intervals.jackknife_plus(machine, own, targets, X, level, clusters, weight=weight)
@@ -61,14 +61,14 @@ class TrainingRows(NamedTuple):
 
 
 class Uncertainty(NamedTuple):
-    """Of classes the calibration, of numbers the rows; None where there is none."""
+    """The calibration of a classifier, or the training rows of a regression; None if not available."""
 
     calibration: Platt | Temperature | None
     rows: TrainingRows | None
 
     @classmethod
     def of(cls, held_out: HeldOut, classes: int, data: TrainingData, keep_rows: bool) -> "Uncertainty":
-        """From held-out rows of the table, and the rows themselves."""
+        """From held-out predictions and the training data."""
         calibration = tl.calibrate(held_out).cpu() if classes else None
         return cls(calibration, TrainingRows.of(data) if keep_rows else None)
 
@@ -80,7 +80,7 @@ class Uncertainty(NamedTuple):
 
     @classmethod
     def from_dict(cls, plain: object, schema: Schema, rows: int) -> "Uncertainty":
-        """What `as_dict` gave for so many rows; ValueError says what is wrong with anything else."""
+        """The inverse of `as_dict`; ValueError if the dictionary is not valid."""
         values = require_fields("uncertainty", plain, ("calibration", "rows"))
         of_classes = _calibration(values["calibration"], len(schema.labels))
         if not rows:
@@ -91,7 +91,7 @@ class Uncertainty(NamedTuple):
     def columns(
         self, schema: Schema, machine: Any, X: Tensor, outputs: np.ndarray, level: float
     ) -> dict[str, np.ndarray]:
-        """What stands beside predictions: an interval for each, or the probability of every class."""
+        """Columns for predictions.csv: an interval, or the probability of every class."""
         if self.rows is not None:
             return dict(zip(("lower", "upper"), self.rows.intervals(machine, X, level), strict=True))
         if self.calibration is None:
@@ -115,7 +115,7 @@ def _calibration(plain: object, classes: int) -> Platt | Temperature | None:
 
 
 def require_tensor(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Demand a dense, finite tensor of a shape and dtype; ValueError says what is wrong with another."""
+    """Raise ValueError unless a value is a dense, finite tensor of this shape and dtype."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         raise ValueError(f"{name} must be a dense tensor")
     if value.dtype != dtype or value.shape != shape:

@@ -1,4 +1,4 @@
-"""What went in, and what came out of the search."""
+"""The sections on the data and on the selected machine."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from torchloo.machine.kernel_machine import MACHINES
 
 __all__ = ["data", "machine"]
 
-_MOST_BARS = 20
-_MOST_CLASSES = 6
+_MAX_BARS = 20
+_MAX_CLASSES = 6
 
 
 def data(findings: Findings) -> str:
@@ -25,7 +25,7 @@ def data(findings: Findings) -> str:
         rows.append(["clusters", _sizes(prepared.clusters)])
     if prepared.weight is not None:
         rows.append(["weights", f"{number(prepared.weight.min())} to {number(prepared.weight.max())}"])
-    if findings.classes > _MOST_CLASSES:
+    if findings.classes > _MAX_CLASSES:
         rows.append(["classes", _sizes(prepared.target)])
     elif findings.classes:
         sizes = [(label, int((prepared.target == label).sum())) for label in schema.labels]
@@ -41,7 +41,7 @@ def data(findings: Findings) -> str:
 
 
 def _sizes(labels: np.ndarray) -> str:
-    """How many distinct labels there are, and of how many rows."""
+    """Number of distinct labels, and their numbers of rows."""
     counts = np.unique(labels, return_counts=True)[1]
     fewest, most = counts.min(), counts.max()
     return (
@@ -63,7 +63,7 @@ def _coding(findings: Findings) -> str:
 
 
 def machine(findings: Findings) -> str:
-    """The settings that were chosen, and how the search went."""
+    """The selected hyper-parameters, and the course of the search."""
     request, choice = findings.request, findings.choice
     name = request.criterion_function.label
     meaning = request.criterion_function.meaning
@@ -87,11 +87,11 @@ def machine(findings: Findings) -> str:
 
 
 def _relevance(findings: Findings) -> str:
-    """Which inputs matter, by a kernel that has parameters for each."""
+    """Relevance of the inputs, for a kernel with one parameter per input."""
     relevance = findings.relevance
     if relevance is None:
         return ""
-    order, names = np.argsort(-relevance)[:_MOST_BARS], findings.prepared.schema.inputs
+    order, names = np.argsort(-relevance)[:_MAX_BARS], findings.prepared.schema.inputs
     svg = pictures.bars([names[j] for j in order], relevance[order], "relevance")
     which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
     caption = (
@@ -110,7 +110,7 @@ def _search(findings: Findings) -> str:
     better = "Lower" if criterion.lower_is_better else "Higher"
     caption = (
         f"The search: each dot is a setting that was tried, the line is the best {name} so far. {better} is "
-        "better. Where the line has become flat, more searching would have brought little."
+        "better. Where the line is flat, further search would have gained little."
     )
     return figure(pictures.criterion_curve(choice.history, name, criterion.lower_is_better), caption)
 

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Whatever is text is escaped here; only `paragraph` takes words with markup in them."""
+"""HTML elements. Text is escaped here; only `paragraph` takes HTML."""
 
 import base64
 import html
@@ -8,33 +8,33 @@ __all__ = ["figure", "items", "number", "paragraph", "section", "table", "text",
 
 
 def text(value: object) -> str:
-    """A value as text that is safe anywhere in the page."""
+    """A value as escaped text."""
     return html.escape(str(value))
 
 
 def number(value: float) -> str:
-    """Four digits; large numbers in full, with commas."""
+    """Four significant digits; large numbers in full, with commas."""
     return f"{float(f'{value:.4g}'):,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading and what is below it."""
+    """A section with a heading."""
     return f"<section>\n<h2>{text(title)}</h2>\n{''.join(parts)}</section>\n"
 
 
 def paragraph(words: str, kind: str = "") -> str:
-    """A paragraph of words that are HTML already."""
+    """A paragraph of HTML."""
     return f'<p class="{kind}">{words}</p>\n' if kind else f"<p>{words}</p>\n"
 
 
 def items(lines: Sequence[str]) -> str:
-    """A list of texts; nothing for none."""
+    """A list of texts; empty for none."""
     listed = "".join(f"<li>{text(line)}</li>\n" for line in lines)
     return f'<ul class="notes">\n{listed}</ul>\n' if listed else ""
 
 
 def figure(svg: str, caption: str, square: bool = False) -> str:
-    """A picture inside the page, and its caption."""
+    """An embedded picture with a caption."""
     data = base64.b64encode(svg.encode()).decode()
     kind = ' class="square"' if square else ""
     return (
@@ -49,7 +49,7 @@ def table(
     kinds: Mapping[tuple[int, int], str] | None = None,
     words: bool = False,
 ) -> str:
-    """A table of texts; kinds of cells by (row, column); words: all columns begin at the left."""
+    """A table of texts; kinds: CSS classes of cells (row, column); words: align all columns left."""
     kinds = kinds or {}
     top = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
     lines = []
@@ -65,6 +65,6 @@ def table(
 
 
 def tile(value: str, label: str, main: bool = False) -> str:
-    """A value that stands out."""
+    """A highlighted value."""
     kind = "tile main" if main else "tile"
     return f'<li class="{kind}"><b>{text(value)}</b><span>{text(label)}</span></li>\n'

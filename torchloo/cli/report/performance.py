@@ -1,4 +1,4 @@
-"""How well the machine does: the summary, the estimates side by side, and the clusters."""
+"""Predictive performance: the summary, the estimates side by side, and the clusters."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from torchloo.cli.request import HeldOutPredictions
 
 __all__ = ["clusters", "estimates", "summary"]
 
-_MOST_CLUSTERS = 20
-_TITLE = "How well it does on new rows"
+_MAX_CLUSTERS = 20
+_TITLE = "Performance on new rows"
 
 
 def summary(findings: Findings) -> str:
@@ -37,7 +37,7 @@ def summary(findings: Findings) -> str:
 
 
 def _best(row: MeasureRow) -> tuple[str, str]:
-    """The most honest value there is of a measure, and where it comes from."""
+    """The least biased estimate of a measure, and its name."""
     if row.outer is not None:
         return row.measure.show_mean(row.outer.mean, row.outer.stderr), "outer estimate"
     if row.lco is not None:
@@ -78,7 +78,7 @@ def estimates(findings: Findings) -> str:
 
 
 def _overfits(row: MeasureRow, outer: OuterEstimate) -> bool:
-    """Whether the outer estimate is worse than the inner one by much, and not by chance."""
+    """Whether the outer estimate is worse than the inner one, significantly and by a wide margin."""
     worse = outer.mean - _inner(row)
     return worse > 3 * outer.stderr and worse > 0.15 * _inner(row)
 
@@ -116,8 +116,8 @@ def clusters(findings: Findings) -> str:
         "further rows of known clusters, and only leave-cluster-out that on new clusters."
     )
     names, member, counts = np.unique(clusters, return_inverse=True, return_counts=True)
-    lco, loo = (_loss(findings, answers, member) for answers in (findings.lco, findings.loo))
-    order = np.argsort(-lco, kind="stable")[:_MOST_CLUSTERS]
+    lco, loo = (_loss(findings, held_out, member) for held_out in (findings.lco, findings.loo))
+    order = np.argsort(-lco, kind="stable")[:_MAX_CLUSTERS]
     label = "error rate" if findings.classes else "root mean square of the residuals"
     rows = [f"{names[k]} ({counts[k]})" for k in order]
     svg = pictures.bars(rows, lco[order], label, ("leave-cluster-out", "leave-one-out"), loo[order])
@@ -131,9 +131,9 @@ def clusters(findings: Findings) -> str:
     return section("Clusters", paragraph(text(words)), figure(svg, caption))
 
 
-def _loss(findings: Findings, answers: HeldOutPredictions, member: np.ndarray) -> np.ndarray:
+def _loss(findings: Findings, predictions: HeldOutPredictions, member: np.ndarray) -> np.ndarray:
     """The error of each cluster: its error rate, or the root mean square residual."""
     if findings.classes:
-        wrong = findings.said(answers) != findings.prepared.target
+        wrong = findings.predicted(predictions) != findings.prepared.target
         return np.bincount(member, wrong) / np.bincount(member)
-    return np.sqrt(np.bincount(member, answers.residuals**2) / np.bincount(member))
+    return np.sqrt(np.bincount(member, predictions.residuals**2) / np.bincount(member))

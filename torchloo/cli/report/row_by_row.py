@@ -1,4 +1,4 @@
-"""MeasureRow by row: held-out predictions against true values."""
+"""Row by row: held-out predictions against true values."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from torchloo.cli.report.markup import figure, number, paragraph, section, table
 
 __all__ = ["agreement", "residuals"]
 
-_MOST_LISTED = 8
-_MOST_CURVES = 8
-_MOST_COLUMNS = 8  # of a table of answers that fits the page
+_MAX_LISTED = 8
+_MAX_CURVES = 8
+_MAX_COLUMNS = 8  # of a confusion matrix that fits the page
 
 
 def agreement(findings: Findings) -> str:
-    """Held-out outputs against targets, or a confusion table and ROC curves."""
+    """Held-out predictions against targets, or a confusion matrix and ROC curves."""
     if not findings.classes:
         svg = pictures.agreement(findings.prepared.y, findings.inner.outputs)
         caption = (
@@ -22,19 +22,19 @@ def agreement(findings: Findings) -> str:
             f"had not seen it{_cluster(findings)} on the vertical one ({findings.way}). The closer to the "
             "line, the better."
         )
-        return section("MeasureRow by row", figure(svg, caption, square=True))
-    return section("MeasureRow by row", _answers(findings), _curves(findings))
+        return section("Row by row", figure(svg, caption, square=True))
+    return section("Row by row", _confusion(findings), _curves(findings))
 
 
 def _cluster(findings: Findings) -> str:
     return "" if findings.lco is None else ", or any row of its cluster"
 
 
-def _answers(findings: Findings) -> str:
+def _confusion(findings: Findings) -> str:
     """True classes against predicted ones."""
     labels, of = findings.prepared.schema.labels, findings.by_class
     assert of is not None
-    if len(labels) > _MOST_COLUMNS:
+    if len(labels) > _MAX_COLUMNS:
         return _mistakes(findings)
     rows, kinds = [], {}
     for i, true in enumerate(labels):
@@ -43,7 +43,7 @@ def _answers(findings: Findings) -> str:
         kinds.update({(i, j + 1): "hit" if i == j else "miss" for j, k in enumerate(counts) if k})
     words = (
         f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
-        "Each line is a true class, each column a predicted one: right ones are blue, wrong ones orange."
+        "Each line is a true class, each column a predicted one: correct predictions are blue, errors orange."
     )
     head = ["true class", *(f"predicted {label}" for label in labels), "wrong"]
     return paragraph(words) + table(head, rows, kinds)
@@ -57,7 +57,7 @@ def _mistakes(findings: Findings) -> str:
         rows.append([true, f"{of.confusion[k].sum()}", f"{1 - of.right[k]:.0%}", of.mistaken_for(k, labels)])
     words = (
         f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
-        "Each line is a true class; at its end stand the classes that its rows were mistaken for."
+        "Each line is a true class; the last column lists the classes that its rows were mistaken for."
     )
     return paragraph(words) + table(["true class", "rows", "wrong", "mistaken for"], rows)
 
@@ -65,7 +65,7 @@ def _mistakes(findings: Findings) -> str:
 def _curves(findings: Findings) -> str:
     labels, out = findings.prepared.schema.labels, findings.inner.outputs
     scores = [(labels[1], out)] if out.ndim == 1 else [(name, out[:, k]) for k, name in enumerate(labels)]
-    shown = scores[:_MOST_CURVES]
+    shown = scores[:_MAX_CURVES]
     curves = [(label, findings.prepared.target == label, score) for label, score in shown]
     which = "ROC curves of the" if len(shown) > 1 else f"ROC curve of class {labels[1]} by the"
     which = f"ROC curves of the first {len(shown)} classes by the" if len(shown) < len(scores) else which
@@ -77,7 +77,7 @@ def _curves(findings: Findings) -> str:
 
 
 def residuals(findings: Findings) -> str:
-    """Residuals, leverage, and the rows that were predicted worst."""
+    """Residuals, leverage, and the rows with the largest errors."""
     parts = [_spread(findings)]
     if findings.leverage is not None:
         caption = (
@@ -112,20 +112,21 @@ def _spread(findings: Findings) -> str:
         f"By how much the true class of each row leads over the next best one, by {findings.way}. Rows "
         "left of zero are predicted wrongly; those near zero are close calls."
     )
-    svg = pictures.score_histogram([("rows", -findings.badness)], "lead of the true class over the next best")
+    svg = pictures.score_histogram([("rows", -findings.misfit)], "lead of the true class over the next best")
     return figure(svg, caption)
 
 
 def _worst(findings: Findings) -> str:
-    order = np.argsort(-findings.badness, kind="stable")[:_MOST_LISTED]
-    said, target, leverage = findings.said(findings.inner), findings.prepared.target, findings.leverage
+    order = np.argsort(-findings.misfit, kind="stable")[:_MAX_LISTED]
+    predicted = findings.predicted(findings.inner)
+    target, leverage = findings.prepared.target, findings.leverage
     name, values = "size of residual", findings.inner.size
     if findings.classes > 2:
-        name, values = "lead of the true class", -findings.badness
+        name, values = "lead of the true class", -findings.misfit
     head = ["row", "true", "held-out prediction", name] + ["leverage"] * (leverage is not None)
     rows = []
     for i in order:
-        pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, said)]
+        pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, predicted)]
         cells = [str(findings.prepared.rows[i]), *pair, number(values[i])]
         rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
     words = (
