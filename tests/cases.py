@@ -111,19 +111,19 @@ def _all_rows(X, Y, reg, weight, clusters):
     return reference.sparse_lssvm(K, K, Y, reg, weight, clusters)
 
 
+def _case(name, kind, kernel, held_out, solve) -> Case:
+    """A machine that is solved in its kernel matrix, with its references."""
+    return Case(
+        name,
+        lambda reg=1.0: kind(KERNEL[kernel](), reg),
+        _dense(held_out, kernel),
+        _dense_at(solve, kernel),
+    )
+
+
 CASES = [
-    Case(
-        "rls",
-        lambda reg=1.0: tl.RLS(KERNEL["rbf"](), reg),
-        _dense(reference.rls, "rbf"),
-        _dense_at(reference.solve_rls, "rbf"),
-    ),
-    Case(
-        "lssvm",
-        lambda reg=1.0: tl.LSSVM(KERNEL["rbf"](), reg),
-        _dense(reference.lssvm, "rbf"),
-        _dense_at(reference.solve_lssvm, "rbf"),
-    ),
+    _case("rls", tl.RLS, "rbf", reference.rls, reference.solve_rls),
+    _case("lssvm", tl.LSSVM, "rbf", reference.lssvm, reference.solve_lssvm),
     Case(
         "kfd",
         lambda reg=1.0: tl.KFD(KERNEL["rbf"](), reg),
@@ -131,24 +131,9 @@ CASES = [
         _kfd_at,
         labels=True,
     ),
-    Case(
-        "rls-linear",
-        lambda reg=1.0: tl.RLS(KERNEL["linear"](), reg),
-        _dense(reference.rls, "linear"),
-        _dense_at(reference.solve_rls, "linear"),
-    ),
-    Case(
-        "lssvm-linear",
-        lambda reg=1.0: tl.LSSVM(KERNEL["linear"](), reg),
-        _dense(reference.lssvm, "linear"),
-        _dense_at(reference.solve_lssvm, "linear"),
-    ),
-    Case(
-        "sparse",
-        lambda reg=1.0: tl.SparseLSSVM(KERNEL["rbf"](), reg, basis=BASIS),
-        _sparse,
-        _sparse_at,
-    ),
+    _case("rls-linear", tl.RLS, "linear", reference.rls, reference.solve_rls),
+    _case("lssvm-linear", tl.LSSVM, "linear", reference.lssvm, reference.solve_lssvm),
+    Case("sparse", lambda reg=1.0: tl.SparseLSSVM(KERNEL["rbf"](), reg, basis=BASIS), _sparse, _sparse_at),
 ]
 IDS = [case.name for case in CASES]
 

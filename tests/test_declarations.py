@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,16 +274,23 @@ def lambda_named(name):
     return function
 
 
-def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(tmp_path, monkeypatch, capsys):
+def report_of(*options):
+    """The report of a selection with these options, whose model then predicts the rows of the table."""
     pd = pytest.importorskip("pandas")
     pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
     X, y = table(40)
     pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}).to_csv("data.csv", index=False)
-    words = ["select", "data.csv", "--target", "y", "--kernel", "laplace", "--criterion", "own_error"]
-    assert cli.main([*words, "--outer", "0", "--out", "out", "--no-progress"]) == 0
+    words = ["select", "data.csv", "--target", "y", *options, "--outer", "0", "--out", "out"]
+    assert cli.main([*words, "--no-progress"]) == 0
+    assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
+    assert len(pd.read_csv("predictions.csv")) == 40
+    return Path("out", "report.html").read_text(encoding="utf-8")
+
+
+def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = report_of("--kernel", "laplace", "--criterion", "own_error")
     assert "own_error 0." in capsys.readouterr().out
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     for said in (
         "A least-squares support vector machine with a Laplace kernel. ",
         "chosen by mean absolute error: the mean size of the residuals, each row held out",
@@ -291,8 +299,6 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
         "--kernel</span> laplace",
     ):
         assert said in page
-    assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
-    assert len(pd.read_csv("predictions.csv")) == 40
 
 
 class Unbiased(tl.RLS):
@@ -304,16 +310,8 @@ class Unbiased(tl.RLS):
 
 @pytest.mark.parametrize("kernel", ["rbf", "linear"])
 def test_the_command_and_its_report_serve_a_machine_of_ones_own(tmp_path, monkeypatch, kernel):
-    pd = pytest.importorskip("pandas")
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    X, y = table(40)
-    pd.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": y}).to_csv("data.csv", index=False)
-    words = ["select", "data.csv", "--target", "y", "--machine", "unbiased", "--kernel", kernel]
-    assert cli.main([*words, "--outer", "0", "--out", "out", "--no-progress"]) == 0
-    assert "A machine without bias with " in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert cli.main(["predict", "out/model.pt", "data.csv", "--out", "predictions.csv"]) == 0
-    assert len(pd.read_csv("predictions.csv")) == 40
+    assert "A machine without bias with " in report_of("--machine", "unbiased", "--kernel", kernel)
 
 
 def test_scikit_learn_serves_a_machine_of_ones_own():

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import torchloo as tl
 from torchloo.cli.predict import require_device
-from torchloo.cli.shell import UserError, count, table
+from torchloo.cli.shell import UserError, add_device, add_progress, count, table
 
 __all__ = ["add", "best_times", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
 
@@ -111,8 +111,8 @@ def add(commands: Any) -> None:
         metavar="N",
         help="repetitions, of which the fastest counts (default: %(default)s)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
+    add_device(parser)
+    add_progress(parser)
     parser.set_defaults(run=run)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import torchloo as tl
-from torchloo.cli.shell import UserError, count, table, writable, write
+from torchloo.cli.shell import UserError, add_progress, count, table, writable, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--steps", type=count, default=200, metavar="N", help="optimiser steps (default: %(default)s)"
     )
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
+    add_progress(parser)
     parser.set_defaults(run=run)
 
 

@@ -12,6 +12,7 @@ from torchloo.cli.reading import pandas, read_table
 from torchloo.cli.schema import Schema
 from torchloo.cli.shell import (
     UserError,
+    add_device,
     comma_separated,
     first_line,
     positive,
@@ -54,7 +55,7 @@ def add(commands: Any) -> None:
         metavar="P",
         help="coverage of the prediction intervals (default: 0.9)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_device(parser)
     parser.set_defaults(run=run)
 
 

@@ -25,6 +25,8 @@ from torchloo.cli.request import Request, Spec, TrainingData, outer_splits
 from torchloo.cli.schema import CLASSIFICATION, REGRESSION
 from torchloo.cli.shell import (
     UserError,
+    add_device,
+    add_progress,
     comma_separated,
     count,
     first_line,
@@ -39,6 +41,7 @@ from torchloo.criteria import CRITERIA
 from torchloo.kernels.kernel import KERNELS
 from torchloo.machine import LeastSquares
 from torchloo.machine.kernel_machine import MACHINES
+from torchloo.search.run import SEARCHES
 
 __all__ = ["add", "run"]
 
@@ -75,7 +78,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--search",
-        choices=("gradient", "nelder-mead", "grid"),
+        choices=SEARCHES,
         help="(default: gradient, or nelder-mead if the criterion has none)",
     )
     parser.add_argument(
@@ -118,7 +121,7 @@ def add(commands: Any) -> None:
         "--basis", type=count, metavar="M", help="number of basis vectors of --machine sparse (default: 200)"
     )
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_device(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=folder, metavar="DIR", help="output folder (default: data-torchloo)")
     output.add_argument(
@@ -127,7 +130,7 @@ def add(commands: Any) -> None:
         action="store_false",
         help="do not write report.html, which needs matplotlib",
     )
-    output.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
+    add_progress(output)
     parser.set_defaults(run=run, parser=parser)
 
 

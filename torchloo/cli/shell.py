@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Parser",
     "UserError",
+    "add_device",
+    "add_progress",
     "comma_separated",
     "count",
     "first_line",
@@ -75,6 +77,16 @@ class Parser(argparse.ArgumentParser):
                 text = each.name if isinstance(each, Path) else str(each)
                 words += [f"{flag[0]}={text}"] if flag and text.startswith("-") else [*flag, text]
         return shlex.join(words)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare --device."""
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+
+
+def add_progress(parser: Any) -> None:
+    """Declare --no-progress, of a parser or of a group."""
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bars")
 
 
 def whole(text: str) -> int:

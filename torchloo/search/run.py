@@ -21,9 +21,23 @@ from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problem_batch import ProblemBatch
 from torchloo.search.starts import first_start, further_starts
 
-__all__ = ["CALLBACK", "INTERRUPTED", "TIME_BUDGET", "Search", "StopSearch", "run", "warn_stopped"]
+__all__ = [
+    "CALLBACK",
+    "INTERRUPTED",
+    "SEARCHES",
+    "TIME_BUDGET",
+    "Search",
+    "StopSearch",
+    "run",
+    "warn_stopped",
+]
 
-SEARCHES = ("gradient", "nelder-mead", "grid")
+_FROM_STARTS: dict[str, Callable[[Objective, Outset], None]] = {
+    "gradient": lbfgs.descend,
+    "nelder-mead": nelder_mead.walk,
+}
+SEARCHES = (*_FROM_STARTS, "grid")
+"""Names of the search methods."""
 
 _DECADES = 6.0  # how far from the first start a search may go, either way
 
@@ -201,7 +215,7 @@ def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> N
         axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
         grid.scan(objective, first, axes, plan.grid is None, box)
         return
-    search, count = (lbfgs.descend if plan.method == "gradient" else nelder_mead.walk), plan.starts
+    search, count = _FROM_STARTS[plan.method], plan.starts
     if plan.method == "gradient" and only_reg(space, objective.score):
         search, count = search_reg, 1  # which sees the whole box from one start
     starts = further_starts(space, first, count, plan.generator)  # (P, S, p)
