@@ -43,7 +43,7 @@ def test_demo_prints_its_table_and_writes_a_picture(tmp_path, capsys):
     assert 23.0 <= rmse_after < 23.1  # the minimum is 23.03
     (difference,) = number_after("largest difference of the outputs:", out)
     assert difference < 1e-8
-    assert "descending" in err
+    assert "optimising" in err
     assert picture.read_bytes().startswith(PNG)
     assert list(tmp_path.iterdir()) == [picture]
 

@@ -129,7 +129,7 @@ def test_a_regression_tells_its_errors_and_its_relevances(tmp_path):
     assert len(page.pictures) == 7
     assert "Predicting number" in page.text
     assert "a & b.csv" in page.text
-    assert "Left out as constant: 'always'" in page.text
+    assert "Ignored as constant: 'always'" in page.text
     rmse = np.sqrt(np.mean(held_out["loo_residual"] ** 2))
     _, guess, inner, outer = page.row("RMSE")
     assert inner == f"{rmse:.4g}"
