@@ -28,6 +28,22 @@ def args(tmp_path):
     return argparse.Namespace(out=tmp_path, quick=True, jobs=1, script="squares")
 
 
+def test_the_quick_form_takes_two_splits_unless_told(experiment, tmp_path, monkeypatch, capsys):
+    given = ["kfd.py", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", given)
+    assert experiment.options("Title.", splits=10).splits == 10
+    monkeypatch.setattr(sys, "argv", [*given, "--quick"])
+    args = experiment.options("Title.", splits=10)
+    assert (args.splits, args.script, args.out.is_dir()) == (2, "kfd", True)
+    assert "kfd: quick form, 2 splits, torchloo" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*given, "--quick", "--splits", "7"])
+    assert experiment.options("Title.", splits=10).splits == 7
+    monkeypatch.setattr(sys, "argv", ["kfd.py", "--data", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit):
+        experiment.options("Title.")
+    assert "--data must be the folder of the benchmark data" in capsys.readouterr().err
+
+
 def square(x, log=None):
     if log is not None:
         log.append(x)

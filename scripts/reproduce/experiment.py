@@ -59,6 +59,10 @@ def options(description: str, splits: int | None = None) -> argparse.Namespace:
     )
     add_options(parser)
     args = parser.parse_args()
+    if args.data is None or not args.data.is_dir():
+        parser.error(
+            f"--data must be the folder of the benchmark data (docs/reproduction.md), got {args.data}"
+        )
     args.script = Path(sys.argv[0]).stem
     if args.splits is None and splits is not None:
         args.splits = min(2, splits) if args.quick else splits
@@ -73,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the options that every script takes."""
     beside_repository = ROOT.parent / "shared" / "data"
     found = beside_repository if beside_repository.is_dir() else None
-    parser.add_argument("--data", type=Path, default=found, required=found is None, help="folder of the data")
+    parser.add_argument("--data", type=Path, default=found, help="folder of the benchmark data")
     parser.add_argument("--quick", action="store_true", help="a reduced form, a minute or two")
     parser.add_argument("--jobs", type=_positive, default=1, help="processes, one thread each (default: 1)")
     parser.add_argument(
