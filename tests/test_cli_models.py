@@ -201,7 +201,7 @@ def test_every_changed_value_is_refused(root, capsys, kind):
             1,
             f"by torchloo {NOW} and has format version 1; torchloo {NOW} reads version 3",
         ),
-        (("version",), "new\nline", "has the version unknown"),
+        (("version",), "new\nline", "has format version unknown"),
     ],
 )
 def test_what_is_wrong_is_said(root, capsys, place, wrong, message):

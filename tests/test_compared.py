@@ -118,7 +118,7 @@ def test_bounds_and_grids_hold_for_the_machines_that_have_the_parameter():
 @pytest.mark.parametrize(
     ("machine", "options", "error", "message"),
     [
-        ([], {}, ValueError, "machine must be a machine or a list of some, got an empty list"),
+        ([], {}, ValueError, "machine must be a machine or a list of machines, got an empty list"),
         ([tl.LSSVM(K.RBF()), 3], {}, TypeError, "machine must be a torchloo machine, got int"),
         (
             machines(),
@@ -142,7 +142,7 @@ def test_bounds_and_grids_hold_for_the_machines_that_have_the_parameter():
             tl.LSSVM(K.RBF()),
             {"grid": {"reg": [1.0]}},
             ValueError,
-            "grid must be left out unless search='grid'",
+            "grid must be None unless search='grid'",
         ),
         (tl.LSSVM(K.RBF()), {"grid": {"degree": [2]}}, ValueError, "grid must name .*'degree' is unknown"),
         (
@@ -161,14 +161,14 @@ def test_bounds_and_grids_hold_for_the_machines_that_have_the_parameter():
             tl.LSSVM(K.Polynomial()),
             {"grid": {"degree": [2, 2.5]}},
             ValueError,
-            "grid of degree must hold values it may have: Polynomial: degree must be a positive integer",
+            "grid of degree must hold valid values: Polynomial: degree must be a positive integer",
         ),
         (tl.LSSVM(K.Matern()), {"grid": {"nu": [1.0]}}, ValueError, "Matern: nu must be 0.5, 1.5 or 2.5"),
         (
             [tl.LSSVM(K.RBF()), tl.LSSVM(K.Precomputed())],
             {},
             ValueError,
-            "Precomputed kernel can be compared with one another only",
+            "Precomputed kernel can only be compared with one another",
         ),
         (
             tl.LSSVM(K.RBF()),
@@ -178,7 +178,7 @@ def test_bounds_and_grids_hold_for_the_machines_that_have_the_parameter():
         ),
         (tl.LSSVM(K.RBF()), {"time_budget": "1 s"}, ValueError, "time_budget must be a positive number"),
         (tl.LSSVM(K.RBF()), {"time_budget": True}, ValueError, "time_budget must be a positive number"),
-        (tl.LSSVM(K.RBF()), {"callback": 3}, TypeError, "callback must be a function of a step, got 3"),
+        (tl.LSSVM(K.RBF()), {"callback": 3}, TypeError, "callback must be callable, got 3"),
     ],
 )
 def test_bad_input_is_named(machine, options, error, message):
@@ -190,9 +190,9 @@ def test_bad_input_is_named(machine, options, error, message):
 def test_residuals_of_kfd_are_not_compared_with_others():
     X, y = classes()
     rivals = [tl.KFD(K.RBF()), tl.LSSVM(K.RBF())]
-    with pytest.raises(ValueError, match=r"must read classes to compare KFD with other .* got press"):
+    with pytest.raises(ValueError, match=r"must be for classes to compare KFD with other .* got press"):
         select(rivals, X, y)
-    with pytest.raises(ValueError, match="validate: criterion must read classes to compare KFD"):
+    with pytest.raises(ValueError, match="validate: criterion must be for classes to compare KFD"):
         tl.validate(rivals, X, y, 3, progress=False)
     chosen = select(rivals, X, y, "smooth_error")
     assert chosen.value == min(row["value"] for row in chosen.table)

@@ -321,7 +321,7 @@ def test_every_row_is_tested_once_by_folds_and_clusters():
         ({"metric": "best"}, ValueError, "metric must be one of"),
         ({"metric": "leave_pair_out_auc"}, ValueError, "metric must be of outputs"),
         ({"threshold": "best"}, ValueError, "threshold must be one of"),
-        ({"colour": 1}, TypeError, "unknown argument 'colour'; options of select are starts"),
+        ({"colour": 1}, TypeError, "unknown argument 'colour'; the options of a search are starts"),
         ({"search": "random"}, ValueError, "search must be one of"),
         ({"weight": torch.ones(3, dtype=DOUBLE)}, ValueError, r"weight must have shape \(50,\)"),
     ],
@@ -416,7 +416,8 @@ def test_threshold_by_counting_errors_in_order_equals_scoring_every_shift(metric
     X, y = labelled(60, seed=seed)
     f = (4 * X[:, 0] - 1).round().div(4).to(dtype)  # with ties
     held_out = held_out_of(f, y.to(dtype))
-    held_out = held_out._replace(weight=torch.rand(60, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    weight = torch.rand(60, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    held_out = held_out._replace(weight=weight)
     every = functools.partial(metric)  # a callable that is not known to count errors
     assert torch.equal(tl.threshold(held_out, metric), tl.threshold(held_out, every))
 

@@ -1,4 +1,4 @@
-"""select: hyper-parameters by a leave-one-out criterion."""
+"""select: choose hyper-parameters by a leave-one-out criterion."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ __all__ = ["Selection", "select"]
 
 
 class Selection(NamedTuple):
-    """What a search found."""
+    """The result of `select`."""
 
     machine: Any
     """A new machine with the best hyper-parameters, fitted to all rows."""
@@ -43,10 +43,10 @@ class Selection(NamedTuple):
     searched for: see `validate`."""
 
     history: list[Evaluation]
-    """Every evaluation in the order it was made: number, value, objective, parameters by name, machine."""
+    """Every evaluation in order: number, value, objective, parameters by name, machine."""
 
     evaluations: int
-    """The number of leave-one-out evaluations, one for each candidate, with or without gradient."""
+    """Number of leave-one-out evaluations, one per candidate, with or without gradient."""
 
     table: list[dict[str, Any]]
     """A row for each machine compared, in order: number, machine (in short), value, evaluations, parameters
@@ -83,27 +83,27 @@ def select(
     join: str = "mean",
     **options: Any,
 ) -> Selection:
-    """Choose all trainable parameters of a machine by a leave-one-out criterion, and fit it.
+    """Choose all trainable parameters of a machine by a leave-one-out criterion, and fit the machine.
 
-    Searched are all parameters that require a gradient: positive ones on the scale of their logarithms,
-    within a box; weights of networks given as `features=` as they are. The machine itself stays as it is.
+    All parameters that require a gradient are searched: positive ones as logarithms, within bounds; weights
+    of networks (`features=`) without. The machine that is passed in is not changed.
 
     Args:
-        machine: any machine of torchloo, or a list of machines to be compared: each is searched by itself,
-            and the one with the best criterion comes back; `Selection.table` has what each reached.
-        X: inputs, (n, d), or a `Stream`, which brings y and weight; then every evaluation is a pass or two
-            over its rows, in memory that does not grow with them.
-        y: targets, (n,) or (n, c), or integer class labels (n,), whose classes the machine then keeps.
+        machine: any machine of torchloo, or a list of machines to be compared: each is searched separately,
+            and the one with the best criterion is returned; `Selection.table` has the result of each.
+        X: inputs, (n, d), or a `Stream`, which includes y and weight; then every evaluation is one or two
+            passes over its rows, in memory that does not grow with their number.
+        y: targets, (n,) or (n, c), or integer class labels (n,), which are stored in the machine.
         criterion: one of tl.criteria, its name, or a callable of a HeldOut that returns one number, lower
             being better unless it has an attribute lower_is_better = False. For several classes, "press",
             "cross_entropy" or "multiclass_error"; a criterion of two classes as a mean over the columns is
             functools.partial(tl.criteria.smooth_error, average="outputs"). None takes "press"; for integer
             labels and a search without gradient, "error_rate" or, of more than two, "multiclass_error".
-        search: "gradient", "nelder-mead" or "grid", or a `Search`, which says how in full.
-        clusters: labels (n,) of what is left out together: leave-cluster-out.
-        weight: training weights (n,), or a function of y as it is given, such as tl.balanced_weight.
-        criterion_weight: weights of the criterion: "own" takes the training weights, None counts every row
-            once; or as `weight`.
+        search: "gradient", "nelder-mead" or "grid", or a `Search` with all options.
+        clusters: labels (n,) of rows that are left out together, for leave-cluster-out.
+        weight: training weights (n,), or a function of y, such as tl.balanced_weight.
+        criterion_weight: weights of the rows in the criterion: "own" for the training weights, None for equal
+            weights; or as `weight`.
         splits: hyper-parameters that serve several training sets, given as in `validate`: pairs (train, test)
             of row numbers, or a number of random hold-outs. The rows to train on count, by leave-one-out
             among themselves; those to test on are not looked at, until the final fit to all rows.
@@ -113,8 +113,8 @@ def select(
             time_budget, callback, generator, progress.
 
     Returns:
-        Selection: machine (new, fitted), value, history, evaluations, table. Ctrl-C gives the best so far. A
-        candidate whose factorisation fails is infeasible and stands in the history with an infinite value.
+        Selection: machine (new, fitted), value, history, evaluations, table. Ctrl-C returns the best so far.
+        A candidate whose factorisation fails is infeasible and has an infinite value in the history.
 
     Cost: one `loo` for each evaluation, or one in each split, small problems in batches, large ones one by
     one (Note [one batched evaluation] in search/objective.py); memory that of one `loo`. Where reg alone is
@@ -160,7 +160,7 @@ def select(
 
 
 def _reached(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
-    """The row of one machine in the table of a selection."""
+    """One machine's row of the table of a selection."""
     objective, space = outcome.objective, outcome.rival.space
     best, stopped = objective.best[0], outcome.stopped
     row = {"number": number, "machine": outcome.rival.name, "value": best.value}
@@ -174,7 +174,7 @@ def _reached(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
 
 
 class _Rows(NamedTuple):
-    """The rows as one machine sees them."""
+    """The data as one machine encodes them."""
 
     splits: list[ProblemBatch]
     """The training rows of each split, a single problem each; one of all rows where there are no splits."""
@@ -202,7 +202,7 @@ def _rows(
     criterion_weight: Any,
     pairs: list[Split] | None,
 ) -> _Rows:
-    """Check the rows for a machine, and code them as it does."""
+    """Check the data and encode them for a machine."""
     machine = space.machine
     if isinstance(X, Stream):
         _require_stream(machine, y, weight, criterion_weight)
@@ -232,9 +232,9 @@ def _rows(
 
 
 def _require_stream(machine: Any, y: object, weight: object, criterion_weight: object) -> None:
-    """Raise where a stream is given what it brings itself, or what it cannot serve."""
+    """Raise if arguments are given that a stream includes, or if the machine cannot use a stream."""
     if y is not None or weight is not None:
-        raise TypeError("select: a stream brings its own y and weight; leave them None")
+        raise TypeError("select: a stream includes y and weight; leave them None")
     if not (criterion_weight is None or (isinstance(criterion_weight, str) and criterion_weight == "own")):
         raise TypeError("select: criterion_weight must be 'own' or None for a stream")
     if not isinstance(machine, LeastSquares):

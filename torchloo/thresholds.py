@@ -1,4 +1,4 @@
-"""threshold: where to cut the outputs of a machine, chosen on held-out outputs."""
+"""threshold: the decision threshold of a machine, chosen on held-out predictions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def shifted(held_out: Any, shift: Tensor | float) -> Any:
 
 
 def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
-    """The number to add to a machine's outputs so that a held-out metric is best.
+    """The shift of a machine's outputs that makes a held-out metric best.
 
     A metric that counts errors changes only where an output changes its sign, so the shifts half way between
     neighbouring outputs, and beyond all of them, hold its minimum; of equally good ones the smallest is
@@ -50,7 +50,7 @@ def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
 
 
 def shift_score(function: str, argument: str, metric: Any) -> Score:
-    """The metric that a shift is to improve, which must be one of the outputs of a single column."""
+    """The metric that a shift is to improve; it must be computed from a single column of outputs."""
     score = Score(function, argument, metric)
     if score.takes_fit:
         raise ValueError(
@@ -84,7 +84,7 @@ def _threshold(held_out: Any, score: Score) -> Tensor:
 
 
 def _may_be_best(held_out: Any, shifts: Tensor, score: Score) -> Tensor:
-    """Which of the shifts (s,) are best, or within rounding of it, by a metric that counts errors; else all."""
+    """Which shifts (s,) are best up to rounding, for a metric that counts errors; all for other metrics."""
     positive = held_out.targets > 0
     if score.criterion is error_rate:
         cost = held_out.weight.double()

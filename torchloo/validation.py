@@ -1,4 +1,4 @@
-"""validate: an honest estimate, by an outer loop that repeats the whole selection in every split."""
+"""validate: an unbiased estimate of performance, by repeating the whole selection in outer splits."""
 
 import functools
 import math
@@ -30,16 +30,16 @@ __all__ = ["Validation", "summed_up", "validate"]
 
 
 class Validation(NamedTuple):
-    """Scores of an outer loop, on rows that no part of the selection has seen."""
+    """Scores on the test rows of outer splits, which the selection does not use."""
 
     scores: Tensor
     """The metric on the test rows of every split, (S,)."""
 
     mean: float
-    """Their mean: the estimate."""
+    """Their mean, the estimate of performance."""
 
     stderr: float
-    """Its standard error, s / sqrt(S), as if the splits were independent; overlapping ones are not quite."""
+    """Its standard error, s / sqrt(S), which treats the splits as independent; overlapping ones are not."""
 
     table: list[dict[str, Any]]
     """A row for each split: split, train, test (numbers of rows), score, criterion (the selected, optimistic
@@ -79,38 +79,37 @@ def validate(
     threshold: Any = None,
     **options: Any,
 ) -> Validation:
-    """Estimate how well a machine does on new rows when its hyper-parameters are chosen by `select`.
+    """Estimate how well a machine predicts new rows when its hyper-parameters are chosen by `select`.
 
-    In every split the whole selection is made anew from the training rows: standardisation, weights,
-    starts, search, threshold. Splits with equally many training rows, and clusters of the same sizes among
-    them, are searched as one batch, all their runs together; one batch after another.
+    The whole selection is repeated on the training rows of every split: standardisation, weights, starts,
+    search, threshold. Splits with the same number of training rows, and the same cluster sizes, are searched
+    as one batch.
 
     Args:
         machine, X, y, criterion, search, clusters, weight, criterion_weight: as in `select`, with X (n, d);
-            several machines are compared anew in every split.
-            Functions of y, such as tl.balanced_weight, are called with the training rows of each split.
-        splits: a number: so many random hold-outs of 10 % (of the clusters, where given);
-            "leave-cluster-out"; or pairs (train, test) of row numbers, such as tl.splits.hold_out, k_fold and
-            leave_cluster_out give. Rows to train on may be repeated, as in a bootstrap, where clusters are
-            given, clusters=torch.arange(n) for instance: all copies of a row are then left out together.
-        allow_cut_clusters: splits with rows of one cluster on both sides are refused, unless this is True:
-            the score is then one of new rows of known clusters, while the selection leaves clusters out.
-        metric: of the test rows, each counting once: one of tl.criteria, its name, or a callable of a
-            HeldOut. Default: multiclass_error where y are labels of several classes, or columns with one
-            positive in each row; else error_rate for labels of two, or where y holds -1 and +1 only, its mean
-            over several columns; else mse.
+            several machines are compared in every split. Functions of y, such as tl.balanced_weight, are
+            called with the training rows of each split.
+        splits: a number of random hold-outs of 10 % of the rows (or of the clusters, if given);
+            "leave-cluster-out"; or pairs (train, test) of row numbers, as from tl.splits.hold_out, k_fold and
+            leave_cluster_out. Training rows may be repeated, as in a bootstrap, if clusters are given, such
+            as clusters=torch.arange(n): all copies of a row are then left out together.
+        allow_cut_clusters: splits with rows of one cluster in both training and test are rejected, unless
+            this is True: the score is then for new rows of known clusters.
+        metric: unweighted, of the test rows: one of tl.criteria, its name, or a callable of a HeldOut.
+            Default: multiclass_error if y are labels of several classes, or columns with one positive entry
+            per row; error_rate for labels of two classes or y of -1 and +1, averaged over columns; else mse.
         standardise: centre and scale the columns of X (True: all; or their numbers) by mean and standard
-            deviation of the training rows. Not done to the matrix of a Precomputed kernel.
-        threshold: a metric by which the outputs are shifted, see `tl.threshold`, fitted in each split to the
-            held-out outputs of its training rows, every column of y by itself.
+            deviation of the training rows. Ignored for a Precomputed kernel.
+        threshold: a metric for which the outputs are shifted, see `tl.threshold`; fitted in each split to the
+            held-out predictions of its training rows, separately for every column of y.
         options: fields of `Search`, by name: starts, start, bounds, grid, prior, max_evaluations, tolerance,
-            progress; generator, of the splits too; and time_budget, here the seconds for all splits together.
+            progress; generator, which also draws the splits; time_budget in seconds for all splits together.
 
     Returns:
-        Validation: scores, mean, stderr, table; str() of it is readable. Ctrl-C, or the end of the time,
-        gives the splits whose search has begun, with the best so far in each.
+        Validation: scores, mean, stderr, table; print it for a summary. Ctrl-C, or the end of the time
+        budget, returns the splits whose search has begun, with the best so far in each.
 
-    Cost: that of `select` in each split, and two solutions more. Memory: X once for each split of a batch,
+    Cost: that of `select` in each split, and two more solutions. Memory: one copy of X per split of a batch,
     and that of one `loo`.
 
     Reference: Cawley 2006, I-B and IV; Cawley and Talbot 2010 on selection bias.
@@ -126,7 +125,7 @@ def validate(
     plan = Search.of("validate", search, options)
     generator, progress = plan.generator, plan.progress
     if plan.callback is not None:
-        raise TypeError("validate: callback must be None, as searches of many splits are one batch")
+        raise TypeError("validate: callback must be None, since many splits are searched as one batch")
     deadline, rivals = plan.deadline(), compared(plan, machine)
     targets, columns = _seen_alike(rivals, X, y, standardise)
     if criterion is None:
@@ -163,7 +162,7 @@ def validate(
     with bar:
         for group in groups:
             if generator is not None and state is not None:
-                generator.set_state(state)  # all splits begin alike, however they are grouped
+                generator.set_state(state)  # every split starts from the same state, whatever its group
             before = len(rows)
             try:
                 reasons = outer.run({k: pairs[k] for k in group}, rows, deadline)
@@ -186,7 +185,7 @@ def validate(
 
 
 def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Validation:
-    """The scores of a table, their mean and its standard error."""
+    """A Validation from the rows of its table."""
     scores = torch.tensor([row["score"] for row in table], dtype=torch.float64, device="cpu")
     spread = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
     return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
@@ -195,9 +194,11 @@ def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Valid
 def _seen_alike(
     rivals: list[Rival], X: Tensor, y: Tensor, standardise: bool | Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """The targets of all rows as all machines see them, and the columns of X to standardise."""
+    """The encoded targets, which must be the same for all machines, and the columns to standardise."""
     machines = [rival.space.machine for rival in rivals]
-    each = [machine.coded("validate", X, y) for machine in machines]  # of all rows: a split may lack a class
+    each = [
+        machine.coded("validate", X, y) for machine in machines
+    ]  # from all rows: a split may not have every class
     columns = None
     for machine, targets in zip(machines, each, strict=True):
         check_rows("validate", machine.kernel, X, targets)
@@ -215,12 +216,12 @@ def _metric(metric: Any, y: Tensor) -> Score:
 
 
 def _usual_metric(y: Tensor) -> Any:
-    """The error of classes, in several columns or one, or the mean squared error of numbers."""
+    """The default metric: an error rate for classes, the mean squared error for numbers."""
     if y.ndim == 2 and y.shape[1] > 1 and bool((two_valued(y.mT).all(0) & one_positive(y.mT)).all()):
         return criteria.multiclass_error
     if not bool((y.abs() == 1).all()):
         return criteria.mse
-    # A few test rows may look like classes where all rows do not, so the mean over columns is asked for.
+    # A few test rows may look like one-vs-rest columns though all rows do not: average over columns.
     return functools.partial(criteria.error_rate, average="outputs")
 
 
@@ -229,10 +230,7 @@ def _shift_metric(metric: Any) -> Score | None:
 
 
 def _groups(pairs: list[Split], clusters: object | None, rows: int) -> list[list[int]]:
-    """Numbers of the splits that are searched together: those whose training rows have equal shapes.
-
-    That is equally many rows, and clusters of the same sizes.
-    """
+    """Numbers of the splits that are searched together: same number of training rows, same cluster sizes."""
     labels = np.arange(rows) if clusters is None else host_labels("validate", clusters, rows)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for k, pair in enumerate(pairs):

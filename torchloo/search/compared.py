@@ -1,10 +1,10 @@
-"""What a search compares: several machines, and each with every choice of its settings, such as a degree.
+"""Comparison of several machines, and of discrete settings of a machine, such as a degree.
 
 Note [machines compared]
-Machines are searched one after another, each by a search of its own, as if it were alone; that is how a grid
-over settings is searched too, which are no numbers to move but make another machine each. The one with the
-best criterion is chosen, the first of those that are equal. Of a time budget every machine has an equal share
-of what is left, so that what one does not need goes to the next ones, and has one evaluation at least.
+Machines are searched one after another, independently; every combination of discrete settings counts as a
+machine of its own. The one with the best criterion is chosen, the first in case of ties. A time budget is
+shared: each machine gets an equal part of what is left, so that time that one does not need goes to the
+others, and at least one evaluation.
 """
 
 import copy
@@ -43,26 +43,26 @@ class NoCandidateError(ValueError):
 
 
 class Rival(NamedTuple):
-    """One of the machines that are compared."""
+    """A machine in a comparison."""
 
     plan: Search
-    """With the bounds and the axes of the grid that are its own."""
+    """Options of its search, with its own bounds and axes of the grid."""
     space: Space
 
     @property
     def name(self) -> str:
-        """Machine and kernel in short, such as LSSVM(RBF)."""
+        """Names of machine and kernel, such as LSSVM(RBF)."""
         machine = self.space.machine
         return f"{type(machine).__name__}({type(machine.kernel).__name__})"
 
 
 class Outcome(NamedTuple):
-    """What the search of one machine came to."""
+    """The result of the search of one machine."""
 
     rival: Rival
     objective: Objective
     stopped: str
-    """Why it ended early, in words; empty where it did not."""
+    """Why it stopped early; empty if it did not."""
     history: list[Evaluation]
     """Numbered over all machines."""
 
@@ -78,15 +78,17 @@ def settings_of(machine: nn.Module) -> dict[str, Kernel]:
 
 
 def compared(plan: Search, machine: Any, batched: bool = True) -> list[Rival]:
-    """The machines to search: those given, one or several, with every choice of the settings in a grid."""
+    """The machines to search: one or several, with every combination of settings in a grid."""
     machines = list(machine) if isinstance(machine, list | tuple | nn.ModuleList) else [machine]
     if not machines:
-        raise ValueError(f"{plan.function}: machine must be a machine or a list of some, got an empty list")
+        raise ValueError(
+            f"{plan.function}: machine must be a machine or a list of machines, got an empty list"
+        )
     spaces = [Space(plan.function, each, batched) for each in machines]
     if len({given_matrix(space.machine) for space in spaces}) > 1:
         raise ValueError(
-            f"{plan.function}: machines with a Precomputed kernel can be compared with one another only, as "
-            "X holds their kernel values"
+            f"{plan.function}: machines with a Precomputed kernel can only be compared with one another, "
+            "since X holds their kernel values"
         )
     parameters = [[entry.name for entry in space.entries if entry.log] for space in spaces]
     known = [[*own, *settings_of(space.machine)] for own, space in zip(parameters, spaces, strict=True)]
@@ -116,7 +118,7 @@ def _listed(plan: Search) -> dict[str, list[Any]] | None:
 def _shared_out(
     function: str, argument: str, given: Mapping[str, Any] | None, known: list[list[str]]
 ) -> list[dict[str, Any] | None]:
-    """For each machine what is given for the names it knows, in full; each must be known to some machine."""
+    """For each machine the given values of its parameters, by full name; ValueError for unknown names."""
     if given is None:
         return [None] * len(known)
     for name in given:
@@ -133,20 +135,20 @@ def _shared_out(
 
 
 def _with_settings(plan: Search, space: Space, grid: dict[str, Any] | None, batched: bool) -> list[Rival]:
-    """A machine for every choice of the settings in a grid; other axes are left for the search."""
+    """A machine for every combination of settings in a grid; other axes are left for the search."""
     if grid is None:
         return [Rival(plan, space)]
     settings = [name for name in grid if name in settings_of(space.machine)]
     axes = {name: values for name, values in grid.items() if name not in settings}
     if axes and plan.method != "grid":
         raise ValueError(
-            f"{plan.function}: grid must be left out unless search='grid', or name settings such as degree "
-            f"only; got {', '.join(axes)} with search={plan.method!r}"
+            f"{plan.function}: grid must be None unless search='grid', or name only settings such as degree; "
+            f"got {', '.join(axes)} with search={plan.method!r}"
         )
     if plan.method == "grid" and not grid:
         raise ValueError(
-            f"{plan.function}: grid must name a parameter of every machine, and of {Rival(plan, space).name} "
-            "it names none"
+            f"{plan.function}: grid must name a parameter of every machine, but it names none of "
+            f"{Rival(plan, space).name}"
         )
     plan, rivals = replace(plan, grid=axes or None), []
     for values in itertools.product(*(grid[name] for name in settings)):
@@ -160,22 +162,22 @@ def _with_settings(plan: Search, space: Space, grid: dict[str, Any] | None, batc
 
 
 def _chosen(function: str, machine: nn.Module, name: str, value: Any) -> Any:
-    """Change a setting of a machine in place; the value it has then."""
+    """Change a setting of a machine in place; returns the new value."""
     kernel, setting = settings_of(machine)[name], name.rpartition(".")[2]
     try:
         kernel.choose(setting, value.item() if isinstance(value, Tensor) else value)
     except (ValueError, RuntimeError) as fault:
-        raise ValueError(f"{function}: grid of {setting} must hold values it may have: {fault}") from fault
+        raise ValueError(f"{function}: grid of {setting} must hold valid values: {fault}") from fault
     return getattr(kernel, setting)
 
 
 def require_comparable(score: Score, rivals: Sequence[Rival]) -> None:
-    """Refuse to compare residuals of KFD, which has targets of its own, with those of other machines."""
+    """Raise if residuals of KFD, which codes its targets, are compared with those of other machines."""
     own = {isinstance(rival.space.machine, KFD) for rival in rivals}
     if len(own) > 1 and score.targets == "numbers":
         raise ValueError(
-            f"{score.function}: {score.argument} must read classes to compare KFD with other machines, as "
-            f"its targets are coded differently; got {score.name}, take smooth_error or error_rate instead"
+            f"{score.function}: {score.argument} must be for classes to compare KFD with other machines, "
+            f"since it codes its targets; got {score.name}, use smooth_error or error_rate"
         )
 
 
@@ -187,22 +189,21 @@ def contest(
     names: Sequence[str] = ("",),
     before: int = 0,
 ) -> list[Outcome]:
-    """Search all machines, see Note [machines compared]; what each came to, up to where it was stopped.
+    """Search all machines, see Note [machines compared]; returns the results up to an early stop.
 
     Args:
-        problems: as each machine sees them; their names, such as " in split 3", go into errors.
+        problems: the data of each machine; their names, such as " in split 3", are for error messages.
         deadline: of time.monotonic(), maybe infinite.
         before: evaluations of earlier searches, which come first in the history.
 
-    Where a search was stopped, some problems may have no candidate with any machine; where none has one, the
-    interrupt goes on.
+    After an early stop some problems may have no candidate; if none has one, KeyboardInterrupt is raised.
     """
     outcomes: list[Outcome] = []
     generator = rivals[0].plan.generator
     state = None if generator is None else generator.get_state()
     for number, (rival, own) in enumerate(zip(rivals, problems, strict=True)):
         if generator is not None and state is not None:
-            generator.set_state(state)  # every machine begins as if it were alone
+            generator.set_state(state)  # every machine starts from the same random state
         now = time.monotonic()
         until = now + (deadline - now) / (len(rivals) - number)
         done = before + sum(len(outcome.history) for outcome in outcomes)
@@ -216,7 +217,7 @@ def contest(
 
 
 class _Watch:
-    """What may end a search between two evaluations: its time, or the user's callback."""
+    """Ends a search between evaluations: by the time budget or the callback."""
 
     def __init__(
         self, until: float, callback: Callable[[Evaluation], Any] | None, machine: int, done: int
@@ -224,13 +225,15 @@ class _Watch:
         self.until, self.callback, self.machine, self.done = until, callback, machine, done
 
     def numbered(self, steps: list[Evaluation]) -> list[Evaluation]:
-        """Evaluations of this machine, which follow those of the machines before it."""
+        """Evaluations of this machine, numbered after those of earlier machines."""
         return [step._replace(number=self.done + step.number, machine=self.machine) for step in steps]
 
     def __call__(self, steps: list[Evaluation]) -> None:
-        """Raise where the newest evaluations were the last ones."""
+        """Raise StopSearch if the search is to end after these evaluations."""
         if self.callback is not None:
-            answers = [self.callback(step) for step in self.numbered(steps)]  # all of a batch are told
+            answers = [
+                self.callback(step) for step in self.numbered(steps)
+            ]  # for the whole batch, even if the first says stop
             if any(answers):
                 raise StopSearch(CALLBACK)
         if time.monotonic() >= self.until:
@@ -238,14 +241,14 @@ class _Watch:
 
 
 def best_of(outcomes: Sequence[Outcome], problem: int) -> tuple[Outcome, Best] | None:
-    """The machine with the best criterion in a problem, and its best candidate; None where there is none."""
+    """The machine with the best criterion in a problem, and its best candidate; None if there is none."""
     found = [(outcome, outcome.objective.best[problem]) for outcome in outcomes]
     found = [(outcome, best) for outcome, best in found if best.theta is not None]
     return min(found, key=lambda pair: pair[0].objective.score.sign * pair[1].value) if found else None
 
 
 def require_found(outcomes: list[Outcome], names: Sequence[str]) -> None:
-    """Raise where no candidate could be evaluated in a problem, unless the search did not come to it."""
+    """Raise if no candidate could be evaluated in a problem, unless the search stopped before."""
     stopped = [outcome.stopped for outcome in outcomes if outcome.stopped]
     missing = [number for number in range(len(names)) if best_of(outcomes, number) is None]
     if not missing or (stopped and len(missing) < len(names)):

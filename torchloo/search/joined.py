@@ -27,7 +27,7 @@ JOINS = ("mean", "median")
 
 
 def check_join(function: str, join: str, several: bool, rivals: Sequence[Rival]) -> None:
-    """Refuse joins that there are not, or that have no meaning here."""
+    """Raise if the join is unknown or not applicable."""
     if join not in JOINS:
         raise ValueError(f"{function}: join must be one of {', '.join(JOINS)}, got {join!r}")
     if join == "median" and not several:
@@ -35,7 +35,7 @@ def check_join(function: str, join: str, several: bool, rivals: Sequence[Rival])
     for entry in (entry for rival in rivals for entry in rival.space.entries):
         if join == "median" and not entry.log:
             raise ValueError(
-                f"{function}: join='median' takes positive parameters only, and {entry.name} is none; use "
+                f"{function}: join='median' needs positive parameters, and {entry.name} is not one; use "
                 "join='mean'"
             )
 
@@ -47,10 +47,10 @@ def joined_contest(
     score: Score,
     deadline: float,
 ) -> list[Outcome]:
-    """What each machine came to over all splits, see Note [several splits].
+    """The result of each machine over all splits, see Note [several splits].
 
     Args:
-        splits: for every machine the data sets as it sees them, each a single problem.
+        splits: for every machine its data sets, each a single problem.
     """
     for number, data in enumerate(splits[0]):
         score.require_targets(data.y[0], f" in split {number}" if len(splits[0]) > 1 else "")
@@ -60,7 +60,7 @@ def joined_contest(
     searched = _each_split(rivals, splits, score, deadline)
     done = sum(len(outcome.history) for outcomes in searched for outcome in outcomes)
     joined = []
-    for k in range(len(searched[0])):  # the machines that no stop came before
+    for k in range(len(searched[0])):  # machines that were searched before an early stop
         own = [outcomes[k] for outcomes in searched if k < len(outcomes)]
         joined.append(_at_medians(own, together[k], score, done + k + 1))
     require_found(joined, [""])
@@ -70,7 +70,7 @@ def joined_contest(
 def _each_split(
     rivals: Sequence[Rival], splits: Sequence[Sequence[ProblemBatch]], score: Score, deadline: float
 ) -> list[list[Outcome]]:
-    """A search of every split by itself, up to where it was stopped; an equal share of the time for each."""
+    """A separate search of every split, up to an early stop; each has an equal share of the time."""
     searched: list[list[Outcome]] = []
     for number, data in enumerate(zip(*splits, strict=True)):
         now = time.monotonic()
@@ -90,7 +90,7 @@ def _each_split(
 
 
 def _at_medians(searched: Sequence[Outcome], data: ProblemBatch, score: Score, number: int) -> Outcome:
-    """One machine at the medians of what its searches found, the evaluation of this number."""
+    """Evaluate one machine at the medians of the parameters that its searches found."""
     rival = searched[0].rival
     history = [step for outcome in searched for step in outcome.history]
     best = [outcome.objective.best[0].theta for outcome in searched]

@@ -1,17 +1,17 @@
-"""The objective of a search: many parameter vectors, of many problems, in one batched leave-one-out.
+"""The objective of a search: many parameter vectors, for many problems, in one batched leave-one-out.
 
 Note [one batched evaluation]
-A candidate is a vector theta (p,) and the number of the problem (a data set, such as one split of an outer
-loop) it is meant for. B candidates are one machine whose parameters have a leading dimension B, called once
-with the inputs of their problems; the sum of the B criterion values has the B gradients in its gradient, as
-no candidate touches another. All searches ask only this, so starts and splits advance together.
+A candidate is a vector theta (p,) and the number of its problem (a data set, such as one split of an outer
+loop). B candidates are one machine whose parameters have a leading dimension B, called once with the inputs
+of their problems; the gradient of the sum of the B criterion values holds the B gradients, since candidates
+are independent. All search methods use only this, so starts and splits advance together.
 
-Small matrices share the cost of a call; large ones leave the cache when batched, so the batch is cut into
-chunks of about `ENTRIES` kernel entries, one candidate at least: what is too large for that is a plain loop
-over machines without a batch. A path is cut too, into chunks of about `_PATH` held-out outputs.
+Small matrices share the cost of a call; large batches would not fit into the cache, so a batch is split into
+chunks of about `ENTRIES` kernel entries, at least one candidate each: large problems are evaluated one at a
+time. A path is split too, into chunks of about `_PATH` held-out outputs.
 
 A candidate that cannot be evaluated (a factorisation fails, a kernel overflows) is infeasible: its value is
-infinite. As one such candidate makes the call of its chunk fail, the chunk is halved until it stands alone.
+infinite. Since one such candidate makes the call of its chunk fail, the chunk is halved until it is alone.
 """
 
 import functools
@@ -44,13 +44,13 @@ class Evaluation(NamedTuple):
     number: int
     """Its number, from 1."""
     value: float
-    """The criterion; infinite (minus infinite if higher is better) where there was no solution."""
+    """The criterion; infinite (minus infinity if higher is better) for an infeasible candidate."""
     objective: float
-    """What the search minimises: the criterion (negative if higher is better) and the hyper-prior."""
+    """What the search minimises: the criterion (negated if higher is better) plus the hyper-prior."""
     parameters: dict[str, Any]
     """Positive hyper-parameters, and settings of a grid, by name, such as reg or kernel.lengthscale."""
     machine: int = 0
-    """The number of the machine among those that are compared, from 0."""
+    """Index of the machine in a comparison."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Best:
 
 
 class Outset(NamedTuple):
-    """Where R runs begin, and where they end at the latest."""
+    """Starts, bounds and limits of R runs."""
 
     start: Tensor
     """(R, p)."""
@@ -72,17 +72,17 @@ class Outset(NamedTuple):
     box: Tensor
     """Bounds, (2, R, p)."""
     unit: Tensor
-    """A natural step for every number, (p,)."""
+    """Unit of length of every number, (p,)."""
     evaluations: int
-    """The most for each run."""
+    """Limit for each run."""
     tolerance: float
-    """Relative change of the value that counts as nothing."""
+    """Relative change of the value at which a run stops."""
     rounding: float = 2.0**-50
-    """Relative change of the value that may be rounding."""
+    """Relative rounding error of the value."""
 
 
 class _Rows(NamedTuple):
-    """What candidates are evaluated on: of one problem, or with a leading dimension B."""
+    """Data of one problem, or of several with a leading dimension B."""
 
     X: Any
     y: Tensor
@@ -94,7 +94,7 @@ class Objective:
     """objective(theta, problem) -> values to minimise, and gradients; see Note [one batched evaluation].
 
     Keeps, for every problem, the best candidate, the number of evaluations and (for one problem) the history.
-    `watch` is called with the newest part of the history after every chunk, and may end the search.
+    `watch` is called with the new entries of the history after every chunk, and may end the search.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Objective:
 
     @property
     def rounding(self) -> float:
-        """Relative rounding of a value, which is a sum of squares or the like."""
+        """Relative rounding error of a value."""
         return 8 * torch.finfo(self.problems.y.dtype).eps
 
     def _width(self) -> int:
@@ -161,7 +161,7 @@ class Objective:
         return max(1, ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"]) // n**2)
 
     def _chunk(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-        """Values and gradients of a few candidates, those that fail found by halving."""
+        """Values and gradients of a chunk, halved until failing candidates are alone."""
         try:
             values, gradients = self._evaluate(theta, problem, gradient)
         except (ValueError, torch.linalg.LinAlgError) as failure:  # type: ignore[attr-defined]
@@ -225,9 +225,9 @@ class Objective:
     def _answer(
         self, theta: Tensor, rows: _Rows, regs: Tensor | None, labels: Tensor | None, among: Any = None
     ) -> Any:
-        """What the criterion is called with: held-out outputs, or the Fit."""
+        """The argument of the criterion: a HeldOut, or a Fit."""
         call, (X, y, weight, _) = functools.partial(self.space.call, theta, among=among), rows
-        if isinstance(X, Stream):  # which brings targets and weights
+        if isinstance(X, Stream):  # includes targets and weights
             if regs is not None:
                 return call("path", X, None, regs.to(theta), labels)
             return call("loo", X) if labels is None else call("lco", X, None, labels)
@@ -240,7 +240,7 @@ class Objective:
         return call("loo", X, y, weight)
 
     def _sorted(self, rows: _Rows, order: Tensor) -> _Rows:
-        """Rows by their numbers (..., n), those of a given matrix with its columns."""
+        """Rows in the given order (..., n); for a Precomputed kernel the columns too."""
         axis = order.ndim - 1
         in_place: list[Any] = [in_order(t, order, axis) if isinstance(t, Tensor) else t for t in rows]
         ordered = _Rows(*in_place)
@@ -249,7 +249,7 @@ class Objective:
         return ordered._replace(X=in_order(ordered.X.mT, order, axis).mT)
 
     def _enter(self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None) -> Tensor:
-        """Note candidates and what they are worth; the values to minimise, infinite where there are none."""
+        """Record candidates and their values; returns the objective, infinite where it is undefined."""
         if penalty is None:
             penalty, _ = self.prior(theta, problem)
         objective = self.score.sign * values + penalty
@@ -278,7 +278,7 @@ class Objective:
 
 
 def _of(values: Any, problem: Tensor) -> Any:
-    """Entries of a tensor for problem () or (B,); anything else as it is."""
+    """Entries of a tensor for problem () or (B,); other values are returned as they are."""
     if isinstance(values, StreamRows):
         return values.stream
     if not isinstance(values, Tensor):

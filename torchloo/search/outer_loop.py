@@ -1,4 +1,4 @@
-"""The outer loop: every split prepared, searched and scored by itself, splits of one shape together."""
+"""The outer loop of `validate`: prepare, search and score every split; splits of one shape together."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ __all__ = ["OuterLoop", "columns_of"]
 
 @dataclass(frozen=True)
 class _Part:
-    """One split, prepared by its training rows alone."""
+    """One split, standardised by its training rows."""
 
     number: int
     X: Tensor
@@ -37,7 +37,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class OuterLoop:
-    """What is the same in all splits."""
+    """The arguments of `validate` that are the same in all splits."""
 
     rivals: list[Rival]
     score: Score
@@ -45,16 +45,16 @@ class OuterLoop:
     shift_metric: Score | None
     X: Tensor
     y: Tensor
-    """Targets as the machine sees them."""
+    """Encoded targets."""
     given: Tensor
-    """Targets as they were given, maybe class labels: what functions of y get."""
+    """Given targets, possibly class labels: the argument of functions of y."""
     clusters: object | None
     weight: Any
     criterion_weight: Any
     columns: Tensor | None
 
     def run(self, pairs: dict[int, Split], rows: dict[int, dict[str, Any]], deadline: float) -> list[str]:
-        """Search and score splits of one shape; why searches ended early, where they did."""
+        """Search and score splits of one shape; returns the reasons of early stops."""
         parts = [self._part(number, split) for number, split in pairs.items()]
         problems = stack(
             "validate",
@@ -85,10 +85,10 @@ class OuterLoop:
         return [outcome.stopped for outcome in outcomes if outcome.stopped]
 
     def check_metric(self, pairs: list[Split]) -> None:
-        """Raise, before any search, where the targets of some test rows have no such metric."""
-        if not self.metric.batched:  # a callable of the user's own is called for the scores only
+        """Raise, before any search, if the metric is undefined for the test rows of a split."""
+        if not self.metric.batched:  # user-defined metrics are only called for the scores
             return
-        self.metric.require_targets(self.y)  # of all rows: those of a split may be of one class
+        self.metric.require_targets(self.y)  # of all rows: a split may have one class only
         for number, split in enumerate(pairs):
             y = self.y[split.test.to(self.y.device)]
             with _named(number):
@@ -113,7 +113,7 @@ class OuterLoop:
         return _Part(number, X, self.y[train], X_test, self.y[test], *weights, labels)
 
     def _scores(self, machine: Any, part: _Part) -> dict[str, Any]:
-        """The metric on the test rows, with the shift that the training rows ask for."""
+        """The metric on the test rows, with the threshold fitted to the training rows."""
         with torch.no_grad():
             outputs = machine.fit(part.X, part.y, part.weight)(part.X_test)
             tested = as_held_out(outputs, part.y_test)
@@ -124,7 +124,7 @@ class OuterLoop:
                 held_out = machine.loo(part.X, part.y, part.weight)
             else:
                 held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
-            once = held_out._replace(weight=torch.ones_like(held_out.weight))  # every row, as on test rows
+            once = held_out._replace(weight=torch.ones_like(held_out.weight))  # unweighted, as on test rows
             shift = threshold(once, self.shift_metric.criterion)
             score = float(self.metric(shifted(tested, shift)))
         return {"score": score, "unshifted": plain, "shift": shift.tolist()}
@@ -132,7 +132,7 @@ class OuterLoop:
 
 @contextmanager
 def _named(number: int) -> Iterator[None]:
-    """Errors of a score bear the number of their split."""
+    """Add the number of the split to errors."""
     try:
         yield
     except ValueError as fault:
@@ -140,7 +140,7 @@ def _named(number: int) -> Iterator[None]:
 
 
 def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns about the training mean, over the training deviation; a constant one is only centred."""
+    """Standardise columns by the training rows; constant columns are only centred."""
     centre, scale = X[:, columns].mean(0), X[:, columns].std(0)
     scale = torch.where(scale > 0, scale, 1.0)
     results = [X.clone(), X_test.clone()]
@@ -150,13 +150,13 @@ def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, T
 
 
 def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | None:
-    """Numbers of the columns of X to standardise; None for none."""
+    """Numbers of the columns to standardise; None for none."""
     if standardise is False or given_matrix(machine):
         return None
     if getattr(machine, "basis", None) is not None:
         raise ValueError(
-            "validate: standardise must be False for a machine with given basis vectors, which would stay as "
-            f"they are; got {standardise!r}. Standardise before, or give basis= a number or a selector"
+            "validate: standardise must be False for a machine with given basis vectors, which are not "
+            f"standardised; got {standardise!r}. Standardise X before, or give basis= a number or a selector"
         )
     d = X.shape[1]
     if standardise is True:

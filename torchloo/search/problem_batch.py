@@ -1,4 +1,4 @@
-"""ProblemBatch of one shape that are searched together, and the checks of what a search is given.
+"""Problems of one shape that are searched together, and checks of the data of a search.
 
 Note [clusters of a batch]
 What is left out together has one label vector (n,) for a whole batch. ProblemBatch with equally many clusters
@@ -40,14 +40,14 @@ Weighting = Tensor | Callable[[Tensor], Tensor] | None
 
 
 class Clusters(NamedTuple):
-    """What is left out together in each of P problems; see Note [clusters of a batch]."""
+    """Clusters of P problems; see Note [clusters of a batch]."""
 
     labels: Tensor
-    """Their own labels, (P, n), on the host."""
+    """Original labels, (P, n), on the CPU."""
     order: Tensor | None
-    """Own numbers of the sorted rows, (P, n), on the host; None for a single problem, left as it is."""
+    """Original row numbers of the sorted rows, (P, n), on the CPU; None for a single problem."""
     shared: Tensor
-    """Labels (n,) of the sorted rows, the same in all problems, on the host."""
+    """Labels (n,) of the sorted rows, the same in all problems, on the CPU."""
 
     @classmethod
     def of(cls, function: str, clusters: Sequence[object], rows: int) -> "Clusters":
@@ -61,7 +61,7 @@ class Clusters(NamedTuple):
         return cls(*(torch.from_numpy(array) for array in (labels, order, shared)))
 
     def own_order(self, held_out: Any, problem: Tensor) -> Any:
-        """A HeldOut (..., B, n) of sorted rows, B for problem (B,), with rows and labels as they came."""
+        """A HeldOut (..., B, n) of sorted rows in their original order, B for problem (B,)."""
         assert self.order is not None
         back, batch = self.order[problem].argsort(-1), held_out.weight.shape[:-1]
         fields = {
@@ -79,7 +79,7 @@ def sizes(labels: np.ndarray) -> tuple[int, ...]:
 
 
 def _order(labels: np.ndarray) -> np.ndarray:
-    """Rows by the size of their cluster, then by cluster; of one cluster, as they came."""
+    """Rows sorted by the size of their cluster, then by cluster, stably."""
     _, member, counts = np.unique(labels, return_inverse=True, return_counts=True)
     return np.lexsort((member, counts[member]))
 
@@ -91,7 +91,7 @@ def in_order(values: Tensor, order: Tensor, axis: int) -> Tensor:
 
 
 class StreamRows:
-    """The rows of a stream, in the place of the inputs of one problem."""
+    """The rows of a stream as the inputs of one problem."""
 
     ndim = 3
 
@@ -103,7 +103,7 @@ class StreamRows:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(1, n, d); n is counted by a pass where nothing else tells."""
+        """(1, n, d); a pass counts the rows if their number is unknown."""
         if self.stream.n is None:
             for _ in self.stream.blocks("select", 1 << 14, "counting rows"):
                 pass
@@ -114,12 +114,12 @@ class StreamRows:
         return self.stream
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Some rows, for where a search begins."""
+        """Some rows, for the start of a search."""
         yield self.first
 
 
 class ProblemBatch(NamedTuple):
-    """P problems of one shape, which are searched together."""
+    """P problems of one shape that are searched together."""
 
     X: Tensor | StreamRows
     """(P, n, d)."""
@@ -128,15 +128,15 @@ class ProblemBatch(NamedTuple):
     weight: Tensor | None
     """Training weights, (P, n)."""
     criterion_weight: Any
-    """Weights of the criterion, (P, n); "own" takes the training weights, None none."""
+    """Weights of the criterion, (P, n); "own" for the training weights, None for equal weights."""
     clusters: Clusters | None
-    """What is left out together, of the same sizes in all problems; None: every row alone."""
+    """Clusters, of the same sizes in all problems; None for leave-one-out."""
     joined: tuple["ProblemBatch", ...] = ()
     """Further data sets, each a single problem as this one is: the criterion is the mean over them all."""
 
 
 def check_rows(function: str, kernel: Kernel, X: Tensor, y: Tensor) -> None:
-    """Demand inputs (n, d), or as the kernel takes them, and targets (n,) or (n, c), all finite."""
+    """Check inputs (n, d), or as the kernel takes them, and targets (n,) or (n, c)."""
     require_floating(function, X=X, y=y)
     if X.layout != torch.strided:
         raise TypeError(f"{function}: X must be dense, got layout {X.layout}; use X.to_dense()")
@@ -153,7 +153,7 @@ def check_rows(function: str, kernel: Kernel, X: Tensor, y: Tensor) -> None:
 
 
 def check_clusters(function: str, score: Score, clusters: object | None) -> None:
-    """Refuse clusters that a criterion of the Fit would leave out of account."""
+    """Raise if clusters are given for a criterion of the Fit, which would ignore them."""
     if clusters is not None and score.takes_fit:
         raise ValueError(f"{function}: clusters must be None for {score.name}, which leaves out pairs")
 
@@ -161,9 +161,9 @@ def check_clusters(function: str, score: Score, clusters: object | None) -> None
 def weight_of(
     function: str, name: str, weight: Any, y: Tensor, targets: Tensor, rows: Tensor | None = None
 ) -> Any:
-    """Weights (n,) that were given or that a function makes of y; strings and None as they are.
+    """Weights (n,), given or computed by a function of y; "own" and None are returned as they are.
 
-    y are the targets as they were given, maybe class labels, `targets` as the machine sees them. Where
+    y are the given targets, possibly class labels, `targets` the encoded ones. Where
     `rows` (m,) are given, the weights of these, (m,), of which alone a function gets the y.
     """
     if rows is not None:
@@ -178,7 +178,7 @@ def weight_of(
             f"{function}: {name} must be a tensor or a callable of y, got {type(values).__name__}"
         )
     if callable(weight) and is_label(y) and values.is_floating_point():
-        values = values.to(targets.dtype)  # of integers, a function cannot know the dtype of X
+        values = values.to(targets.dtype)  # a function of integer labels does not know the dtype of X
     require_floating(function, y=targets, **{name: values})
     if values.shape != y.shape[:1]:
         raise ValueError(f"{function}: {name} must have shape ({len(y)},), got {tuple(values.shape)}")
@@ -199,7 +199,7 @@ def stack(
     return ProblemBatch(together(X), together(y), together(weight), together(of), labels)
 
 
-# So many of the first rows of a stream tell where a search begins.
+# Rows of a stream that determine the start of a search.
 _FIRST = 2000
 
 

@@ -1,4 +1,4 @@
-"""One search over many problems of one shape: what `select` does once and `validate` for its splits."""
+"""Options of a search, and one search over a batch of problems of the same shape."""
 
 import math
 import numbers
@@ -39,7 +39,7 @@ _FROM_STARTS: dict[str, Callable[[Objective, Outset], None]] = {
 SEARCHES = (*_FROM_STARTS, "grid")
 """Names of the search methods."""
 
-_DECADES = 6.0  # how far from the first start a search may go, either way
+_DECADES = 6.0  # default bounds around the first start, either way
 
 
 INTERRUPTED, TIME_BUDGET, CALLBACK = "interrupted", "time budget", "callback"
@@ -52,42 +52,40 @@ class StopSearch(Exception):  # noqa: N818, no error
 
 @dataclass(frozen=True)
 class Search:
-    """How `select` and `validate` search, as one object in place of many arguments.
+    """Options of a search, for `select` and `validate`.
 
-    ``tl.select(machine, X, y, search=tl.Search("gradient", starts=3))`` is
-    ``tl.select(machine, X, y, search="gradient", starts=3)``; arguments go before the fields of the object.
+    ``tl.select(machine, X, y, search=tl.Search("gradient", starts=3))`` is the same as
+    ``tl.select(machine, X, y, search="gradient", starts=3)``; keyword arguments override the object.
 
     Args:
-        method: "gradient": L-BFGS with a safe line search, from a differentiable criterion; the fewest
-            evaluations by far. Where reg alone is to be chosen, it follows paths over the whole box instead,
-            by any criterion (Note [search along a path] in search/along_reg.py). "nelder-mead": the simplex
-            method, for any criterion and few parameters. "grid": every point of `grid`; the axis "reg" comes
-            from one decomposition (`path`).
-        starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first begins
-            where Note [first start] in search/starts.py says, or, with start="machine", at the machine's own
-            values; the others at random around it, drawn from `generator`. Along a path one is enough.
-        bounds: {name: (low, high)}; by default six decades either way of the first start, so that no
-            parameter runs away. Of grids only the default one is cut. Of several machines, a name holds for
-            those that have such a parameter.
+        method: "gradient": L-BFGS with a line search, for a differentiable criterion; needs by far the fewest
+            evaluations. If reg is the only parameter, it follows the regularisation path instead, for any
+            criterion (Note [search along a path] in search/along_reg.py). "nelder-mead": the simplex method,
+            for any criterion and few parameters. "grid": every point of `grid`; the axis "reg" comes from
+            one decomposition (`path`).
+        starts: number of runs of "gradient" and "nelder-mead", which advance as one batch. The first starts
+            from the data (Note [first start] in search/starts.py) or, with start="machine", from the values
+            of the machine; the others are drawn around it from `generator`. A path needs only one.
+        bounds: {name: (low, high)}; by default six decades either way of the first start. A given grid is not
+            clipped. With several machines, a name applies to those that have such a parameter.
         grid: {name: values}, names such as "reg", "C", "kernel.lengthscale", or "lengthscale" where that is
             unique; a value of several numbers sets the entries of an ARD kernel. Default: 25 half decades of
             reg or C and 9 factors of two of every other parameter around the first start. Settings that are
-            not trained, the "degree" of Polynomial and the "nu" of Matern, may be listed with every search:
-            each choice is a machine to be compared, and has a row in `Selection.table`.
+            not trained, the "degree" of Polynomial and the "nu" of Matern, may be listed with every method:
+            each combination is compared as a machine of its own, with a row in `Selection.table`.
         prior: hyper-prior against over-fitting of the criterion Q. A strength s adds
             s |Q(t0)| / n * sum_j (t_j - t0_j)^2 over the logarithms t of the kernel's parameters, t0 being
             the first start: s is the precision of a Gaussian prior on each (Note [hyper-prior] in
             search/prior.py). Or a callable, which gets the logarithms by name, (B,) or (B, d), and returns
             penalties (B,) to be added (subtracted where higher is better).
-        max_evaluations: of each run, by default 200 with gradient, else 200 for each parameter.
+        max_evaluations: limit for each run, by default 200 with gradient, else 200 for each parameter.
         tolerance: relative change of the criterion at which a run stops.
-        time_budget: seconds after which the search stops, with a warning, and gives the best so far; an
-            evaluation that has begun is finished first, and the final fit comes on top. Several machines have
-            an equal share of what is left each (Note [machines compared] in search/compared.py).
-        callback: a function that is called with every evaluation, an entry of `Selection.history`, in order,
-            once the batch it belongs to is evaluated. If it returns True the search stops, of all machines,
-            and gives the best so far; an exception that it raises ends the call.
-        generator: source of randomness for further starts; None takes torch's global one.
+        time_budget: seconds after which the search stops, with a warning, and returns the best so far; the
+            current evaluation is completed, and the final fit is not included. Several machines share what is
+            left equally (Note [machines compared] in search/compared.py).
+        callback: called with every evaluation, an entry of `Selection.history`, in order, after its batch. If
+            it returns True the whole search stops and returns the best so far; exceptions are propagated.
+        generator: random number generator for further starts; None uses torch's global one.
         progress: whether to show a progress bar.
     """
 
@@ -104,16 +102,16 @@ class Search:
     generator: torch.Generator | None = None
     progress: bool = True
     function: str = field(default="Search", repr=False)
-    """Whose argument it is, for errors."""
+    """Name of the calling function, for error messages."""
 
     @classmethod
     def of(cls, function: str, search: "str | Search", options: Mapping[str, Any]) -> "Search":
-        """The search of a function that is given a method or a Search, and further fields by name."""
+        """From the arguments of a function: a method or a Search, and further options by name."""
         known = [each.name for each in fields(cls) if each.name not in ("method", "function")]
         for name in options:
             if name not in known:
                 raise TypeError(
-                    f"{function}: unknown argument {name!r}; options of select are {', '.join(known)}"
+                    f"{function}: unknown argument {name!r}; the options of a search are {', '.join(known)}"
                 )
         own = search if isinstance(search, Search) else cls()
         method = own.method if isinstance(search, Search) else search
@@ -129,14 +127,14 @@ class Search:
         for name in ("starts", "max_evaluations"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{self.function}: {name} must be a whole number from 1 on, got {value!r}")
+                raise ValueError(f"{self.function}: {name} must be a positive integer, got {value!r}")
         if not 0 < self.tolerance < 1:
-            raise ValueError(f"{self.function}: tolerance must lie between 0 and 1, got {self.tolerance!r}")
+            raise ValueError(f"{self.function}: tolerance must be between 0 and 1, got {self.tolerance!r}")
         if not (self.prior is None or callable(self.prior)):
             number = isinstance(self.prior, float | int) and not isinstance(self.prior, bool)
             if not number or not 0 <= self.prior < math.inf:
                 raise ValueError(
-                    f"{self.function}: prior must be a number from 0 on or a callable, got {self.prior!r}"
+                    f"{self.function}: prior must be a non-negative number or a callable, got {self.prior!r}"
                 )
         if not (self.bounds is None or isinstance(self.bounds, Mapping)):
             raise TypeError(
@@ -147,7 +145,7 @@ class Search:
                 f"{self.function}: time_budget must be a positive number of seconds, got {self.time_budget!r}"
             )
         if not (self.callback is None or callable(self.callback)):
-            raise TypeError(f"{self.function}: callback must be a function of a step, got {self.callback!r}")
+            raise TypeError(f"{self.function}: callback must be callable, got {self.callback!r}")
 
     def deadline(self) -> float:
         """When a search that begins now must end, on the clock of time.monotonic()."""
@@ -173,7 +171,7 @@ def run(
     watch: Callable[[list[Evaluation]], None] | None = None,
     names: Sequence[str] = ("",),
 ) -> tuple[Objective, str]:
-    """Search all problems; the objective that knows the best of each, if any, and why it ended early.
+    """Search all problems; returns the objective, which holds the best of each, and why it stopped early.
 
     Names of the problems, such as " in split 3", go into errors; `watch` may raise `StopSearch`.
     """
@@ -217,7 +215,7 @@ def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> N
         return
     search, count = _FROM_STARTS[plan.method], plan.starts
     if plan.method == "gradient" and only_reg(space, objective.score):
-        search, count = search_reg, 1  # which sees the whole box from one start
+        search, count = search_reg, 1  # covers the whole box from one start
     starts = further_starts(space, first, count, plan.generator)  # (P, S, p)
     starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1)).flatten(0, 1)
     problem = torch.arange(len(first), device=first.device).repeat_interleave(count)
@@ -229,7 +227,7 @@ def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> N
 
 
 def warn_stopped(function: str, stopped: Iterable[str], time_budget: float | None, outcome: str) -> None:
-    """Say that a search was interrupted, or that its time was up, and what comes back instead."""
+    """Warn that a search was interrupted, or that its time budget is used up, and what is returned."""
     if INTERRUPTED in stopped:
         reason = INTERRUPTED
     elif TIME_BUDGET in stopped:
