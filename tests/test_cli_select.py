@@ -279,7 +279,7 @@ def test_the_same_seed_gives_the_same_files(folder, monkeypatch):
 
 def test_the_folder_is_named_after_the_data(folder):
     assert run("select", "data.csv", "--target", "price", "--outer", "0", "--no-progress") == 0
-    assert Path("data-torchloo/cli/report.html").is_file()
+    assert Path("data-torchloo/report.html").is_file()
     assert run("select", "data.csv", "--target", "price", "--outer", "0", "--no-progress") == 2
 
 

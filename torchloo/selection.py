@@ -39,8 +39,8 @@ class Selection(NamedTuple):
     """A new machine with the best hyper-parameters, fitted to all rows."""
 
     value: float
-    """Its criterion, without the hyper-prior; with splits, the mean over them. Optimistic, since it was
-    searched for: see `validate`."""
+    """Its criterion, without the hyper-prior; with splits, the mean over them. An optimistic
+    estimate, since it was optimised: see `validate`."""
 
     history: list[Evaluation]
     """Every evaluation in order: number, value, objective, parameters by name, machine."""

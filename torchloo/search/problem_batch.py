@@ -1,11 +1,11 @@
 """Problems of one shape that are searched together, and checks of the data of a search.
 
 Note [clusters of a batch]
-What is left out together has one label vector (n,) for a whole batch. ProblemBatch with equally many clusters
-of every size can share one: with the rows of each sorted by the size of their cluster, and then by cluster,
-they differ in no label. A closed form does not know the order of its rows, so the criterion is the same. What
-does know it is done before in the problem's own order: the start of a search, and the choice of a basis among
-the rows. A criterion of the user's sees the rows and labels of the split as they are.
+Leave-cluster-out takes one label vector (n,) for a whole batch. Problems with the same cluster sizes can share
+one: sorted by the size of their cluster, and then by cluster, the rows of all problems have the same labels.
+A closed form does not depend on the order of the rows, so the criterion is the same. What does depend on it
+uses the original order: the start of a search, and the choice of a basis among the rows. A user-defined
+criterion gets rows and labels in the original order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
