@@ -1,7 +1,7 @@
 """Problems of one shape that are searched together, and checks of the data of a search.
 
 Note [clusters of a batch]
-Leave-cluster-out takes one label vector (n,) for a whole batch. Problems with the same cluster sizes can share
+Leave-cluster-out takes one label vector (n,) for a whole batch. Problems with the same cluster sizes share
 one: sorted by the size of their cluster, and then by cluster, the rows of all problems have the same labels.
 A closed form does not depend on the order of the rows, so the criterion is the same. What does depend on it
 uses the original order: the start of a search, and the choice of a basis among the rows. A user-defined
