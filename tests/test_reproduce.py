@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import torchloo as tl
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts" / "reproduce"
@@ -119,6 +122,61 @@ def test_the_page_holds_the_tables_that_were_written(experiment):
     page = ROOT / "docs" / "reproduction.md"
     text = page.read_text(encoding="utf-8")
     assert experiment.with_tables(text, page.with_suffix("")) == text
+
+
+@pytest.fixture
+def script(experiment):
+    """A script of the folder by its name."""
+    names = []
+
+    def load(name):
+        names.append(name)
+        return importlib.import_module(name)
+
+    yield load
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_normal_equations_and_the_library_agree_on_motorcycle(script):
+    sparse = script("sparse_lssvm")
+    _, machine, X, y = sparse.motorcycle_machines(tl.basis.greedy(8, progress=False))
+    printed = sparse.Printed(sparse.gaussian(13.1), sparse.MOTORCYCLE[1], machine.basis.detach(), X, y)
+    explicit = sparse.explicit(machine, X, y)
+    for received in (sparse.fast(machine, X, y), printed.explicit(), printed.fast()):
+        assert sparse.relative(explicit, received) < 1e-7
+
+
+def test_parses_of_other_sentences_share_kinds_of_links_but_no_link(script):
+    learn, test = script("rls").parses(seed=0, learned=4, kinds=7, own=0.5, noise=0.0)
+    own = learn.X[:, 7:]
+    shared = (own @ own.mT) > 0
+    assert torch.equal(shared, learn.clusters.unsqueeze(-1) == learn.clusters)
+    assert not test.X[:, 7:].any()
+    torch.testing.assert_close(learn.y, (learn.y * 20).round() / 20)  # shares of 20 links
+    assert not set(learn.clusters.tolist()) & set(test.clusters.tolist())
+
+
+def test_halves_of_a_set_share_no_cluster(script):
+    rls = script("rls")
+    rows = rls.Rows(torch.randn(400, 2), torch.randn(400), torch.arange(400) % 10)
+    learn, test = rls.halves(rows, seed=0, learned=3)
+    assert [len(part.clusters.unique()) for part in (learn, test)] == [3, 3]
+    assert len(torch.cat([learn.clusters, test.clusters]).unique()) == 6
+    assert learn.clusters.bincount().max() == rls.MOST
+
+
+def test_tau_of_outputs_in_the_order_of_their_targets_is_one(script):
+    rls = script("rls")
+    rows = rls.Rows(torch.zeros(6, 1), torch.tensor([1.0, 2, 3, 9, 8, 7]), torch.tensor([0, 0, 0, 1, 1, 1]))
+    outputs = torch.stack([rows.y.exp(), torch.tensor([1.0, 2, 3, 1, 2, 3])])  # all in order; one cluster is
+    assert rls.tau(outputs, rows) == pytest.approx([1.0, 0.0])
+
+
+def test_own_neighbours_of_clusters_far_apart_are_all(script):
+    clusters = torch.arange(5).repeat_interleave(8)
+    X = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)) + 100 * clusters.unsqueeze(-1)
+    assert script("rls").neighbours(X @ X.mT, clusters) == 1.0
 
 
 @pytest.mark.slow
