@@ -5,7 +5,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-__all__ = ["Tables", "block_of", "dot", "rows_of", "set_of", "times_vector"]
+__all__ = ["Tables", "block_of", "columns_of", "dot", "rows_of", "set_of", "times_vector"]
 
 
 def set_of(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,6 +25,13 @@ def rows_of(K: Tensor, S: Tensor) -> Tensor:
     if len(K) == 1:  # much faster than an index by tensors
         return K[0].index_select(0, S[0])[None]
     return K[torch.arange(len(K), device=K.device)[:, None], S]
+
+
+def columns_of(x: Tensor, S: Tensor) -> Tensor:
+    """Columns S (B, s) of x (B, l, m), (B, l, s)."""
+    if len(x) == 1:
+        return x[0].index_select(1, S[0])[None]
+    return x.gather(2, S[:, None].expand(-1, x.shape[1], -1))
 
 
 def block_of(K: Tensor, S: Tensor, T: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from torchloo.svm.path.state import Ends, times
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
-from torchloo.svm.stacked import Tables, rows_of, set_of, times_vector
+from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
 
 __all__ = ["Finish"]
 
@@ -65,10 +65,16 @@ class _Machines(NamedTuple):
     """Their coefficients in the full solutions, (T, a + 1)."""
     margin: Tensor
     """Their y f - 1 there, (T, a + 1)."""
+    rounding: Tensor
+    """Their e of Note [rounding of K], (T, a + 1)."""
     K: Tensor
     """Their rows of K, (T, a, m)."""
+    K_moved: Tensor
+    """The columns of these that are theirs, and of the dummy, (T, a, a + 1)."""
+    u_moved: Tensor
+    """Their K (alpha * y) in the full solutions, (T, a + 1)."""
     u: Tensor
-    """K (alpha * y) of the full solutions, (T, m)."""
+    """That of all variables, (T, m)."""
     imbalance: Tensor
     """Their y^T alpha, which rounding may leave, (T, 1)."""
 
@@ -81,17 +87,14 @@ class _Machines(NamedTuple):
         columns, _ = set_of(moved)
         variable = tableau.order.gather(1, columns)
         s, A = int(free.sum(1).max()), tableau.A.view(-1, dummy + 2)
-        y, box, alpha, margin = (
-            pad(x.gather(1, variable), (0, 1)) for x in (problem.y, problem.box, full.alpha, full.margin)
-        )
+        coef, K = full.alpha * problem.y, rows_of(problem.K, variable)
+        u, imbalance = times_vector(problem.K, coef), coef.sum(1, keepdim=True)
+        known = torch.stack([problem.y, problem.box, full.alpha, full.margin, problem.rounding, u], 1)
+        y, box, alpha, margin, rounding, u_moved = pad(columns_of(known, variable), (0, 1)).unbind(1)
         columns, A_S, was_free = pad(columns, (0, 1), value=dummy), A[:, :s].contiguous(), free[:, :s]
-        coef = full.alpha * problem.y
-        K, u, imbalance = (
-            rows_of(problem.K, variable),
-            times_vector(problem.K, coef),
-            coef.sum(1, keepdim=True),
-        )
-        return cls(A, A_S, was_free, columns, variable, y, box, alpha, margin, K, u, imbalance)
+        K_moved = pad(columns_of(K, variable), (0, 1))
+        labels = y, box, alpha, margin, rounding
+        return cls(A, A_S, was_free, columns, variable, *labels, K, K_moved, u_moved, u, imbalance)
 
     @property
     def dummy(self) -> int:
@@ -119,7 +122,7 @@ class _Sets(NamedTuple):
     y_gone: Tensor
     """y_r times how far its alpha went down, (N, 1)."""
     K_r: Tensor
-    """Its row of K, (N, m)."""
+    """Its column of the K of the moved variables and the dummy, (N, a + 1)."""
 
     def take(self, rows: Tensor) -> "_Sets":
         """The paths at `rows`."""
@@ -139,8 +142,9 @@ class _Sets(NamedTuple):
 
 
 class Finish:
-    """Where N paths of T machines ended: `alpha` and `u` = K (alpha * y) of all variables, (N, m).
+    """Where N paths of T machines ended.
 
+    `alpha` and `u` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1);
     `stray` (N,) is by how much coefficients lay beyond their bounds before they were put there.
     """
 
@@ -155,7 +159,8 @@ class Finish:
         gone: Tensor,
     ) -> None:
         """`gone` (N,) is how far alpha of each target (N,) went down."""
-        self.tables, dummy = tables, tableau.sign.shape[1] - 2
+        self.problem, self.full, self.tables, self.target, self.gone = problem, full, tables, target, gone
+        dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
         # From bound to bound, but for r, which is known by what has gone.
@@ -179,19 +184,35 @@ class Finish:
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
             y_gone=tables.pick(problem.y, target[:, None]) * gone[:, None],
-            K_r=tables.rows(problem.K, target),
+            K_r=pad(tables.rows(machines.K.mT, target), (0, 1)),
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)
-        moved_alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
-        self._alpha, self.u = moved_alpha, _pull(machines, tables, sets, moved_alpha)
+        self.alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
+        self.u = _pull(machines, tables, sets, self.alpha)
         self._refine(tableau, ends.failed)
         self.stray = self._put_inside()
-        alpha = full.alpha[tables.table]  # (N, m)
-        alpha_r = alpha.gather(1, target[:, None]) - gone[:, None]
-        self.alpha = tables.insert(alpha, machines.variable, self._alpha[:, :a]).scatter_(
-            1, target[:, None], alpha_r
-        )
+
+    @property
+    def place(self) -> Tensor:
+        """The place of each target among the moved variables, a if it has none, (N,)."""
+        return self._sets.own[:, 0]
+
+    def coefficients(self, rows: Tensor | None = None) -> Tensor:
+        """alpha of all variables of the paths at `rows`, (R, m); default all."""
+        rows = torch.arange(len(self.alpha), device=self.alpha.device) if rows is None else rows
+        its, r = self.tables.take(rows), self.target[rows, None]
+        alpha = self.full.alpha[its.table]
+        alpha_r = alpha.gather(1, r) - self.gone[rows, None]
+        return its.insert(alpha, self.machines.variable, self.alpha[rows, :-1]).scatter_(1, r, alpha_r)
+
+    def misses(self, bias: Tensor) -> Tensor:
+        """u + b - y of all variables, (N, m), for biases (N,)."""
+        machines, tables = self.machines, self.tables
+        change = torch.cat([_change(machines, tables, self._sets, self.alpha), bias[:, None]], 1)
+        miss = tables.product(change, pad(machines.K, (0, 0, 0, 1), value=1.0))
+        miss.add_(tables.each(machines.u - self.problem.y))
+        return miss.addcmul_(tables.rows(self.problem.K, self.target), self._sets.y_gone, value=-1)
 
     def _refine(self, tableau: Tableau, failed: Tensor) -> None:
         """Correct alpha by what K says, Note [refresh], twice at most; not where a path has failed (N,)."""
@@ -203,18 +224,17 @@ class Finish:
         free = free.scatter_(1, sets.own, False).to(self.u)
         count, y = free.sum(1).clamp_min(1), tables.each(machines.y)
         for _ in range(2):
-            u = tables.select(self.u, machines.variable)  # (N, a)
-            miss = (y - pad(u, (0, 1))).mul_(free)
+            miss = (y - self.u).mul_(free)
             bias = miss.sum(1) / count
             lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(y)  # -g
-            rough = lack.abs().amax(1) > _ROUGH * (1 + u.abs().amax(1))
+            rough = lack.abs().amax(1) > _ROUGH * (1 + self.u.abs().amax(1))
             rows = (rough & ~failed).nonzero()[:, 0]
             if not len(rows):
                 return
             own, its = sets.take(rows), tables.take(rows)
-            step = _correction(machines, its, own, tableau, self._alpha[rows], lack[rows])
-            alpha = self._alpha[rows] + step * free[rows]
-            self._alpha[rows], self.u[rows] = alpha, _pull(machines, its, own, alpha)
+            step = _correction(machines, its, own, tableau, self.alpha[rows], lack[rows])
+            alpha = self.alpha[rows] + step * free[rows]
+            self.alpha[rows], self.u[rows] = alpha, _pull(machines, its, own, alpha)
 
     def _put_inside(self) -> Tensor:
         """Put coefficients beyond their bounds there, and say by how much in all, (N,).
@@ -222,12 +242,12 @@ class Finish:
         The true data may ask for more than a box holds where the perturbed path has missed an event; a
         gap proves something of feasible coefficients only.
         """
-        inside = self._alpha.clamp_min(0).minimum(self.tables.each(self.machines.box))
-        stray = (self._alpha - inside).abs_().sum(1)
+        inside = self.alpha.clamp_min(0).minimum(self.tables.each(self.machines.box))
+        stray = (self.alpha - inside).abs_().sum(1)
         rows = stray.nonzero()[:, 0]
         if len(rows):
             its, own = self.tables.take(rows), self._sets.take(rows)
-            self._alpha[rows], self.u[rows] = inside[rows], _pull(self.machines, its, own, inside[rows])
+            self.alpha[rows], self.u[rows] = inside[rows], _pull(self.machines, its, own, inside[rows])
         return stray
 
 
@@ -238,9 +258,9 @@ def _change(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> 
 
 
 def _pull(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> Tensor:
-    """u of all variables, (N, m), from the moved ones (N, a + 1), whatever they say of r."""
-    u = tables.product(_change(machines, tables, sets, alpha), machines.K)
-    return u.add_(tables.each(machines.u)).addcmul_(sets.K_r, sets.y_gone, value=-1)
+    """u of the moved variables, (N, a + 1), from their alpha (N, a + 1), whatever that says of r."""
+    u = tables.product(_change(machines, tables, sets, alpha), machines.K_moved)
+    return u.add_(tables.each(machines.u_moved)).addcmul_(sets.K_r, sets.y_gone, value=-1)
 
 
 def _coefficients(

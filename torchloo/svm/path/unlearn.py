@@ -10,7 +10,16 @@ from torchloo.svm.path.refresh import Finish
 from torchloo.svm.path.state import Base, Ends
 from torchloo.svm.path.tableau import Tableau, pivot_transform
 from torchloo.svm.proof.active import sign_by_active_set
-from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
+from torchloo.svm.proof.certify import (
+    Held,
+    Rest,
+    bias_by_free,
+    gap_ball_sign,
+    held_out_bias,
+    reach_of,
+    sign_by_reach,
+    smallest_and_sum,
+)
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.stacked import Tables
@@ -20,7 +29,7 @@ __all__ = ["Targets", "Unlearned", "unlearn"]
 _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
-_TOGETHER = 2**17  # coefficients at the ends of paths that are looked at at once
+_TOGETHER = 2**20  # coefficients at the ends of paths that are looked at at once
 _EXACT = 1e-9  # slip of a solution that counts as exact
 _NEAR = 1e-6  # slip that may be rounding
 
@@ -161,14 +170,57 @@ def _certified(
     # Where alpha of the target is the room, rounding must not leave a box of 1e-17.
     kept = torch.where(kept < 1e-9 * box_r, 0.0, kept).mul_(finished)
     stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
-    y, box, rounding = (tables.each(x) for x in (problem.y, problem.box, problem.rounding))
-    held = Held(end.alpha, end.u, box, r, rounding, kept, stuck, table=targets.table)
-    output, sign, exact = _proof(problem.K, y, held, end.stray)
+    output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
+    rows = ((sign == 0) | ~exact).nonzero()[:, 0]
+    if len(rows):
+        its, alpha = tables.take(rows), end.coefficients(rows)
+        y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
+        u = its.product(alpha * y, problem.K)
+        held = Held(alpha, u, box, r[rows], rounding, kept[rows], stuck[rows], its.table)
+        output[rows], sign[rows], exact[rows] = _proof(problem.K, y, held, end.stray[rows])
     proved = (sign * output > 0) & (finished | (sign == -y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | exact
-    alpha = end.alpha if coefficients else output.new_empty(len(r), 0)
+    alpha = end.coefficients() if coefficients else output.new_empty(len(r), 0)
     return Unlearned(output, proved, proved | (finished & exact & ~ends.failed), ends.events, alpha)
+
+
+def _proof_by_moved(
+    problem: Problem, full: Exact, end: Finish, kept: Tensor, stuck: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_proof` by the variables that paths have moved, Note [variables at rest]; open if others are not."""
+    tables, machines, r = end.tables, end.machines, end.target[:, None]
+    moved = torch.zeros_like(full.free).scatter_(1, machines.variable, True)
+    down = (full.upper ^ (problem.y < 0)).to(problem.y)  # 1 for those that push the bias down
+    y_r, box_r, rounding_r = (tables.pick(x, r)[:, 0] for x in (problem.y, problem.box, problem.rounding))
+    at_rest = (end.place == machines.variable.shape[1]).to(y_r)
+    lost, gone = at_rest * (box_r - kept), at_rest * end.gone
+    of_machine = torch.stack(
+        [
+            (((problem.y > 0).to(down) - 1 + down) * problem.box).masked_fill_(moved, 0).sum(1),
+            (full.alpha * problem.y).masked_fill_(moved, 0).sum(1),
+            (full.alpha * problem.rounding).masked_fill_(moved, 0).sum(1),
+            problem.rounding.amax(1),
+            *smallest_and_sum(problem.box),
+            machines.u.abs().amax(1),
+        ],
+        1,
+    )
+    count, pull, doubt, *of_all = tables.each(of_machine).unbind(-1)
+    y, box, rounding = (tables.each(x) for x in (machines.y, machines.box, machines.rounding))
+    own = kept * (1 - at_rest)
+    held = Held(end.alpha, end.u, box, end.place, rounding, own, stuck, tables.table)
+    bias = bias_by_free(y, held)
+    miss = end.misses(bias)
+    violation = torch.addcmul(
+        tables.each(torch.where(moved, -torch.inf, 0.0).to(down)), miss, tables.each(2 * down - 1)
+    ).amax(1)
+    rest = Rest(violation, count - y_r * lost, pull - y_r * gone, doubt - rounding_r * gone, *of_all)
+    f = miss.gather(1, r)[:, 0] + y_r  # u + b of r
+    sign, _, slip = sign_by_reach(
+        y, held._replace(rest=rest), bias, f - bias, reach_of(problem.K, end.target, tables.table)
+    )
+    return f, sign, slip.maximum(end.stray) <= _EXACT
 
 
 def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,6 +100,8 @@ def _kernels(K: Tensor, held: Held) -> tuple[Tensor, Tables]:
     """The kernel matrices that some solution has, (T, m, m), and which of them each has."""
     if held.table is None:
         return K[None], Tables(torch.zeros_like(held.target), 1)
+    if len(K) == 1:
+        return K, Tables(held.table, 1)
     used, table = held.table.unique(return_inverse=True)
     return K[used], Tables(table, len(used))
 

@@ -14,6 +14,16 @@ To know the sign no sorting is needed: f* > 0 if the points with s - rho <= 0 we
 f* < 0 if those with s + rho < 0 weigh more. A coefficient that is held at a value a instead of
 being boxed adds y_r a to W+ and has no weight.
 
+Note [variables at rest]
+Nearly all variables keep their bound on every path of a machine. One of them pushes the bias up (a positive
+at 0 or a negative at its box) and is on its proper side if y_i - u_i <= b, or pushes it down (the others) and
+is so if y_i - u_i >= b. While all are, by more than rounding, they add nothing to the gap; and as
+s_i = f(x_r) + (y_i - u_i - b), those that push up have s_i <= f(x_r), those that push down s_i >= f(x_r). Let
+the first count as below and the others as above. If f(x_r) > rho the others are so, and the first only make a
+proof of f* > 0 harder; if f(x_r) < -rho the first are so, and the others only make a proof of f* < 0 harder.
+So what they add to the count is one number for the machine, and a proof looks at the variables that have
+moved. r itself may be at rest: it was at its box, and the lower it gets the farther on its proper side it is.
+
 Note [rounding of K]
 K is known to rounding only: each k_ij may be off by e_i e_j, where e_i^2 is what rounding to the dtype that
 K came in may do to k_ii. (|k_ij| <= sqrt(k_ii k_jj), and where k_ij is a sum of products of rows far from the
@@ -43,6 +53,8 @@ from torchloo.svm.stacked import dot
 __all__ = [
     "Held",
     "Proof",
+    "Rest",
+    "bias_by_free",
     "bias_of_free",
     "gap_ball_sign",
     "gap_in_doubt",
@@ -50,6 +62,7 @@ __all__ = [
     "midpoint_bias",
     "reach_of",
     "sign_by_reach",
+    "smallest_and_sum",
     "value_bound",
     "weighted_interval",
 ]
@@ -57,6 +70,34 @@ __all__ = [
 _ROUNDING = 1e-12  # of the largest |u|
 _CLOSE = 1e-9  # decision values that rounding may take for each other
 _LONGER = 1.01  # a root of k_ii, or of k', before rounding to float32
+
+
+class Rest(NamedTuple):
+    """What variables that are not listed add to B solutions; Note [variables at rest]."""
+
+    violation: Tensor
+    """How far one of them is past its proper side at most, below 0 if none is, (B,)."""
+
+    positives: Tensor
+    """To W+ of Note [gap ball], less the weight of those that count as below, (B,)."""
+
+    pull: Tensor
+    """To y^T alpha, (B,)."""
+
+    doubt: Tensor
+    """To e . alpha of Note [rounding of K], (B,)."""
+
+    rounding: Tensor
+    """The largest e of all variables, () or (B,)."""
+
+    least: Tensor
+    """The smallest box of all variables, () or (B,)."""
+
+    total: Tensor
+    """The sum of their boxes, () or (B,)."""
+
+    largest: Tensor
+    """The largest |u| in the full solution, () or (B,)."""
 
 
 class Held(NamedTuple):
@@ -86,6 +127,9 @@ class Held(NamedTuple):
     table: Tensor | None = None
     """Which of several kernel matrices (T, m, m) each solution is of, (B,); None: there is one, (m, m)."""
 
+    rest: Rest | None = None
+    """What variables beside the m listed ones add; None: there are no others."""
+
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`."""
         box, rounding = (x if x.ndim == 1 else x[rows] for x in (self.box, self.rounding))
@@ -103,7 +147,8 @@ class Held(NamedTuple):
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""
-        return dot(self.alpha, self.rounding)
+        doubt = dot(self.alpha, self.rounding)
+        return doubt if self.rest is None else doubt + self.rest.doubt
 
     def weight(self) -> Tensor:
         """The boxes, that of r among them, (B, m)."""
@@ -120,14 +165,26 @@ class Held(NamedTuple):
     def positive_count(self, y: Tensor) -> Tensor:
         """W+ of Note [gap ball], (B,)."""
         count = self.weigh(y > 0)
+        if self.rest is not None:
+            count = count + self.rest.positives
         return count if self.held is None else count + self.held
 
     def slack(self) -> Tensor:
         """How far sums of boxes may be off: by far less than a box, and by rounding, (B,)."""
-        least = self.box.masked_fill(self.box <= 0, torch.inf).amin(-1)
+        least, total = smallest_and_sum(self.box) if self.rest is None else (self.rest.least, self.rest.total)
         if self.own is not None:
             least = least.minimum(self.own.masked_fill(self.own <= 0, torch.inf))
-        return 1e-9 * least + 1e-15 * self.box.sum(-1)
+        return 1e-9 * least + 1e-15 * total
+
+    def largest(self) -> Tensor:
+        """The largest |u|, (B,)."""
+        largest = torch.maximum(self.u.amax(-1), -self.u.amin(-1))
+        return largest if self.rest is None else largest.maximum(self.rest.largest)
+
+
+def smallest_and_sum(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The least positive weight and the sum of all, (...) of (..., m)."""
+    return weight.masked_fill(weight <= 0, torch.inf).amin(-1), weight.sum(-1)
 
 
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,8 +195,8 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
     """
     s, order = s.masked_fill(weight <= 0, torch.inf).sort(-1)
     below = weight.gather(-1, order).cumsum(-1)
-    slack = 1e-9 * weight.masked_fill(weight <= 0, torch.inf).amin(-1, keepdim=True)
-    slack += 1e-15 * weight.sum(-1, keepdim=True)
+    least, total = smallest_and_sum(weight)
+    slack = (1e-9 * least + 1e-15 * total)[:, None]
     infinity = s.new_full((len(s), 1), torch.inf)
     s = torch.cat([-infinity, s, infinity], -1)
     first = (below < count[:, None] - slack).sum(-1, keepdim=True) + 1
@@ -150,15 +207,20 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
 
 def held_out_bias(y: Tensor, held: Held) -> Tensor:
     """The bias of each solution: by its free variables; the midpoint where none is free; (B,)."""
-    free = _inside(held.alpha, held.box)
-    if held.own is not None:
-        own = _inside(held.of_target(held.alpha), held.own)
-        free.scatter_(1, held.target[:, None], own[:, None])
-    bias = bias_of_free(y - held.u, free)
+    bias = bias_by_free(y, held)
     none = bias.isnan().nonzero()[:, 0]
     if len(none):
         bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
     return bias
+
+
+def bias_by_free(y: Tensor, held: Held) -> Tensor:
+    """The bias of each solution by its free variables, NaN where none is free; (B,)."""
+    free = _inside(held.alpha, held.box)
+    if held.own is not None:
+        own = _inside(held.of_target(held.alpha), held.own)
+        free.scatter_(1, held.target[:, None], own[:, None])
+    return bias_of_free(y - held.u, free)
 
 
 def _inside(alpha: Tensor, box: Tensor) -> Tensor:
@@ -220,16 +282,21 @@ def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tenso
     """Note [gap ball] with one rho for all i, which proves nearly every sign."""
     doubt = held.doubt()
     gap, slip = _optimality(y, held, bias, doubt)
-    most = held.rounding.amax(-1) * doubt
-    scale = 1 + torch.maximum(held.u.amax(-1), -held.u.amin(-1)).maximum(u_r.abs())
+    most = (held.rounding.amax(-1) if held.rest is None else held.rest.rounding) * doubt
+    scale = held.largest().maximum(u_r.abs()) + 1
     rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * most
     count, slack = held.positive_count(y), held.slack()
     f = u_r + bias
     positive = f > 0
     below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
+    slip = slip / scale
+    if held.rest is not None:
+        at_rest = held.rest.violation < -most - _ROUNDING * scale
+        proved &= at_rest & (f.abs() > rho)
+        slip = slip.masked_fill(~at_rest, torch.inf)
     sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
-    return Proof(sign, gap, slip / scale)
+    return Proof(sign, gap, slip)
 
 
 def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tensor:
@@ -264,6 +331,8 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     E = doubt[:, None] * held.rounding
     gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, y)
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
+    if held.rest is not None:
+        imbalance = imbalance + held.rest.pull
     gap += (bias * imbalance).abs()
     if held.own is None:
         return gap, slip

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchloo.svm.path.follow import follow
-from torchloo.svm.path.state import Base
+from torchloo.svm.path.state import TOUCH, Base
 from torchloo.svm.path.tableau import pivot_transform
 from torchloo.svm.solve.accurate import accurate_product
 from torchloo.svm.solve.interior import first_solutions, to_the_last_digit
@@ -221,10 +221,11 @@ def _free_one(problem: Problem, sets: Sets) -> Sets:
 
 
 def _drop_dependent(problem: Problem, sets: Sets, tolerance: float = _DEPENDENT) -> Sets:
-    """Bound free variables, one at a time, until the equations of the free sets are regular.
+    """Bound free variables until the equations of the free sets are regular.
 
-    A dependent variable j moves along the null space, which changes no margin, until it or an
-    independent one reaches a bound; that one is bounded, and j takes its place if it is still free.
+    Dependent variables can move along the null space, which changes no margin: all go to their nearest
+    bounds at once, and the independent ones respond. Whenever one of these reaches a bound it stays there,
+    and the dependent one that it responds to most takes its place.
     """
     K, y, box = problem.K, problem.y, problem.box
     S, real = set_of(sets.free)
@@ -237,39 +238,81 @@ def _drop_dependent(problem: Problem, sets: Sets, tolerance: float = _DEPENDENT)
     equations = Bordered(block_of(K, chosen), held)
     _, rates = equations.solve(-torch.ones_like(dropped, dtype=K.dtype), -block_of(K, dropped, chosen))
     rates = rates.mT.contiguous() * y.gather(1, chosen)[:, :, None] * y.gather(1, dropped)[:, None]
-    # Of the chosen, and of the dropped ones: alpha, its box, and the number of the variable, (B, 3, c or d).
-    inside, moving = (
-        torch.stack([sets.alpha.gather(1, V), box.gather(1, V), V.to(box)], 1) for V in (chosen, dropped)
-    )
-    alpha, limit, _ = inside.unbind(1)
-    rooms = moving[:, 1] - moving[:, 0]
-    leaving, at_upper = [], []
-    for k in range(dropped.shape[1]):
-        one, room, moves = moving[:, :, k, None].clone(), rooms[:, k, None], waits[:, k, None]
-        rate = rates[:, :, k].clone()
-        ratio = (torch.where(rate > 0, limit, 0.0) - alpha).div_(rate)
-        ratio = ratio.masked_fill_(rate.abs() < _SLIP, torch.inf).clamp_min_(0)
-        step, place = ratio.min(1, keepdim=True)
-        alpha.addcmul_(rate, torch.minimum(step, room).mul_(moves))
-        trades = moves & (room > step)  # an exchange: one pivot of `rates`; else it goes to its upper bound
-        pivot, at_place = rate.gather(1, place), place[:, None].expand(-1, 3, 1)
-        one[:, 0] += step
-        other = inside.gather(2, at_place)
-        leaving.append(torch.where(trades, other[:, 2], one[:, 2]))
-        at_upper.append((pivot > 0) | ~trades)
-        inside.scatter_(2, at_place, torch.where(trades[:, None], one, other))
-        at_place = place[:, :, None].expand(-1, 1, rates.shape[2])
-        row = rates.gather(1, at_place)
-        new = row / -pivot[:, :, None]
-        rates.addcmul_(rate[:, :, None], new.masked_fill(~trades[:, :, None], 0))
-        rates.scatter_(1, at_place, torch.where(trades[:, :, None], new, row))
+    alpha, limit = (x.gather(1, dropped) for x in (sets.alpha, box))
+    to_upper = alpha > limit / 2
+    way = (torch.where(to_upper, limit, 0.0) - alpha) * waits
+    ends = _ends(sets.alpha.gather(1, chosen), box.gather(1, chosen))
+    crossing = _Crossing(rates, chosen, ends, dropped, limit, to_upper, way)
+    for _ in range(dropped.shape[1]):
+        end, blocked = crossing.move()
+        if not bool(blocked.any()):
+            break
+        crossing.exchange(end, blocked)
     m = box.shape[1]  # a place for the padding
-    gone = torch.cat(leaving, 1).long().masked_fill_(~waits, m)
+    gone = dropped.masked_fill(~waits, m)
     free = pad(sets.free, (0, 1)).scatter_(1, gone, False)[:, :m]
-    upper = pad(sets.upper, (0, 1)).scatter_(1, gone, torch.cat(at_upper, 1))[:, :m]
+    upper = pad(sets.upper, (0, 1)).scatter_(1, gone, to_upper)[:, :m]
     whole = pad(torch.where(free, sets.alpha, torch.where(upper, box, 0.0)), (0, 1))
-    whole.scatter_(1, inside[:, 2].long().masked_fill_(~held, m), alpha)
+    whole.scatter_(1, chosen.masked_fill(~held, m), -ends[:, :, 0])
     return Sets(whole[:, :-1], sets.bias, free, upper)
+
+
+def _ends(alpha: Tensor, box: Tensor) -> Tensor:
+    """Distances of coefficients from their bounds, < 0 and > 0, (B, v, 2) of (B, v)."""
+    return torch.stack([(-alpha).clamp_max_(-TOUCH), (box - alpha).clamp_min_(TOUCH)], 2)
+
+
+class _Crossing(NamedTuple):
+    """Dependent variables on their way to bounds; all tensors are changed in place."""
+
+    rates: Tensor
+    """Change of alpha of the chosen variables per alpha of the dropped ones, (B, c, d)."""
+    chosen: Tensor
+    """(B, c)."""
+    ends: Tensor
+    """Distances of the chosen from their bounds, (B, c, 2)."""
+    dropped: Tensor
+    """(B, d)."""
+    limit: Tensor
+    """Their boxes, (B, d)."""
+    to_upper: Tensor
+    """Whether they go, or have gone, to their upper bounds, (B, d)."""
+    way: Tensor
+    """How far they still have to go, (B, d)."""
+
+    def move(self) -> tuple[Tensor, Tensor]:
+        """Go on until a chosen variable meets an end; the end's number, and whether one is met, (B, 1)."""
+        response = torch.hardshrink(times_vector(self.rates, self.way), _SLIP)[:, :, None]
+        soonest, end = (response / self.ends).flatten(1).max(1, keepdim=True)  # 1 / step
+        step = soonest.clamp_min(1).reciprocal_()
+        self.ends.addcmul_(response, step[:, :, None], value=-1)
+        self.ends[:, :, 0].clamp_max_(-TOUCH)
+        self.ends[:, :, 1].clamp_min_(TOUCH)
+        self.way.mul_(1 - step)
+        return end, soonest > 1
+
+    def exchange(self, end: Tensor, blocked: Tensor) -> None:
+        """Exchange the chosen variable i that has met an end for the dropped k that moves it most."""
+        i, met_upper, at = end // 2, end % 2 == 1, blocked[:, :, None]
+        row = self.rates.gather(1, i[:, :, None].expand(-1, 1, self.rates.shape[2]))  # (B, 1, d)
+        k = (row[:, 0] * self.way).abs_().argmax(1, keepdim=True)
+        column = self.rates.gather(2, k[:, None].expand(-1, self.rates.shape[1], 1))  # (B, c, 1)
+        change = torch.where(at, row / -row[:, 0].gather(1, k)[:, :, None], 0.0)
+        self.rates.addcmul_(column, change)
+        self.rates.scatter_(1, i[:, :, None].expand_as(row), torch.where(at, change, row))
+        self.rates.scatter_(2, k[:, None].expand_as(column), torch.where(at, 0.0, column))
+        limit, way = self.limit.gather(1, k), self.way.gather(1, k)
+        ends = _ends(torch.where(self.to_upper.gather(1, k), limit, 0.0) - way, limit)[:, 0]  # (B, 2)
+        entries = (
+            (self.dropped, k, self.chosen.gather(1, i)),
+            (self.chosen, i, self.dropped.gather(1, k)),
+            (self.to_upper, k, met_upper),
+            (self.way, k, torch.zeros_like(way)),
+            (self.ends[:, :, 0], i, ends[:, :1]),
+            (self.ends[:, :, 1], i, ends[:, 1:]),
+        )
+        for x, index, value in entries:
+            x.scatter_(1, index, torch.where(blocked, value, x.gather(1, index)))
 
 
 def _active_set_solution(

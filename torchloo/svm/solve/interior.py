@@ -69,7 +69,10 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     The SVM of a third of them, its boxes three times as large, shows which margins are far above 0;
     the rest is solved, and whatever violates its margin then comes in.
     """
-    sample = torch.arange(0, len(y), 3, device=y.device)
+    generator = torch.Generator("cpu").manual_seed(1)  # rows may come in an order that means something
+    sample = (
+        torch.randperm(len(y), generator=generator, device="cpu")[: len(y) // 3].sort().values.to(y.device)
+    )
     if bool((y[sample] == y[sample[0]]).all()):
         return interior_point(Dense(K), y, box)
     rough = interior_point(Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=1e-3)
