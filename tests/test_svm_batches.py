@@ -6,7 +6,11 @@ from counting import Counting
 from svm_problems import rbf, toy
 from torch.testing import assert_close
 
-from torchloo.svm import svm_loo
+from torchloo.svm import host_reads, svm_loo
+from torchloo.svm.path import follow, unlearn
+from torchloo.svm.solve.exact import solve_exactly
+from torchloo.svm.solve.low_rank import in_double
+from torchloo.svm.solve.merge import merge_duplicates
 
 
 def _grid(n, lengthscales=8, bounds=8):
@@ -72,3 +76,59 @@ def test_gradients_of_a_batch_are_those_of_each_problem():
             expected_C[j] += bound.grad
     assert_close(K.grad, expected_K, rtol=1e-6, atol=1e-6)
     assert_close(C.grad, expected_C, rtol=1e-6, atol=1e-6)
+
+
+def _followed(K, y, C, stop_at_error):
+    """Ends of all paths of a machine, the rounds that they took, and what was dispatched on the way."""
+    double = in_double(K[None])
+    box = torch.full_like(y, C)[None]
+    ((_, problem),) = merge_duplicates(double.K, y[None], box, double.rounding)
+    full = solve_exactly(problem)
+    variable = (full.alpha[0] > 0).nonzero()[:, 0]
+    targets = unlearn.Targets(torch.zeros_like(variable), variable, full.alpha[0, variable])
+    tableau = unlearn._tableaux(problem, full, targets, not stop_at_error, whole=True)
+    row, column = tableau.find(targets.table, variable)
+    base = unlearn.perturbed_base(problem, full, tableau)
+    rounds = []
+    one_round = follow._round
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            follow, "_round", lambda *args, **options: rounds.append(1) or one_round(*args, **options)
+        )
+        with Counting() as counting:
+            ends = follow.follow(base, targets.table, row, column, targets.room, stop_at_error)
+    return ends, len(rounds), counting.synchronisations
+
+
+@pytest.mark.parametrize("stop_at_error", [False, True])
+@pytest.mark.parametrize("C", [1.0, 300.0])
+def test_on_an_accelerator_paths_wait_once_in_eight_rounds_and_end_where_they_would(
+    monkeypatch, C, stop_at_error
+):
+    X, y = toy(44, n=80, noise=1.0)
+    K = rbf(X, 0.8)
+    expected, rounds, _ = _followed(K, y, C, stop_at_error)
+    monkeypatch.setattr(host_reads, "_AT_NO_COST", set())
+    ends, more, waits = _followed(K, y, C, stop_at_error)
+    assert rounds <= more < rounds + 8  # rounds past the end change nothing
+    assert waits <= more / 8 + 2  # one at the start, one at the end
+    assert_close(ends.room, expected.room)
+    assert torch.equal(ends.events, expected.events)
+    assert torch.equal(ends.upper, expected.upper)
+
+
+def test_paths_that_wait_for_a_singular_pivot_end_where_they_would(monkeypatch):
+    """A linear kernel of rank 2: free points depend on each other, and roles are swapped."""
+    X, y = toy(43, n=30, noise=0.6)
+    X = X.round()
+    swaps = []
+    begin = follow.begin_swap
+    monkeypatch.setattr(follow, "begin_swap", lambda *args: swaps.append(1) or begin(*args))
+    expected = svm_loo(X @ X.T, y, 1.0)
+    assert swaps
+    monkeypatch.setattr(host_reads, "_AT_NO_COST", set())
+    swaps.clear()
+    held = svm_loo(X @ X.T, y, 1.0)
+    assert swaps
+    assert_close(held.outputs, expected.outputs, rtol=1e-6, atol=1e-6)
+    assert torch.equal(held.certified, expected.certified)

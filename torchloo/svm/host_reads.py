@@ -3,14 +3,20 @@
 import torch
 from torch import Tensor
 
-__all__ = ["may_look", "subset"]
+__all__ = ["may_look", "rounds_per_look", "subset"]
 
 _AT_NO_COST = {"cpu"}
+_ROUNDS = 8  # of a loop on an accelerator between two looks at values
 
 
 def may_look(x: Tensor) -> bool:
     """Whether values of x can be read without waiting."""
     return x.device.type in _AT_NO_COST
+
+
+def rounds_per_look(x: Tensor) -> int:
+    """After how many rounds a loop over x may look at values again."""
+    return 1 if may_look(x) else _ROUNDS
 
 
 def subset(mask: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchloo.svm.path.roles import Shared
+from torchloo.svm.path.roles import Shared, Turn
 from torchloo.svm.path.state import Base, Ends, Paths, times
 from torchloo.svm.path.swap import begin_swap, end_swap
 
@@ -65,11 +65,11 @@ def follow(
     shared = Shared(base, stop_at_error, distances)
     most_events = 200 + shared.width if most_events is None else most_events
     ended: list[Ends] = []
-    names = torch.arange(len(target), device=target.device).split(_BLOCK)
+    numbers = torch.arange(len(target), device=target.device).split(_BLOCK)
     blocks: Iterator[Paths] = (
-        _start(shared, base.distance, x, table[x], row[x], target[x], room[x]) for x in names
+        _start(shared, base.distance, x, table[x], row[x], target[x], room[x]) for x in numbers
     )
-    waiting = len(names)
+    waiting = len(numbers)
     while waiting:
         # Problems of one age together: rounds of few are all overhead, and so are the large change
         # sets of old problems for young ones.
@@ -81,27 +81,37 @@ def follow(
 
 def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_the_end: bool) -> Paths | None:
     """Rounds until half of the problems have ended, or all; those still on their way, if any."""
-    live = len(s.name)
+    live = len(s.problem_id)
     enough = 0 if to_the_end else live // 2
     while live > enough and s.rounds < most_events:
-        _round(shared, s)
-        s.rounds += 1
-        live = int(s.reach.count_nonzero())
-        if live > enough and (len(s.name) - live) * shared.width >= _WORTH_PACKING:
-            s = _without_ended(shared, s, ended)
+        for _ in range(shared.rounds_per_look):  # those of ended problems change nothing
+            singular = _round(shared, s)
+        s.rounds += shared.rounds_per_look
+        live = int(s.reach.count_nonzero()) if singular is None else _look(shared, s, *singular)
+        if live > enough and (len(s.problem_id) - live) * shared.width >= _WORTH_PACKING:
+            s = _without_ended(shared, s, live, ended)
     if live and s.rounds < most_events:
-        return _without_ended(shared, s, ended)
+        return _without_ended(shared, s, live, ended)
     # The others, if any, are given up; in a swap the room of r waits in its place already.
     s.failed |= s.reach > 0
     s.room += s.reach * ~s.swap
-    ended.append(s.ends(torch.arange(len(s.name), device=s.name.device), shared.distances))
+    ended.append(s.ends(torch.arange(len(s.problem_id), device=s.problem_id.device), shared.distances))
     return None
 
 
-def _without_ended(shared: Shared, s: Paths, ended: list[Ends]) -> Paths:
-    """Those still on their way; the others go to `ended`."""
-    ended.append(s.ends((s.reach == 0).nonzero()[:, 0], shared.distances))
-    return s.take(s.reach.nonzero()[:, 0])
+def _look(shared: Shared, s: Paths, singular: Tensor, j: Tensor, at_high: Tensor) -> int:
+    """How many problems are still on their way, by one synchronisation; singular changes begin swaps."""
+    live, waiting = s.look(singular)
+    if waiting:
+        begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high)
+    return live
+
+
+def _without_ended(shared: Shared, s: Paths, live: int, ended: list[Ends]) -> Paths:
+    """Those still on their way, so many; the others go to `ended`."""
+    order = (s.reach > 0).to(torch.uint8).argsort(descending=True, stable=True)
+    ended.append(s.ends(order[live:], shared.distances))
+    return s.take(order[:live])
 
 
 def _joined(parts: list[Paths]) -> list[Paths]:
@@ -109,19 +119,19 @@ def _joined(parts: list[Paths]) -> list[Paths]:
     blocks: list[list[Paths]] = []
     room = 0
     for s in parts:
-        if room < len(s.name):
+        if room < len(s.problem_id):
             blocks.append([])
             room = _BLOCK
         blocks[-1].append(s)
-        room -= len(s.name)
+        room -= len(s.problem_id)
     return [Paths.cat(block) for block in blocks]
 
 
 def _start(
-    shared: Shared, distance: Tensor, name: Tensor, table: Tensor, row: Tensor, r: Tensor, room: Tensor
+    shared: Shared, distance: Tensor, problem_id: Tensor, table: Tensor, row: Tensor, r: Tensor, room: Tensor
 ) -> Paths:
     """The problems before their first step; an r that was free has changed its role already."""
-    B, dummy = len(name), shared.dummy
+    B, dummy = len(problem_id), shared.dummy
     no = torch.zeros(B, dtype=torch.bool, device=r.device)
     first, first_row = table * shared.width, table * shared.height
     turn = shared.turn(first + r, no, no)
@@ -132,7 +142,7 @@ def _start(
     c_r = torch.where(joins, H_rr, -1.0)  # r is driven down: -D_r H_rr in P
     zeros, none = room.new_zeros(B, _GROWTH - 1), torch.full((B, _GROWTH - 1), dummy, device=r.device)
     s = Paths(
-        name=name,
+        problem_id=problem_id,
         first=first,
         first_row=first_row,
         row=first_row + row,
@@ -161,12 +171,16 @@ def _hold_target(shared: Shared, s: Paths, was_free: Tensor) -> None:
     """z_r = g_r in the range of Note [state vector]; it is 0 if r was free (B,), or has no column."""
     batch, r = torch.arange(len(s.target), device=s.target.device), s.target
     low, high = s.distance[batch, :, r].unbind(1)
-    g = torch.where(low.isinf(), -high, -low).masked_fill_(was_free | (r == shared.nobody), 0)
+    g = torch.where(low.isinf(), -high, -low).masked_fill_(was_free | (r == shared.no_event), 0)
     s.distance[batch, 0, r] = shared.floor - g
     s.distance[batch, 1, r] = torch.inf
 
 
-def _round(shared: Shared, s: Paths) -> None:
+Singular = tuple[Tensor, Tensor, Tensor]
+"""Which problems wait with a singular change of role, (B,); its j; whether that is at its high end."""
+
+
+def _round(shared: Shared, s: Paths) -> Singular | None:
     """Move every problem to its next event, or to the end of its reach, and handle it."""
     v = _rates(shared, s)
     soonest, j = torch.maximum(*(v[:, None] / s.distance).unbind(1)).max(1)  # 1 / step, where it is > 0
@@ -184,7 +198,7 @@ def _round(shared: Shared, s: Paths) -> None:
         swapped = s.swap.nonzero()[:, 0]
         end_swap(shared, s, swapped, j, at_high, event, step)
         event[swapped] = False
-    _change_role(shared, s, torch.where(event, j, shared.nobody), v_j, at_high)
+    return _change_role(shared, s, torch.where(event, j, shared.no_event), v_j, at_high)
 
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
@@ -206,23 +220,21 @@ def _stop_at_floor(s: Paths, event: Tensor, j: Tensor) -> None:
     event &= ~met
 
 
-def _change_role(shared: Shared, s: Paths, j: Tensor, v_j: Tensor, at_high: Tensor) -> None:
+def _change_role(shared: Shared, s: Paths, j: Tensor, v_j: Tensor, at_high: Tensor) -> Singular | None:
     """Free j where it is bounded, bound it where it is free: the updates of Note [change sets].
 
-    `v_j` (B, 1) is of no account for nobody, which stays what it is.
+    `v_j` (B, 1) is ignored where there is no event. A singular change begins a swap, or comes back where a
+    look at values is costly: the problem stays where it is, and the next round brings the same event.
     """
-    s.make_room(1)
-    column = j[:, None]
-    member = column == s.P  # (B, k)
-    in_P = member.any(1)
-    turn = shared.turn(s.first + j, in_P, at_high)
-    e = torch.where(in_P[:, None], member, shared.rows[s.moved, column])
-    u = times(s.H, e)
-    pi = torch.addcmul(turn.start, turn.gain, (e * u).sum(1), value=-1)
-    singular = pi.abs() < turn.least
-    if bool(singular.any()):
-        begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high)
-        return _change_role(shared, s, j.masked_fill(singular, shared.nobody), v_j, at_high)
+    turn, member, in_P, u, pi = _pivot(shared, s, j, at_high)
+    singular, change, waits = pi.abs() < turn.least, j, shared.rounds_per_look > 1
+    if waits or bool(singular.any()):
+        if waits:
+            s.events.sub_(singular.to(s.events))
+        else:
+            begin_swap(shared, s, singular.nonzero()[:, 0], j, at_high)
+        j = j.masked_fill(singular, shared.no_event)
+        turn, member, in_P, u, pi = _pivot(shared, s, j, at_high)
     u[:, s.used] = turn.own
     scaled = u * (turn.gain / pi)[:, None]
     s.H.addcmul_(scaled[:, :, None], u[:, None, :])
@@ -232,4 +244,19 @@ def _change_role(shared: Shared, s: Paths, j: Tensor, v_j: Tensor, at_high: Tens
     s.P[:, s.used] = entry = torch.where(in_P, shared.dummy, j).clamp_max_(shared.dummy)
     s.moved[:, s.used] = shared.rows_of(s.first_row, entry)
     s.used += 1
-    s.distance.scatter_(2, column[:, :, None].expand(-1, 2, 1), turn.distance[:, :, None])
+    s.distance.scatter_(2, j[:, None, None].expand(-1, 2, 1), turn.distance[:, :, None])
+    return (singular, change, at_high) if waits else None
+
+
+def _pivot(
+    shared: Shared, s: Paths, j: Tensor, at_high: Tensor
+) -> tuple[Turn, Tensor, Tensor, Tensor, Tensor]:
+    """The turn of j, where in P it is (B, k), if at all (B,), x (B, k) and pi (B,) of Note [change sets]."""
+    s.make_room(1, pack=shared.rounds_per_look == 1)
+    column = j[:, None]
+    member = column == s.P
+    in_P = member.any(1)
+    turn = shared.turn(s.first + j, in_P, at_high)
+    e = torch.where(in_P[:, None], member, shared.rows[s.moved, column])
+    x = times(s.H, e)
+    return turn, member, in_P, x, torch.addcmul(turn.start, turn.gain, (e * x).sum(1), value=-1)

@@ -7,9 +7,9 @@ D * (A x), Note [tableau]. On the true data, of each variable i either x_i or it
 
     variable                   input x_i                  output
     free, as before            0, of its g                alpha_i - alpha0_i = -(A x)_i
-    bounded, as before         0, of its alpha            nobody asks
-    from bound to bound        +-box_i, of its alpha      nobody asks
-    r, unless it was free      -gone, of its alpha        nobody asks
+    bounded, as before         0, of its alpha            not needed
+    from bound to bound        +-box_i, of its alpha      not needed
+    r, unless it was free      -gone, of its alpha        not needed
     in P, was free             c_i, of its g              bound_i - alpha0_i
     in P, was bounded          c_i, of its alpha          -g0_i: it comes to margin 0
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.host_reads import rounds_per_look
 from torchloo.svm.path.state import TOUCH, Base
 
 __all__ = ["Shared", "Turn"]
@@ -58,10 +59,11 @@ class Shared:
 
     def __init__(self, base: Base, stop_at_error: bool, distances: bool) -> None:
         self.stop_at_error, self.distances = stop_at_error, distances
+        self.rounds_per_look = rounds_per_look(base.distance)
         # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
         self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
         self.height, self.width = base.tableau.A.shape[1:]  # m + 2, l + 2
-        self.dummy, self.nobody = self.width - 2, self.width - 1  # Note [tableau]
+        self.dummy, self.no_event = self.width - 2, self.width - 1  # Note [tableau]
         self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), l + 2)
         self.sign = base.tableau.sign.reshape(-1)  # (T (l + 2),)
         self.box = base.box.transpose(1, 2).reshape(-1, 2)  # (T (l + 2), 2)

@@ -79,7 +79,7 @@ class Base(NamedTuple):
 class Paths:
     """B problems on their way: the state of Note [state vector] and Note [change sets]."""
 
-    name: Tensor
+    problem_id: Tensor
     """The caller's number of the problem, (B,)."""
     first: Tensor
     """First column of its tableau among those of all, (B,)."""
@@ -125,21 +125,39 @@ class Paths:
         parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in _TENSORS}
         return Paths(**parts, used=self.used, rounds=self.rounds, swapping=self.swapping)
 
-    def make_room(self, places: int) -> None:
-        """So many places in every change set that are not yet given out: pack, then grow, if need be."""
+    def make_room(self, places: int, pack: bool = True) -> None:
+        """So many places in every change set that are not yet given out: pack, if allowed, then grow."""
         if self.used + places <= self.P.shape[1]:
             return
-        if self.P.shape[1] <= _GROWTH:  # packing would bring too little
+        if not pack or self.P.shape[1] <= _GROWTH:  # packing would bring too little
             return self.grow(places + _GROWTH - 1)
-        dummy = self.distance.shape[2] - 2
-        kept = self.P.ne(dummy) | (self.rate != 0)
+        kept = self._kept()
+        self._pack(kept, int(kept.sum(1).max()))
+        self.grow(places + _GROWTH - self.used % _GROWTH)
+
+    def look(self, singular: Tensor) -> tuple[int, int]:
+        """How many problems are on their way, and how many `singular` (B,); places that none needs go."""
+        kept = self._kept()
+        counts = [self.reach.count_nonzero(), singular.sum(), kept.sum(1).max()]
+        live, waiting, used = torch.stack(counts).tolist()
+        if used + _GROWTH <= self.used:
+            self._pack(kept, used)
+            self.grow(_GROWTH)
+        return live, waiting
+
+    def _kept(self) -> Tensor:
+        """Mask of the places in use, (B, k)."""
+        kept = self.P.ne(self.distance.shape[2] - 2) | (self.rate != 0)
         kept[:, 0] = True
-        self.used = int(kept.sum(1).max())
-        order = kept.argsort(dim=1, descending=True, stable=True)[:, : self.used]  # (B, used)
+        return kept
+
+    def _pack(self, kept: Tensor, used: int) -> None:
+        """Only as many places as the largest change set uses."""
+        self.used = used
+        order = kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :used]  # (B, used)
         self.moved, self.P, self.rate = (x.gather(1, order) for x in (self.moved, self.P, self.rate))
         H = self.H.gather(1, order[:, :, None].expand(-1, -1, self.H.shape[2]))
-        self.H = H.gather(2, order[:, None, :].expand(-1, self.used, -1))
-        self.grow(places + _GROWTH - self.used % _GROWTH)
+        self.H = H.gather(2, order[:, None, :].expand(-1, used, -1))
 
     def grow(self, places: int) -> None:
         """More places in every change set."""
@@ -178,7 +196,7 @@ _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
 class Ends(NamedTuple):
     """B problems that have ended: fields of Paths, and which variables are at their upper bound."""
 
-    name: Tensor
+    problem_id: Tensor
     row: Tensor
     target: Tensor
     room: Tensor
@@ -193,18 +211,18 @@ class Ends(NamedTuple):
 
     @staticmethod
     def cat(parts: list["Ends"]) -> "Ends":
-        """Batches as one in the order of their names, change sets padded to the largest."""
-        names = torch.cat([part.name for part in parts])
-        order = names.argsort()
+        """Batches as one in the order of their numbers, change sets padded to the largest."""
+        numbers = torch.cat([part.problem_id for part in parts])
+        order = numbers.argsort()
         if len(parts) == 1:
-            return parts[0] if torch.equal(order, names) else Ends(*(x[order] for x in parts[0]))
+            return parts[0] if torch.equal(order, numbers) else Ends(*(x[order] for x in parts[0]))
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=dummy)) for part in parts]
         columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
-        H = parts[0].H.new_zeros(len(names), k, k)
-        for name, part in zip(columns["name"], columns.pop("H"), strict=True):
+        H = parts[0].H.new_zeros(len(numbers), k, k)
+        for own, part in zip(columns["problem_id"], columns.pop("H"), strict=True):
             places = part.shape[1]
-            H[:, :places, :places].index_copy_(0, name, part)
+            H[:, :places, :places].index_copy_(0, own, part)
         return Ends(H=H, **{name: torch.cat(column)[order] for name, column in columns.items()})
 
     def split(self, counts: list[int]) -> list["Ends"]:

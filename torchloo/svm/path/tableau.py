@@ -18,7 +18,7 @@ column R_Sb and Z_b^T, is kept apart as `equality`.
 
 Only variables with a margin near 0 ever change their role, so only they, the free set among them,
 need a column: the tableau holds those l columns of A, in an order that begins with the free set. Two
-more have zeros: column l, the dummy, pads the change sets, and l + 1, nobody, is what problems without
+more have zeros: column l, the dummy, pads the change sets, and l + 1 is what problems without
 an event change. The rows are in the same order, and those of the variables without a column come last.
 """
 
