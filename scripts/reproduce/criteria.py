@@ -163,67 +163,60 @@ class Effort(NamedTuple):
     """Kernel parameters that are tried, a factor of 4 apart."""
     basis: int
     """Rows in the basis of a sparse machine."""
-    features: int
-    """The most features that are made explicit."""
 
 
-FULL, QUICK = Effort(steps=3, basis=300, features=1700), Effort(steps=1, basis=150, features=1200)
-DENSE = 1500  # the most rows of a dense kernel matrix
+FULL, QUICK = Effort(steps=3, basis=300), Effort(steps=1, basis=150)
 
 
 class Candidate(NamedTuple):
-    """A machine that awaits its regularisation, and its inputs."""
+    """A kernel, and features whose inner products it is: of all of its feature space, or of a basis."""
 
-    parameter: float
-    """Of the kernel: offset or rate; 0 for the linear kernel."""
-    make: Any
-    """machine = make(reg)."""
+    kernel: Any
     X: Tensor
+    """Features of the rows to train on, (n, p)."""
     X_test: Tensor
     regs: Tensor
     """Regularisations that are tried, (R,)."""
 
 
 def candidates(kernel: str, rows: Rows, effort: Effort, number: int) -> list[Candidate]:
-    """Machines with all kernel parameters that are tried: offsets and rates relative to the mean of |x|^2."""
+    """All kernel parameters that are tried: offsets and rates are relative to the mean of |x|^2.
+
+    The linear kernel is its own features where these are few. All others are sparse LS-SVMs on the same
+    random rows, `tl.SparseLSSVM(kernel, reg, basis)`, whose features are computed once for all experiments.
+    """
     size = rows.X.square().sum(1).mean().item()
+    drawn = torch.randperm(len(rows.X), generator=torch.Generator().manual_seed(number))
+    basis = rows.X[drawn[: effort.basis]]
     steps = [1.0, 0.25, 0.0625][: effort.steps] if kernel != "Linear" else [1.0]
     made = []
     for step in steps:
-        X, X_test, own, parameter = rows.X, rows.X_test, tl.kernels.Linear(), 0.0
-        if kernel in ("Quadratic", "Cubic"):
-            parameter = step * size
-            own = tl.kernels.Polynomial(degree=2 if kernel == "Quadratic" else 3, offset=parameter)
-        elif kernel in ("Boolean", "RBF"):
-            rate = step / size
-            parameter = math.expm1(rate) if kernel == "Boolean" else rate
-            own = (
-                tl.kernels.Boolean(parameter) if kernel == "Boolean" else tl.kernels.RBF.from_rate(parameter)
-            )
-        scale = own.diagonal(X).mean().item()
-        explicit = X.shape[1] * (X.shape[1] + 3) // 2
-        if kernel == "Quadratic" and len(X) > DENSE and explicit <= effort.features:
-            X, X_test = (quadratic_features(Z, parameter) for Z in (X, X_test))
-            own = tl.kernels.Linear()
-        regs = scale * 10.0 ** torch.arange(-4.0 if kernel in ("Boolean", "RBF") else -2.0, 2.1, 0.5).double()
-        made.append(Candidate(parameter, machine_on(own, X, effort, number), X, X_test, regs))
+        own = kernel_of(kernel, step, size)
+        regs = own.diagonal(rows.X).mean() * 10.0 ** torch.arange(-4.0, 2.6, 0.5, dtype=torch.float64)
+        if kernel == "Linear" and basis.shape[1] <= effort.basis:
+            made.append(Candidate(own, rows.X, rows.X_test, regs))
+        else:
+            features = [basis_features(own, X, basis) for X in (rows.X, rows.X_test)]
+            made.append(Candidate(own, *features, regs))
     return made
 
 
-def quadratic_features(X: Tensor, offset: float) -> Tensor:
-    """Features whose inner products are (x.z + offset)^2 but for the constant, which the bias absorbs."""
-    i, j = torch.triu_indices(X.shape[1], X.shape[1])
-    pairs = X[:, i] * X[:, j] * torch.where(i == j, 1.0, math.sqrt(2))
-    return torch.cat([pairs, math.sqrt(2 * offset) * X], 1)
+def kernel_of(kernel: str, step: float, size: float) -> Any:
+    """A kernel whose offset is so many times the mean of |x|^2, or whose rate so many times its inverse."""
+    if kernel == "Linear":
+        return tl.kernels.Linear()
+    if kernel == "Boolean":
+        return tl.kernels.Boolean(math.expm1(step / size))  # exp(step x.z / size)
+    if kernel == "RBF":
+        return tl.kernels.RBF.from_rate(step / size)
+    return tl.kernels.Polynomial(degree=2 if kernel == "Quadratic" else 3, offset=step * size)
 
 
-def machine_on(kernel: Any, X: Tensor, effort: Effort, number: int) -> Any:
-    """Of a kernel and rows, the dense or explicit machine where that is affordable, else a sparse one."""
-    explicit = isinstance(kernel, tl.kernels.Linear) and X.shape[1] <= effort.features
-    if explicit or len(X) <= DENSE:
-        return functools.partial(tl.LSSVM, kernel)
-    drawn = torch.randperm(len(X), generator=torch.Generator().manual_seed(number))
-    return functools.partial(tl.SparseLSSVM, kernel, basis=X[drawn[: effort.basis]])
+def basis_features(kernel: Any, X: Tensor, basis: Tensor) -> Tensor:
+    """Features of a sparse LS-SVM: their inner products are those of projections on the basis."""
+    w, V = torch.linalg.eigh(kernel(basis))
+    kept = w > len(w) * torch.finfo(w.dtype).eps * w[-1]
+    return kernel(X, basis) @ (V[:, kept] / w[kept].sqrt())
 
 
 # One split: all experiments with one kernel.
@@ -237,7 +230,7 @@ def one_split(data: Any, name: str, form: str, kernel: str, number: int, effort:
     outcome = {}
     for training in (False, True):
         weight = rows.balanced if training else None
-        paths = [one.make().path(one.X, rows.y, one.regs, weight=weight) for one in tried]
+        paths = [tl.LSSVM(tl.kernels.Linear()).path(one.X, rows.y, one.regs, weight=weight) for one in tried]
         tested: dict[tuple[int, int], dict[str, Any]] = {}
         for experiment in EXPERIMENTS:
             if experiment.weighted_training == training:
@@ -249,6 +242,28 @@ def one_split(data: Any, name: str, form: str, kernel: str, number: int, effort:
                 edge = reg in (0, values.shape[1] - 1)
                 outcome[str(experiment)] = tested[best, reg] | {"edge": edge}
     return outcome
+
+
+@torch.no_grad()
+def dense_split(data: Any, name: str, kernel: str, number: int, effort: Effort) -> dict[str, Any]:
+    """PRESS without weights: the machine that it chooses on the basis, and the dense one like it."""
+    rows = split_rows(data, name, "paper", number)
+    tried = candidates(kernel, rows, effort, number)
+    paths = [tl.LSSVM(tl.kernels.Linear()).path(one.X, rows.y, one.regs) for one in tried]
+    values = torch.stack([tl.criteria.press(path) for path in paths])
+    best, reg = divmod(int(values.argmin()), values.shape[1])
+    dense = tl.LSSVM(tried[best].kernel, reg=tried[best].regs[reg].item()).loo(rows.X, rows.y)
+    return {
+        form: {
+            "press": tl.criteria.press(held_out, weight=None).item(),
+            "wmw": tl.criteria.wmw(held_out).item(),
+            "loo": weighted_error(held_out.outputs + tl.threshold(held_out, tl.criteria.error_rate), rows),
+        }
+        for form, held_out in (
+            ("basis", entry(paths[best], reg, rows)),
+            ("dense", dense._replace(weight=rows.balanced)),
+        )
+    }
 
 
 def score(path: tl.HeldOut, experiment: Experiment, rows: Rows) -> Tensor:
@@ -270,12 +285,12 @@ def tested_machine(
 ) -> dict[str, Any]:
     """Errors of a machine, regularisation `number` of those tried: in the test, in training, held out."""
     reg = candidate.regs[number].item()
-    machine = candidate.make(reg=reg).fit(candidate.X, rows.y, weight)
+    machine = tl.LSSVM(tl.kernels.Linear(), reg=reg).fit(candidate.X, rows.y, weight)
     shift = tl.threshold(held_out, tl.criteria.error_rate)
     outputs = machine(candidate.X_test)
     ruled = torch.where(rows.ruled_out, -torch.inf, outputs + shift)
     return {
-        "parameter": candidate.parameter,
+        "kernel": repr(candidate.kernel),
         "reg": reg,
         "of": [int((rows.y_test < 0).sum()), int((rows.y_test > 0).sum())],
         "wrong": wrong(ruled, rows.y_test),
@@ -502,6 +517,19 @@ def other_readings(args: Any, found: Results) -> None:
     write_table("criteria_readings", rows, args)
 
 
+def basis_against_dense(args: Any, results: dict[str, Any]) -> None:
+    """What the basis costs: leave-one-out of machines on it, and of dense ones with the same kernel."""
+    rows = []
+    for name, kernel in DENSE:
+        result = results[f"{name} {kernel} dense split 0"]
+        row: dict[str, Any] = {"": f"{name.upper()}, {kernel.lower()}"}
+        for measure, label in (("press", "PRESS"), ("wmw", "1 - AUC"), ("loo", "BER")):
+            row[f"{label}, basis"] = result["basis"][measure]
+            row[f"{label}, dense"] = result["dense"][measure]
+        rows.append(row)
+    write_table("criteria_basis", rows, args)
+
+
 def figure_1(args: Any) -> None:
     """The losses that bound the zero-one loss, as the library computes them for t f."""
     margin = torch.linspace(-1.5, 2.5, 4001, dtype=torch.float64).unsqueeze(-1)  # (4001, 1): one row each
@@ -541,6 +569,7 @@ def figure_table_3(args: Any, found: Results) -> None:
 
 
 OTHER_FORMS = (("ada", "raw"), ("ada", "log education"), ("sylva", "all rows"))
+DENSE = (("ada", "Cubic"), ("hiva", "Cubic"), ("sylva", "Cubic"), ("sylva", "RBF"))
 
 
 def main() -> None:
@@ -553,12 +582,18 @@ def main() -> None:
         for number in range(args.splits)
         for job in jobs
     ]
-    found = Results(args, run(pieces, args))
+    pieces += [
+        Piece(f"{name} {kernel} dense split 0", dense_split, (args.data, name, kernel, 0, effort))
+        for name, kernel in DENSE
+    ]
+    results = run(pieces, args)
+    found = Results(args, results)
     table_2(args)
     table_3(args, found)
     table_4(args, found)
     tables_5_and_6(args, found)
     other_readings(args, found)
+    basis_against_dense(args, results)
     figure_1(args)
     figure_table_3(args, found)
 
