@@ -218,7 +218,7 @@ def test_a_search_over_a_stream_says_what_it_cannot_serve():
     X, Y, weight = rows(c=1)
     stream = tl.Stream(X, Y[:, 0], weight, progress=False)
     machine = MACHINES["sparse"]()
-    with pytest.raises(TypeError, match="select: a stream brings its own y and weight"):
+    with pytest.raises(TypeError, match="select: a stream includes y and weight"):
         tl.select(machine, stream, Y[:, 0], progress=False)
     with pytest.raises(TypeError, match="select: a stream needs a machine with few features"):
         tl.select(tl.SVC(ard()), stream, progress=False)

@@ -130,7 +130,7 @@ def test_bounds_and_grids_hold_for_the_machines_that_have_the_parameter():
             [tl.LSSVM(K.Linear()), tl.LSSVM(K.RBF())],
             {"search": "grid", "grid": {"lengthscale": [1.0]}},
             ValueError,
-            r"grid must name a parameter of every machine, and of LSSVM\(Linear\) it names none",
+            r"grid must name a parameter of every machine, but it names none of LSSVM\(Linear\)",
         ),
         (
             tl.LSSVM(K.RBF()),

@@ -127,7 +127,7 @@ def test_unweighted_criterion_ignores_training_weights_and_refuses_others(name):
     h, criterion = make(), getattr(criteria, name)
     assert_close(criterion(h), criterion(h, weight=None))
     assert_close(criterion(h), criterion(h._replace(weight=torch.ones_like(h.weight))))
-    with pytest.raises(ValueError, match=f"{name}: weight must be left out"):
+    with pytest.raises(ValueError, match=f"{name}: weight must be omitted"):
         criterion(h, weight=h.weight)
 
 

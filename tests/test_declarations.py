@@ -249,7 +249,9 @@ def test_a_criterion_that_does_not_heed_the_batch_is_refused():
 
 
 def test_a_name_of_the_library_cannot_be_taken():
-    with pytest.raises(ValueError, match=r"name of its own, got mse, which torchloo.criteria.regression has"):
+    with pytest.raises(
+        ValueError, match=r"of the function must be new, got mse, which torchloo.criteria.regression has"
+    ):
         criterion("m", "m", lower_is_better=True, differentiable=True)(lambda_named("mse"))
     assert CRITERIA["mse"] is tl.criteria.mse
 

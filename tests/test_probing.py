@@ -210,8 +210,8 @@ def test_the_table_names_what_was_found():
         assert words in text
     assert sum(line.endswith("*") for line in text.splitlines()) == 1
     assert f"{found.accuracy:.4f}" in text
-    assert "go farther" not in text
-    assert "give regs= that go farther" in str(probe(X, labels, regs=[1e5, 1e6]))
+    assert "wider range" not in text
+    assert "give regs= with a wider range" in str(probe(X, labels, regs=[1e5, 1e6]))
 
 
 @pytest.mark.parametrize("kind", ["classes", "many", "numbers", "groups"])
@@ -258,7 +258,7 @@ X, LABELS = embeddings(30, 4)
         ((X, LABELS), {"regs": []}, ValueError, "regs must be positive and finite"),
         ((X, LABELS), {"weight": torch.ones(3)}, ValueError, r"weight must have shape \(30,\), got \(3,\)"),
         ((torch.zeros_like(X), LABELS), {}, ValueError, "features must differ between rows"),
-        ((tl.Stream(X, LABELS), LABELS), {}, TypeError, "a stream brings its own labels and weight"),
+        ((tl.Stream(X, LABELS), LABELS), {}, TypeError, "a stream includes labels and weight"),
     ],
 )
 def test_bad_input_is_named(args, options, error, message):

@@ -383,8 +383,8 @@ def test_a_callable_without_gradient_is_refused():
         ({"criterion": "best"}, ValueError, "criterion must be one of press, .* got 'best'|must be one of"),
         ({"criterion": 3}, TypeError, "criterion must be a name or a callable of a HeldOut, got int"),
         ({"starts": 0}, ValueError, "starts must be a positive integer, got 0"),
-        ({"max_evaluations": 2.5}, ValueError, "max_evaluations must be a whole number"),
-        ({"tolerance": 0.0}, ValueError, "tolerance must lie between 0 and 1"),
+        ({"max_evaluations": 2.5}, ValueError, "max_evaluations must be a positive integer"),
+        ({"tolerance": 0.0}, ValueError, "tolerance must be between 0 and 1"),
         ({"start": "zero"}, ValueError, "start must be 'auto' or 'machine'"),
         ({"prior": -1.0}, ValueError, "prior must be a non-negative number or a callable"),
         ({"bounds": {"width": (1, 2)}}, ValueError, "bounds must name parameters .reg, kernel.lengthscale."),
@@ -676,7 +676,7 @@ def test_a_search_as_one_object_is_that_of_its_options(method):
             TypeError,
             "select: unknown argument 'function'; the options of a search are",
         ),
-        (lambda: {"tolerance": 2}, ValueError, "select: tolerance must lie between 0 and 1"),
+        (lambda: {"tolerance": 2}, ValueError, "select: tolerance must be between 0 and 1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_their_names(make, error, message):

@@ -1,4 +1,4 @@
-"""Kernel machines that tell, exactly, what they would have said of points they had not seen."""
+"""Kernel machines with exact, differentiable leave-one-out and leave-cluster-out predictions."""
 
 from torchloo import basis, criteria, datasets, distributed, functional, intervals, kernels, splits
 from torchloo.calibration import Platt, Temperature, calibrate

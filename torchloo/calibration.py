@@ -1,7 +1,7 @@
-"""Probabilities of classes from held-out outputs: no validation set is needed.
+"""Class probabilities calibrated on held-out predictions: no validation set is needed.
 
 Note [calibration]
-Held-out outputs f_i are what the machine says of rows it has not seen, so probabilities fitted to them hold
+Held-out outputs f_i are predictions for rows that were not trained on, so probabilities fitted to them hold
 for new rows. Two classes: p(+1 | f) = 1 / (1 + exp(-(scale f + shift))), Platt's; several: softmax(scale f),
 scale the inverse temperature. Both minimise the cross-entropy, which is convex, to convergence by Newton's
 method. A row of a class of N rows has the target (N + 1) / (N + c) for that class and 1 / (N + c) for each of
@@ -98,8 +98,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     Args:
         held_out: of leave-one-out or leave-cluster-out, with targets of two classes, a positive and a
             negative value, or of several classes, one positive column in each row.
-        weight: as criteria take it; None counts every row once, so that probabilities are those of the
-            rows as they came, whatever weights the machine was trained with.
+        weight: as in criteria; None for equal weights, so that the probabilities are those of the class
+            frequencies in the data, whatever the training weights.
 
     Returns:
         `Platt` for two classes: ``calibrate(machine.loo(X, y))(machine(X_new))`` are the probabilities of

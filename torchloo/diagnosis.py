@@ -1,4 +1,4 @@
-"""Which rows a machine depends on, and which contradict all others: diagnose.
+"""diagnose: influential rows, outliers and suspect labels.
 
 Note [diagnosis]
 With H the smoother matrix, h its diagonal, e the training residuals and r, v the held-out residuals and
@@ -45,16 +45,16 @@ _NUMBERS = 8
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found; print it for a table of the rows that stand out."""
+    """The result of `diagnose`; print it for a table of the most suspicious rows."""
 
     leverage: Tensor
-    """h_i, (n,): how much a row decides its own output."""
+    """h_i, (n,): how much a row determines its own fitted output."""
     studentised: Tensor
     """Held-out residuals in units of their standard deviation, of the shape of y."""
     cook: Tensor
     """Cook's distance of every row or cluster, in the order of `dropped`, (g,), the mean over outputs."""
     suspicion: Tensor | None
-    """1 - probability of the row's own label, by its held-out output, (n,); None where y are numbers."""
+    """1 - probability of the row's label given its held-out output, (n,); None for regression."""
     held_out: HeldOut
     """Of leave-one-out, or of leave-cluster-out."""
     dropped: Tensor
@@ -63,10 +63,10 @@ class Diagnosis:
     """The machine of all rows."""
 
     def suspects(self, above: float | None = None) -> Tensor:
-        """Rows to look at, the worst first.
+        """Suspicious rows, the worst first.
 
-        Of classes, rows whose held-out output gives another label a probability above 0.8, or what is given;
-        of numbers, rows whose studentised residual in any output is above 3 in size.
+        For classes, rows whose held-out output gives another label a probability above 0.8 (or `above`); for
+        numbers, rows with an absolute studentised residual above 3 in some output.
         """
         if self.suspicion is not None:
             score, limit = self.suspicion, 0.8 if above is None else above
@@ -80,7 +80,7 @@ class Diagnosis:
         """How a held-out criterion changes when a row or cluster is dropped for good, (g,), exactly.
 
         Negative values are improvements where lower is better. The criterion is that of the remaining rows,
-        each left out of a machine that has never seen the dropped ones.
+        each left out of a machine trained without the dropped ones.
 
         Args:
             criterion: one of tl.criteria or its name, or a callable of a HeldOut.
@@ -115,7 +115,7 @@ class Diagnosis:
         assert clusters is not None
         if len(self.dropped) < 3:
             raise ValueError(
-                "Diagnosis.change: there must be 3 clusters at least, one dropped and 2 to compare"
+                "Diagnosis.change: there must be at least 3 clusters, one dropped and 2 to compare"
             )
         values = []
         for label in self.dropped:
@@ -153,7 +153,7 @@ class Diagnosis:
         return self.cook[torch.searchsorted(self.dropped, self.held_out.clusters).to(self.cook.device)]
 
     def __str__(self) -> str:
-        """A table of the rows that stand out most."""
+        """A table of the most suspicious rows."""
         what = "rows" if self.held_out.clusters is None else f"rows in {len(self.dropped)} clusters"
         lines = [f"{len(self.leverage)} {what}, {len(self.suspects())} to look at", ""]
         lines.append(
@@ -215,9 +215,9 @@ def diagnose(
     """Leverage, studentised held-out residuals, Cook's distance and suspect labels; Note [diagnosis].
 
     Args:
-        machine: a least-squares machine; hyper-parameters are held as they are.
+        machine: a least-squares machine; its hyper-parameters are kept fixed.
         X: rows (n, d), y: targets (n,) or (n, c), or class labels.
-        clusters: integer labels (n,) of what is left out and dropped together; None for single rows.
+        clusters: integer labels (n,) of rows that are left out and dropped together; None for single rows.
         weight: row weights (n,).
 
     Returns:
@@ -257,7 +257,7 @@ def diagnose(
 
 
 def _apart(rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[int]:
-    """The first eight of some rows whose numbers do not cover each other, by places between 0 and 1."""
+    """The first eight rows whose labels do not overlap in a plot with coordinates between 0 and 1."""
     chosen: list[int] = []
     for i in rows.tolist():
         if len(chosen) < _NUMBERS and all(abs(x[i] - x[j]) > 0.07 or abs(y[i] - y[j]) > 0.07 for j in chosen):

@@ -1,15 +1,15 @@
-"""Prediction intervals from held-out machines, in closed form: jackknife+, jackknife-minmax and CV+.
+"""Prediction intervals in closed form: jackknife+, jackknife-minmax and CV+.
 
 Note [intervals]
-Let f_{-i} be the machine that never saw row i or its cluster, and R_i = |y_i - f_{-i}(x_i)| its held-out
-error there. With k = ceil(level (n + 1)), the ends are
+Let f_{-i} be the machine trained without row i, or without its cluster, and R_i = |y_i - f_{-i}(x_i)| its
+held-out error there. With k = ceil(level (n + 1)), the ends are
 
     jackknife+, CV+      (n+1-k)-th smallest of f_{-i}(x) - R_i,   k-th smallest of f_{-i}(x) + R_i
     jackknife-minmax     min_i f_{-i}(x) - k-th smallest R_i,      max_i f_{-i}(x) + k-th smallest R_i
 
 and infinite if k > n: there are too few rows for the level. For exchangeable rows, jackknife+ and CV+ cover
-a new target with probability 2 level - 1 at least, and as a rule `level`; jackknife-minmax with `level` at
-least. That is an average over training sets and new rows: within a group of rows it may be less, unless the
+a new target with probability at least 2 level - 1, and usually `level`; jackknife-minmax with at least
+`level`. That is an average over training sets and new rows: within a group of rows it may be less, unless the
 order statistics are taken among the training rows of that group (Mondrian). All f_{-i}(x) come from one
 factorisation, by Note [weights at a new point].
 
@@ -57,11 +57,11 @@ def jackknife_plus(
     """Jackknife+ prediction intervals at new inputs: Note [intervals], without a refit.
 
     Args:
-        machine: a least-squares machine; hyper-parameters are held as they are.
+        machine: a least-squares machine; its hyper-parameters are kept fixed.
         X: rows (..., n, d), y: targets (..., n) or (..., n, c), X_new: new inputs (..., q, d).
-        level: how often a new target is to be covered, above 0 and below 1.
-        clusters: integer labels (n,) of what is left out together; None leaves every row out alone. With
-            clusters, new rows are taken to come from new ones.
+        level: target coverage, above 0 and below 1.
+        clusters: integer labels (n,) of rows that are left out together; None for single rows. With clusters,
+            new rows are assumed to belong to new clusters.
         weight: row weights (..., n) of the training.
         groups, groups_new: integer labels (n,) and (q,), on the host, for Mondrian intervals: those of a new
             row come from the errors of its own group only, and cover each group at the level.
@@ -118,14 +118,14 @@ def cv_plus(
 ) -> tuple[Tensor, Tensor]:
     """CV+ intervals, from the machines without a fold: Note [intervals].
 
-    Arguments and results as in `jackknife_plus`, which is no slower and whose machines have seen more rows;
+    Arguments and results as in `jackknife_plus`, which is as fast and uses machines trained on more rows;
     clusters=None takes 10 random folds (of torch's global generator), ``clusters=tl.folds(n, k, generator)``
     others.
     """
     if clusters is None:
         _check("cv_plus", machine, X, y, level)
         n = X.shape[-1 - machine.kernel.event_dim] if X.ndim > machine.kernel.event_dim else 2
-        clusters = folds(n, min(_FOLDS, n)) if n > 1 else None  # solve has words for what is wrong
+        clusters = folds(n, min(_FOLDS, n)) if n > 1 else None  # solve raises the error
     return _intervals("cv_plus", _plus, machine, X, y, X_new, level, clusters, weight, groups, groups_new)
 
 

@@ -1,4 +1,4 @@
-"""probe: how well a linear head does on given features, by its held-out outputs."""
+"""probe: performance of a linear head on given features, from held-out predictions."""
 
 import math
 from collections.abc import Callable
@@ -36,50 +36,50 @@ _SAMPLE = 2000
 
 
 class ProbeScores(NamedTuple):
-    """Held-out scores at one regularisation, every row counting once."""
+    """Unweighted held-out scores at one regularisation."""
 
     accuracy: float
-    """Share of the rows whose class is predicted; NaN in regression."""
+    """Fraction of rows whose class is predicted correctly; NaN in regression."""
     r2: float
     """1 - mean squared residual / variance of the targets, averaged over outputs; NaN for classes."""
     standard_error: float
-    """Of accuracy or r2, over rows, or over groups where these are left out together."""
+    """Of accuracy or r2, over rows, or over groups if given."""
     class_accuracy: Tensor | None
     """Accuracy of the rows of each class, (k,); None in regression."""
     log_loss: float
-    """Mean -log p of the own class, p = softmax(scale * outputs) with the best scale; NaN in regression."""
+    """Mean -log p of the true class, p = softmax(scale * outputs) with the best scale; NaN in regression."""
     rmse: float
     """Root mean squared residual, averaged over outputs before the root."""
 
 
 @dataclass(frozen=True, repr=False)
 class Probe:
-    """What `probe` found; str() is a table, `plot` a picture."""
+    """The result of `probe`; print it for a table, or `plot` it."""
 
     head: LSSVM
     """The linear machine at the chosen regularisation, fitted to all rows: head(X), head.predict_class(X)."""
     reg: float
     """The regularisation with the least criterion."""
     regs: Tensor
-    """All regularisations that were tried, ascending, (R,)."""
+    """All regularisations, ascending, (R,)."""
     criterion: Tensor
-    """Mean squared held-out residual at each of them, (R,), rows counting with their weights."""
+    """Weighted mean squared held-out residual at each of them, (R,)."""
     curve: Tensor
     """Accuracy, or r2, at each of them, (R,)."""
     curve_error: Tensor
     """Standard errors of these, (R,)."""
     held_out: HeldOut
-    """Held-out rows at the chosen regularisation: of leave-group-out where groups were given."""
+    """Held-out predictions at the chosen regularisation: leave-group-out if groups were given."""
     loo: ProbeScores
     """Scores of leave-one-out."""
     grouped: ProbeScores | None
-    """Scores of leave-group-out, where groups were given."""
+    """Scores of leave-group-out, if groups were given."""
     columns: int
     """Number of features."""
 
     @property
     def scores(self) -> ProbeScores:
-        """Those of `held_out`: of leave-group-out where groups were given, else of leave-one-out."""
+        """Scores of `held_out`: leave-group-out if groups were given, else leave-one-out."""
         return self.grouped or self.loo
 
     @property
@@ -114,7 +114,7 @@ class Probe:
 
     @property
     def measure(self) -> str:
-        """What the scores are: "accuracy" of classes, "r2" of numbers."""
+        """Name of the score: "accuracy" for classes, "r2" for numbers."""
         return "r2" if self.head.classes is None else "accuracy"
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class Probe:
             lines += ["", *rendered(self._by_class(), 22)]
         lines += ["", *rendered(self._by_reg(), len(self.regs))]
         if self.reg in (self.regs[0].item(), self.regs[-1].item()):
-            lines.append("the best reg is the end of those tried: give regs= that go farther")
+            lines.append("the best reg is at the end of the range: give regs= with a wider range")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -161,10 +161,10 @@ class Probe:
         ]
 
     def plot(self, path: Any = None) -> "Figure":
-        """Scores and criterion along the regularisations, and what the head says of classes or numbers.
+        """Plot the scores over the regularisations, and held-out predictions against targets.
 
         Args:
-            path: file to write, .png or another kind that matplotlib knows; None writes nothing.
+            path: file to write, .png or another format of matplotlib; None writes nothing.
 
         Returns:
             matplotlib's Figure. Needs matplotlib: pip install torchloo[cli].
@@ -176,18 +176,18 @@ class Probe:
 
 
 def _share(value: Any) -> str:
-    """A share of one, or its standard error."""
+    """A fraction, or its standard error, as text."""
     return f"{float(value):.4f}"
 
 
 class _Rows(NamedTuple):
-    """Features and targets, and what is asked of them."""
+    """Features and targets, with the functions that `probe` needs."""
 
     path: Callable[[Tensor, object], HeldOut]
-    """Held-out rows for regularisations (R,), leaving out groups or, for None, single rows."""
+    """Held-out predictions for regularisations (R,), leaving out groups or, for None, single rows."""
     fit: Callable[[LSSVM], LSSVM]
     stream: Stream
-    """The same rows, with columns for classes."""
+    """The same rows, with one-vs-rest columns."""
     classes: Tensor | None
 
 
@@ -200,19 +200,20 @@ def probe(
     *,
     progress: bool = True,
 ) -> Probe:
-    """How well a linear head does on features that are given, such as embeddings of a network.
+    """Performance of a linear head on given features, such as embeddings of a network.
 
-    Least squares with an unpenalised bias, `LSSVM(Linear())`, classes coded one against the rest. All
+    Least squares with an unpenalised bias, `LSSVM(Linear())`, classes encoded one-vs-rest. All
     regularisations come from one decomposition, and the one with the least mean squared held-out residual is
-    chosen. The scores are those of held-out rows, so that nothing has to be split off; they are optimistic by
-    the choice among R regularisations alone.
+    chosen. The scores are computed from held-out predictions, so no test set is needed; they are optimistic
+    only by the choice among R regularisations.
 
     Args:
         features: (n, d), a tensor or an array, memory-mapped or not, float16 and bfloat16 being taken up to
-            float32; or a `Stream`, which brings labels and weight.
+            float32; or a `Stream`, which includes labels and weight.
         labels: integers or bools (n,) are classes; floats (n,) or (n, c) are numbers to be predicted.
         groups: integer labels (n,) of rows that are not independent, such as images of one patient. These are
-            then left out together, for the choice of reg and for the scores; leave-one-out is told as well.
+            then left out together, for the choice of reg and for the scores; leave-one-out is reported as
+            well.
         regs: regularisations (R,) that are tried. Default: 30 of them, from 1e-6 to 1e3 times the mean
             eigenvalue of the features' Gram matrix.
         weight: training weights (n,), or a function of the labels, such as tl.balanced_weight.
@@ -237,7 +238,7 @@ def probe(
     elif labels is None and weight is None:
         rows = _of_stream(features)
     else:
-        raise TypeError("probe: a stream brings its own labels and weight; leave them None")
+        raise TypeError("probe: a stream includes labels and weight; leave them None")
     n, first = rows.stream.n, rows.stream.sample("probe", _SAMPLE)
     assert n is not None
     tried = _usual_regs(n, first) if regs is None else _given_regs(regs)
@@ -264,7 +265,7 @@ def probe(
 
 @torch.no_grad()
 def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
-    """Features and labels in memory, or mapped into it."""
+    """Features and labels in memory, or memory-mapped."""
     X: Any = features if isinstance(features, Tensor | np.ndarray) else np.asarray(features)
     if labels is None:
         raise TypeError("probe: labels must be classes or numbers, one for each row of features, got None")
@@ -294,7 +295,7 @@ def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
 
 
 def _of_stream(stream: Stream) -> _Rows:
-    """Rows in blocks, whose sums of products are made once."""
+    """Rows in blocks, whose moments are computed once."""
     classes = _classes_of(stream)
     stream = stream.with_classes(classes)
     with torch.no_grad():
@@ -307,7 +308,7 @@ def _of_stream(stream: Stream) -> _Rows:
 
 
 def _classes_of(stream: Stream) -> Tensor | None:
-    """The classes of integer labels, of which each has two rows on average at least."""
+    """The classes of integer labels; ValueError if they have fewer than two rows on average."""
     classes = stream.labels("probe")
     if classes is None:
         return None
@@ -315,7 +316,7 @@ def _classes_of(stream: Stream) -> Tensor | None:
     assert stream.n is not None
     if 2 * len(classes) > stream.n:
         raise ValueError(
-            f"probe: integer labels are classes, two rows each at least on average, got {len(classes)} "
+            f"probe: integer labels are classes, with at least two rows on average, got {len(classes)} "
             f"different ones in {stream.n} rows; for regression on numbers use labels.float()"
         )
     return classes
@@ -360,7 +361,7 @@ def _entry(path: HeldOut, r: int) -> HeldOut:
 
 
 def _copied(held_out: HeldOut) -> HeldOut:
-    """The same without the memory of a whole path."""
+    """A copy that does not keep the memory of the whole path."""
     return held_out._replace(**{k: t.clone() for k, t in held_out._asdict().items() if isinstance(t, Tensor)})
 
 
@@ -371,14 +372,12 @@ def _headline(held_out: HeldOut, classes: Tensor | None) -> tuple[float, float]:
         return 1 - wrong(held_out, weight=None).item(), standard_error(wrong, held_out, weight=None).item()
     variance = held_out.targets.double().var(0, correction=0)  # () or (c,)
     if held_out.targets.ndim == 1:
-        r2, error = (
-            criteria.mse(held_out, weight=None) / variance,
-            standard_error("mse", held_out, weight=None),
-        )
-        return 1 - r2.item(), (error / variance).item()
+        mse = criteria.mse(held_out, weight=None)
+        error = standard_error("mse", held_out, weight=None)
+        return 1 - (mse / variance).item(), (error / variance).item()
     scaled = held_out._replace(
         **{name: getattr(held_out, name) / variance.sqrt() for name in ("outputs", "residuals", "targets")}
-    )  # so that outputs of every scale count alike
+    )  # so that all outputs have the same scale
     return 1 - criteria.mse(scaled, weight=None).item(), standard_error("mse", scaled, weight=None).item()
 
 
@@ -399,10 +398,8 @@ def _softmax_scale(held_out: HeldOut) -> float:
     for _ in range(100):
         p = torch.softmax(scale * f, -1)  # (n, k)
         mean = (p * f).sum(-1)
-        slope, curvature = (
-            (mean - own).mean().item(),
-            ((p * f.square()).sum(-1) - mean.square()).mean().item(),
-        )
+        slope = (mean - own).mean().item()
+        curvature = ((p * f.square()).sum(-1) - mean.square()).mean().item()
         step = slope / curvature if curvature > 0 else 0.0
         before, scale = scale, min(max(scale - step, scale / 4), 4 * scale)
         if abs(scale - before) <= 1e-8 * before or not 1e-6 < scale < 1e6:

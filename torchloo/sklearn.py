@@ -1,8 +1,8 @@
 """Estimators for scikit-learn whose hyper-parameters are chosen inside `fit` by exact leave-one-out.
 
-They need the extra `sklearn`. Rows are float64; a row of weight zero takes no part. Held-out predictions
-of the training rows, which `fit` knows without refitting, are attributes; they are those of the
-hyper-parameters that were chosen with all rows, so their score is optimistic (see `torchloo.validate`).
+They need the extra `sklearn`. Data are converted to float64; rows of weight zero are ignored. Held-out
+predictions of the training rows are attributes, computed without refitting; they use hyper-parameters chosen
+on all rows, so a score computed from them is optimistic (see `torchloo.validate`).
 """
 
 import copy
@@ -46,7 +46,7 @@ class _TrainingRows(NamedTuple):
 
 
 class _LOOEstimator(BaseEstimator):
-    """What both estimators have; see `LOORegressor`."""
+    """Base class of the estimators; see `LOORegressor`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class _LOOEstimator(BaseEstimator):
     def _fit_rows(
         self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, groups: Any, **options: Any
     ) -> HeldOut:
-        """Choose and fit `machine_`; the held-out outputs of the rows whose weight is not zero.
+        """Select and fit `machine_`; returns the held-out predictions of the rows of positive weight.
 
         Args:
             X: (n, d), y: (n,) or (n, c), weight: (n,) or None, groups: n labels or None.
@@ -122,7 +122,7 @@ class _LOOEstimator(BaseEstimator):
         return machine.lco(rows.X, rows.y, rows.clusters, rows.weight)
 
     def _build(self, X: Tensor, options: dict[str, Any]) -> tuple[KernelMachine, torch.Generator]:
-        """A machine by the names that were given, and what random numbers come from."""
+        """The unfitted machine, and the random number generator."""
         name = type(self).__name__
         fitting = [each for each, kind in MACHINES.items() if is_classifier(self) or not kind.needs_classes]
         _require_one_of(name, "machine", self.machine, tuple(fitting))
@@ -155,7 +155,7 @@ class _LOOEstimator(BaseEstimator):
             return self.machine_(torch.tensor(X, device=self.device)).cpu().numpy()
 
     def _in_all_rows(self, held_out: Tensor, others: Any) -> np.ndarray:
-        """Values of the rows that take part among those of the others: a number, or one for every row."""
+        """Values of the rows of positive weight, and `others` (a number, or one each) for the other rows."""
         values = held_out.cpu().numpy()
         full = np.empty((len(self._taking_part), *values.shape[1:]))
         full[~self._taking_part] = others
@@ -169,22 +169,22 @@ class LOORegressor(MultiOutputMixin, RegressorMixin, _LOOEstimator):
     Args:
         machine: "lssvm", "rls" or "sparse".
         kernel: "rbf", "ard", "linear", "poly2", "poly3", "boolean", "matern", or a kernel of
-            torchloo.kernels, which is copied. Put a StandardScaler before kernels that take all inputs alike.
+            torchloo.kernels, which is copied. Use a StandardScaler before kernels with one lengthscale.
         criterion: name of a criterion of torchloo.criteria, or a callable of a HeldOut.
         search: "gradient", "nelder-mead" or "grid" over all parameters of kernel and machine, as in
-            `torchloo.select`; None keeps `reg` and those of the kernel as they are.
-        reg: regularisation where there is no search (for "svc" that of C = 1 / reg).
+            `torchloo.select`; None uses `reg` and the parameters of the kernel as given.
+        reg: regularisation if there is no search (for "svc", C = 1 / reg).
         basis: number of basis vectors of the sparse machine, drawn from the training rows.
         starts: number of runs of the search.
-        max_evaluations: of each run; None for that of `torchloo.select`.
-        random_state: draws the basis and further starts.
-        device: where the machine works.
+        max_evaluations: limit for each run; None for the default of `torchloo.select`.
+        random_state: seed for the basis and further starts.
+        device: device of the machine.
 
     Attributes:
         loo_predictions_: held-out predictions of the training rows, (n,) or (n, c); with groups, each without
-            its group. Of rows of weight zero, which take no part, the predictions of the machine.
-        loo_residuals_: y less these.
-        criterion_: the criterion of the machine that was chosen.
+            its group. For rows of weight zero, the predictions of the fitted machine.
+        loo_residuals_: y minus loo_predictions_.
+        criterion_: the criterion of the selected machine.
         best_params_: its hyper-parameters by name.
         machine_: the fitted torchloo machine.
 
@@ -202,7 +202,7 @@ class LOORegressor(MultiOutputMixin, RegressorMixin, _LOOEstimator):
         Args:
             X: rows, (n, d).
             y: targets, (n,) or (n, c).
-            sample_weight: (n,), of the loss and of the criterion; rows of weight zero are left aside.
+            sample_weight: (n,), for the loss and the criterion; rows of weight zero are ignored.
             groups: n labels; rows of one group are left out together.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
@@ -218,7 +218,7 @@ class LOORegressor(MultiOutputMixin, RegressorMixin, _LOOEstimator):
         return self._outputs(X)
 
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """Ends of intervals that hold a new target with probability `level`; `intervals.jackknife_plus`."""
+        """Prediction intervals with coverage `level`; see `intervals.jackknife_plus`."""
         check_is_fitted(self, "machine_")
         X_new = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False), device=self.device)
         rows = self._rows
@@ -234,17 +234,17 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
     """Classification by a kernel machine whose hyper-parameters minimise a leave-one-out criterion.
 
     Args:
-        machine: "lssvm", "rls", "sparse", "kfd" or "svc"; of several classes each against the rest.
-        class_weight: None, "balanced", or weights by class, as elsewhere in scikit-learn.
+        machine: "lssvm", "rls", "sparse", "kfd" or "svc"; several classes are encoded one-vs-rest.
+        class_weight: None, "balanced", or a dict of weights, as elsewhere in scikit-learn.
 
     All other parameters, and attributes, are those of `LOORegressor`, except for these.
 
     Attributes:
-        classes_: the labels there are.
+        classes_: the class labels.
         loo_predictions_: held-out labels of the training rows, (n,).
         loo_decision_: held-out outputs, (n,), or (n, k) for k > 2 classes.
-        loo_residuals_: coded targets (-1 and +1; those of KFD by class) less these; NaN for rows of weight
-            zero.
+        loo_residuals_: encoded targets (-1 and +1, or the codes of KFD) minus loo_decision_; NaN for rows of
+            weight zero.
         calibration_: the torchloo calibration that `predict_proba` uses, fitted to `loo_decision_`.
 
     Example:

@@ -1,8 +1,8 @@
-"""Choosing the basis of a sparse machine: selectors, called as selector(kernel, X) -> Basis.
+"""Selectors of the basis of a sparse machine, called as selector(kernel, X) -> Basis.
 
-A selector stops at m vectors, at a mean relative reconstruction error of `tolerance`, or when what is left
-of every row is rounding ("no longer invertible"). All of them measure the error alike; see Note
-[reconstruction error] in pivots.py. No gradient passes through a choice.
+A selector stops at m vectors, at a mean relative reconstruction error of `tolerance`, or when the remainder
+of every row is rounding error ("no longer invertible"). All use the same error; see Note [reconstruction
+error] in pivots.py. The selection is not differentiated.
 
 | selector | rule | time | memory |
 |---|---|---|---|
@@ -11,12 +11,12 @@ of every row is rounding ("no longer invertible"). All of them measure the error
 | pivoted | the row reconstructed worst | n m^2 | n m |
 | rpcholesky | a row drawn by its error | n m^2 | n m |
 | pruned | what is left when small coefficients are dropped again and again | n^3 | n^2 |
-| random | rows drawn alike | n m^2 | n m |
+| random | rows drawn uniformly | n m^2 | n m |
 | all | every row | n^3 | n^2 |
 
-Random choices draw a seed from `generator` once, when the selector is made: called again on the same data it
-gives the same basis, on every device, so that `fit` and `loo` of one machine speak of the same one. All
-problems of a batch draw the same numbers: a batch equals its loop.
+Random selectors draw a seed from `generator` once, when they are constructed: called again on the same data
+they return the same basis, on every device, so that `fit` and `loo` of a machine use the same one. All
+problems of a batch use the same random numbers: a batch equals its loop.
 
 >>> import torch
 >>> from torchloo.kernels import RBF

@@ -1,4 +1,4 @@
-"""Selectors that know the order of the rows before the first is taken."""
+"""Selectors with an order of the rows that is known beforehand."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ __all__ = ["all", "pruned", "random"]
 
 
 class _InOrder(Selector):
-    """Rows in an order known before, without those that depend on earlier ones; Note [least pivot]."""
+    """Rows in a given order, without those that depend on earlier ones; Note [least pivot]."""
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
         """All rows, (..., n)."""

@@ -21,12 +21,12 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Selector:
-    """A rule for choosing basis vectors, and when to stop.
+    """A rule for selecting basis vectors, with stopping conditions.
 
     Args:
         m: largest number of vectors; None: as many as there are rows.
         tolerance: mean relative reconstruction error that is small enough.
-        progress: show a progress bar where it takes more than a few seconds.
+        progress: show a progress bar after a few seconds.
     """
 
     m: int | None = None
@@ -60,7 +60,7 @@ class Selector:
             return factor.grow(propose, bar.update)
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
-        """A function that proposes rows for the factor as it stands."""
+        """A function that proposes the next rows, given the factor so far."""
         raise NotImplementedError
 
     @property
@@ -68,13 +68,13 @@ class Selector:
         return type(self).__name__
 
     def _count(self, name: str) -> None:
-        """Demand that an argument is a whole number, and keep it as an int."""
+        """Require a positive integer argument, and store it as an int."""
         object.__setattr__(self, name, whole_number(self._name, name, getattr(self, name)))
 
 
 @dataclass(frozen=True)
 class Seeded(Selector):
-    """A rule that draws at random: the same numbers at every call, from a seed drawn when it is made."""
+    """A random rule: the same random numbers at every call, from a seed drawn at construction."""
 
     generator: InitVar[torch.Generator | None] = field(default=None, kw_only=True)
     seed: int = field(init=False)
@@ -86,6 +86,6 @@ class Seeded(Selector):
         object.__setattr__(self, "seed", int(drawn) if values_visible(drawn) else 0)
 
     def _draw(self) -> Callable[..., Tensor]:
-        """A source of numbers from 0 to 1, of given shape, drawn on the host; always the same sequence."""
+        """A source of uniform random numbers of a given shape, on the CPU; always the same sequence."""
         generator = torch.Generator().manual_seed(self.seed)
         return lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64, device="cpu")

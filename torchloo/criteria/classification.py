@@ -30,7 +30,7 @@ __all__ = [
 
 @criterion(
     "error rate",
-    "the share of wrong answers",
+    "the fraction of wrong predictions",
     lower_is_better=True,
     differentiable=False,
     targets="signs",
@@ -43,7 +43,7 @@ def error_rate(
 ) -> Tensor:
     """Rate of held-out errors: sum_i w_i [f_i on the wrong side] / sum_i w_i.
 
-    Of several classes `multiclass_error`. Lower is better. Not differentiable.
+    For several classes see `multiclass_error`. Lower is better. Not differentiable.
     """
     rows = ScoredRows(
         "error_rate", held_out, weight, per_output, average=average, classes="sign", steps=True, signs=True
@@ -53,7 +53,7 @@ def error_rate(
 
 @criterion(
     "balanced error rate",
-    "the mean of the error rates of a class and of the others",
+    "the mean of the error rates of the two classes",
     lower_is_better=True,
     differentiable=False,
     targets="signs",
@@ -86,8 +86,8 @@ def balanced_error_rate(
 def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """Weights n / (k n_class), (..., n), that give each of the k classes the same sum, n / k.
 
-    Ones where the classes are balanced. As `weight=` of a machine they count errors of a rare class as much
-    as those of a common one; for an SVC they multiply C row by row.
+    Ones if the classes are balanced. As `weight=` of a machine they give a rare class the same total weight
+    as a frequent one; for an SVC they multiply C row by row.
 
     Args:
         y: integer or bool labels (..., n); or one positive and one negative value, (..., n); or columns
@@ -110,7 +110,7 @@ def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None
     member = _members(guard, y, classes)  # (..., n, c)
     counts = member.sum(-2, keepdim=True)  # (..., 1, c)
     present = (counts > 0).sum(-1)  # (..., 1)
-    guard.require(present >= 2, "y must hold two classes at least in every problem, got one only")
+    guard.require(present >= 2, "y must hold at least two classes in every problem, got one only")
     guard.check()
     if dtype is None:
         dtype = y.dtype if y.is_floating_point() else torch.get_default_dtype()
@@ -137,7 +137,7 @@ def _members(guard: Guard, y: Tensor, classes: Any) -> Tensor:
 
 @criterion(
     "smooth error rate",
-    "the share of wrong answers, near misses counting in part",
+    "the fraction of wrong predictions, with a smooth step",
     lower_is_better=True,
     differentiable=True,
     targets="signs",
@@ -164,7 +164,7 @@ def smooth_error(
 
 @criterion(
     "hinge loss",
-    "the sum of how far answers fall short of the right side",
+    "the sum of max(0, 1 - margin)",
     lower_is_better=True,
     differentiable=True,
     targets="signs",
@@ -182,7 +182,7 @@ def hinge(
 
 @criterion(
     "squared hinge loss",
-    "the sum of the squares by which answers fall short",
+    "the sum of max(0, 1 - margin) squared",
     lower_is_better=True,
     differentiable=True,
     targets="signs",

@@ -1,4 +1,4 @@
-"""What a criterion is: a function of a HeldOut that declares, once, all that others go by."""
+"""The declaration of a criterion: its direction, its targets, its name in reports."""
 
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, cast
@@ -14,29 +14,29 @@ Targets = Literal["numbers", "signs", "one-vs-rest", "classes"]
 
 
 class Criterion(Protocol[P]):
-    """A function of a HeldOut that knows its own direction; the decorator `criterion` makes it one."""
+    """A function of a HeldOut with a declaration, made by the decorator `criterion`."""
 
     __name__: str
     label: str
-    """What it is called."""
+    """Its name in reports."""
     meaning: str
-    """What it is, in words that follow the label."""
+    """A short explanation, which follows the label in reports."""
     lower_is_better: bool
     differentiable: bool
     smooth: str
-    """Of one that is not differentiable: the name of one to descend instead, and how it is to be used."""
+    """For one that is not differentiable: the name of a differentiable substitute, and how to use it."""
     targets: Targets
-    """What is read: the numbers themselves, or the class as the sign of a column ("signs"), as the positive
-    one of several columns ("one-vs-rest"), or as either of the two ("classes")."""
+    """What the targets are: numbers, a class as the sign of a column ("signs"), a class as the positive one
+    of several columns ("one-vs-rest"), or either of these ("classes")."""
     counterpart: str
-    """The name of what measures the same of several classes, for one of two, or of two, for one of several;
-    only those that have none may be a mean over several classes, each against the rest."""
+    """Name of the corresponding criterion for several classes, or for two; a two-class criterion without one
+    may be averaged over one-vs-rest columns."""
     takes_fit: bool
     """True where the argument is a Fit instead of a HeldOut."""
     needs_variance: bool
-    """Whether it reads the variance of the HeldOut, which an SVM does not have."""
+    """Whether it needs the variance of the HeldOut, which an SVM does not have."""
     mean_over_rows: bool
-    """Whether it is a weighted mean of a loss of each row, which has a standard error."""
+    """Whether it is a weighted mean of losses of the rows, so that it has a standard error."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         """The criterion, one number for each entry of the batch."""
@@ -44,7 +44,7 @@ class Criterion(Protocol[P]):
 
 
 CRITERIA: dict[str, Criterion[...]] = {}
-"""All criteria by name, those of your own as well."""
+"""All criteria by name, including your own."""
 
 
 def criterion(
@@ -60,12 +60,12 @@ def criterion(
     needs_variance: bool = False,
     mean_over_rows: bool = False,
 ) -> Callable[[Callable[P, Tensor]], Criterion[P]]:
-    """Make a function a criterion, by what it declares of itself; `Criterion` says what each means.
+    """Declare a function as a criterion; `Criterion` explains the arguments.
 
-    Searches, the command and its report then serve it as any of tl.criteria, under its name too. The function
-    is called with a HeldOut (..., n) of many problems at once, or (..., n, c), and returns the batch shape;
-    it takes ``weight="own"``, as all criteria do, and ``average=None`` if it reads signs. Without gradient it
-    keeps no graph.
+    It can then be used like those of tl.criteria, also by name, in searches, the command and its report. The
+    function is called with a HeldOut (..., n) or (..., n, c) of a batch of problems and returns the batch
+    shape; it takes ``weight="own"``, like all criteria, and ``average=None`` if its targets are "signs". If
+    it is not differentiable, it is evaluated without a graph.
 
     >>> @criterion("worst error", "the largest residual", lower_is_better=True, differentiable=True)
     ... def worst_error(held_out, weight="own"):
@@ -82,7 +82,7 @@ def criterion(
         known = CRITERIA.setdefault(marked.__name__, marked)
         if known.__module__ != marked.__module__:
             raise ValueError(
-                f"criterion: the function must have a name of its own, got {marked.__name__}, which "
+                f"criterion: the name of the function must be new, got {marked.__name__}, which "
                 f"{known.__module__} has"
             )
         CRITERIA[marked.__name__] = marked

@@ -43,7 +43,7 @@ def auc(
 
 @criterion(
     "WMW",
-    "the share of pairs put in the wrong order",
+    "the fraction of pairs ranked wrongly",
     lower_is_better=True,
     differentiable=False,
     targets="signs",
@@ -63,7 +63,7 @@ def wmw(
 
 @criterion(
     "smooth WMW",
-    "the share of pairs put in the wrong order, near misses counting in part",
+    "the fraction of pairs ranked wrongly, with a smooth step",
     lower_is_better=True,
     differentiable=True,
     targets="signs",
@@ -94,7 +94,7 @@ def smooth_wmw(
 
 @criterion(
     "Kendall's tau",
-    "how well the order of the rows is told",
+    "the rank correlation with the targets",
     lower_is_better=False,
     differentiable=False,
     smooth="mse",

@@ -49,7 +49,7 @@ def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> 
 
 @criterion(
     "log density",
-    "the mean logarithm of the probability given to the truth",
+    "the mean log predictive density of the targets",
     lower_is_better=False,
     differentiable=True,
     needs_variance=True,

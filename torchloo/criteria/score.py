@@ -1,4 +1,4 @@
-"""Criteria as a search sees them: which way is better, and one number for each entry of a batch."""
+"""A criterion as the score of a search: its direction, and one number for each entry of a batch."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ __all__ = ["Score", "as_held_out", "usual_criterion"]
 
 
 def usual_criterion(search: str, labelled: bool, columns: bool) -> Any:
-    """The criterion where none is given, for numbers or class labels, coded as several columns or one."""
+    """The default criterion, for numbers or class labels, encoded as several columns or one."""
     if not labelled or search == "gradient":
         return press
     return multiclass_error if columns else error_rate
@@ -27,12 +27,12 @@ def usual_criterion(search: str, labelled: bool, columns: bool) -> Any:
 class Score:
     """A criterion of torchloo.criteria, by itself or by name, or any callable of a HeldOut.
 
-    A callable that the decorator `criterion` has not made one of them is called with one unbatched HeldOut at
-    a time and taken to be better where it is lower, unless it has an attribute `lower_is_better`.
+    A callable without the decorator `criterion` is called with one unbatched HeldOut at a time; lower is
+    better, unless it has an attribute `lower_is_better`.
 
     Attributes:
-        sign: 1 where lower is better, else -1, so that sign * value is to be minimised.
-        targets: what the criterion reads of them, as `Criterion.targets`; None of a callable of your own.
+        sign: 1 if lower is better, else -1: sign * value is minimised.
+        targets: as `Criterion.targets`; None for any other callable.
     """
 
     def __init__(self, function: str, argument: str, criterion: Any) -> None:
@@ -61,7 +61,7 @@ class Score:
         self.name: str = getattr(marked, "__name__", type(marked).__name__)
 
     def require_differentiable(self) -> None:
-        """Raise where a gradient is asked of a criterion that has none, naming one that has."""
+        """Raise if the criterion is not differentiable, naming a substitute."""
         if not self.differentiable:
             instead = f"{self.argument}=tl.criteria.{self.smooth}, or " if self.smooth else ""
             raise ValueError(
@@ -70,7 +70,7 @@ class Score:
             )
 
     def require_targets(self, y: Tensor, where: str = "") -> None:
-        """Raise where a criterion of classes has no value for y (n,) or (n, c), whatever the outputs are."""
+        """Raise if a criterion for classes is undefined for the targets y (n,) or (n, c)."""
         if self.targets in (None, "numbers") or self.takes_fit:
             return
         try:
@@ -80,21 +80,21 @@ class Score:
             raise ValueError(message) from fault
 
     def require_weight(self, weight: Any, name: str) -> None:
-        """Raise where weights of the rows are asked for, and a callable of one's own takes none."""
+        """Raise if weights are given and a user-defined callable does not take them."""
         if self.batched or (isinstance(weight, str) and weight == "own"):
             return
         try:
             inspect.signature(self.criterion).bind(None, weight=None)
         except TypeError:
             raise TypeError(
-                f"{self.function}: {self.argument} must take weight= where {name} is given, and "
-                f"{self.name} does not; give it that argument, or leave {name} out"
+                f"{self.function}: {self.argument} must take weight= if {name} is given, and {self.name} "
+                f"does not; add that argument, or omit {name}"
             ) from None
-        except ValueError:  # a built-in that does not tell
+        except ValueError:  # a built-in without a signature
             return
 
     def __call__(self, held_out: Any, weight: Any = "own") -> Tensor:
-        """Values of batch shape, for a HeldOut (or the Fit, where the criterion takes one) of any batch."""
+        """Values of batch shape, for a HeldOut (or a Fit, if the criterion takes one) of any batch."""
         own = isinstance(weight, str) and weight == "own"
         call: Callable[..., Any] = self.criterion
         if self.takes_fit:
@@ -124,7 +124,7 @@ class Score:
 
 
 def as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
-    """Outputs on rows that were not trained on, (n,) or (n, c), every row counting once."""
+    """Outputs on test rows, (n,) or (n, c), as an unweighted HeldOut."""
     ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
     return HeldOut(outputs, y - outputs, y, ones, None, torch.full_like(outputs, torch.nan), ones > 1)
 

@@ -1,4 +1,4 @@
-"""What criteria are computed from: the rows of a HeldOut, checked and weighed."""
+"""The rows of a HeldOut, checked and weighted, from which criteria are computed."""
 
 from functools import partial
 from typing import Literal
@@ -32,7 +32,7 @@ _CODING = (
 
 
 def two_valued(y: Tensor) -> Tensor:
-    """Whether a label of y (..., n) is the only positive value of its column, or the only other one."""
+    """Whether y (..., n) is the only positive, or the only non-positive, value of its column."""
     return y == _own_extreme(y)
 
 
@@ -42,12 +42,12 @@ def _own_extreme(y: Tensor) -> Tensor:
 
 
 def one_positive(targets: Tensor) -> Tensor:
-    """Whether exactly one column of (..., c, n) is positive, which names the class of a row: (..., n)."""
+    """Whether exactly one column of (..., c, n) is positive, that of the class of the row: (..., n)."""
     return (targets > 0).sum(-2) == 1
 
 
 def require_classes(guard: Guard, name: str, y: Tensor, both: bool = True) -> None:
-    """Demand that y (..., n) holds no other than one positive and one negative value, and `both` of them."""
+    """Require that y (..., n) has at most one positive and one negative value, and both of them if `both`."""
     y = y.detach()
     guard.require(y != 0, f"{name} must be positive or negative labels, got 0; {_CODING}")
     guard.require(two_valued(y), partial(_two_of_a_sign, name, y))
@@ -57,16 +57,16 @@ def require_classes(guard: Guard, name: str, y: Tensor, both: bool = True) -> No
 
 
 def _two_of_a_sign(name: str, y: Tensor) -> str:
-    """The message for labels of which two have the same sign, such as 1, 2 and 3."""
+    """The message for labels with two values of the same sign, such as 1, 2 and 3."""
     place = tuple((~two_valued(y)).nonzero()[0].tolist())
     pair = f"{y[place].item()} and {_own_extreme(y)[place].item()}"
     return f"{name} must hold one positive and one negative value, got {pair}; {_CODING}"
 
 
 def require_average(guard: Guard, targets: Tensor, per_output: bool, average: Average) -> None:
-    """Demand that a mean over columns (..., c, n) that are classes is asked for by its name.
+    """Require an explicit average="outputs" for the mean over one-vs-rest columns (..., c, n).
 
-    The mean of the errors of every class against the rest is not the error of the class predicted.
+    The mean error of the one-vs-rest columns is not the error of the predicted class.
     """
     if average is not None and average != "outputs":
         raise ValueError(f"{guard.function}: average must be None or 'outputs', got {average!r}")
@@ -80,12 +80,12 @@ def require_average(guard: Guard, targets: Tensor, per_output: bool, average: Av
 
 
 class ScoredRows:
-    """A HeldOut checked and turned so that rows come last: (..., c, n), c = 1 without output axis.
+    """A HeldOut, checked and transposed so that rows come last: (..., c, n), c = 1 without output axis.
 
-    classes: what targets must tell: the class by its "sign", with one value of each; "both signs", if both
-    must be there; by the one positive "column" of a row; or "any" of these, the sign of one column or the
-    positive one of several. average: as criteria of signs take it. steps: NaN would go unseen, so look for
-    it. signs: the signs of the outputs are enough, where a HeldOut has no more (its `values` is False).
+    classes: how targets encode a class: by their "sign", with one value each; "both signs", if both classes
+    must occur; by the one positive "column" of a row; or "any" of these. average: as in two-class criteria.
+    steps: check for NaN, which a step function would hide. signs: the signs of the outputs suffice, so that a
+    HeldOut without values (its `values` is False) is accepted.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ScoredRows:
         self.guard.check()
 
     def _require_one_class(self) -> None:
-        """Refuse to tell the columns apart."""
+        """Raise if the columns are requested separately."""
         if self.per_output:
             raise ValueError(
                 f"{self.function}: per_output must be False, as a row has one predicted class, not one for "
@@ -135,7 +135,7 @@ class ScoredRows:
             )
 
     def _require_columns(self) -> None:
-        """Demand a column for each of several classes, and one positive target in every row."""
+        """Require a column for each of several classes, and one positive target in every row."""
         columns = self.outputs.shape[-2]
         if columns < 2:
             raise ValueError(
@@ -157,7 +157,7 @@ class ScoredRows:
         return tensor.mT if self.output_axis else tensor.unsqueeze(-2)
 
     def _weight(self, weight: Weight, own: Tensor) -> Tensor:
-        """The row weights asked for, in the shape of the HeldOut's own."""
+        """The requested row weights, in the shape of those of the HeldOut."""
         if weight is None:
             return torch.ones_like(own)
         if isinstance(weight, str):
@@ -169,7 +169,7 @@ class ScoredRows:
             expected = f"({own.shape[-1]},) or {tuple(own.shape)}"
             raise ValueError(f"{self.function}: weight must be {expected}, got shape {tuple(weight.shape)}")
         self.guard.require((weight >= 0) & (weight < torch.inf), "weight must be finite and not negative")
-        self.guard.require(weight.sum(-1) > 0, "weight must be positive in one row at least")
+        self.guard.require(weight.sum(-1) > 0, "weight must be positive in at least one row")
         return weight.expand(own.shape)
 
     @property
@@ -205,11 +205,11 @@ class ScoredRows:
     def predicted(self) -> Tensor:
         """The class with the largest output, of equal ones the first (of two the second), as `members`."""
         if self.outputs.shape[-2] == 1:
-            said = (self.outputs[..., 0, :] >= 0).long()
+            number = (self.outputs[..., 0, :] >= 0).long()
         else:
-            said = self.outputs.argmax(-2)  # (..., n)
-        k = torch.arange(max(2, self.outputs.shape[-2]), device=said.device)
-        return (said.unsqueeze(-2) == k.unsqueeze(-1)).to(self.outputs.dtype)
+            number = self.outputs.argmax(-2)  # (..., n)
+        k = torch.arange(max(2, self.outputs.shape[-2]), device=number.device)
+        return (number.unsqueeze(-2) == k.unsqueeze(-1)).to(self.outputs.dtype)
 
     def total(self, losses: Tensor) -> Tensor:
         """Weighted sum over the rows: (..., c, n) -> (..., c)."""
@@ -220,14 +220,14 @@ class ScoredRows:
         return self.total(losses) / self.weight.sum(-1)
 
     def over_outputs(self, value: Tensor) -> Tensor:
-        """(..., c) -> the shape that the caller wants."""
+        """(..., c) -> the requested shape: averaged over outputs, or one number per output."""
         if not self.output_axis:
             return value[..., 0]
         return value if self.per_output else value.mean(-1)
 
 
 def no_weight(function: str, weight: Weight) -> None:
-    """An unweighted criterion refuses a weight rather than leave it out."""
+    """Raise if a weight is given to an unweighted criterion."""
     if weight is not None and not (isinstance(weight, str) and weight == "own"):
         got = weight if isinstance(weight, str) else type(weight).__name__
-        raise ValueError(f"{function}: weight must be left out, the criterion is unweighted; got {got}")
+        raise ValueError(f"{function}: weight must be omitted, the criterion is unweighted; got {got}")

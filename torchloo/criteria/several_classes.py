@@ -1,8 +1,8 @@
 """Criteria of the class that the largest of several held-out outputs predicts.
 
-Those that take two classes in one column f too (`cross_entropy`, `class_accuracy`, `confusion`) give the
-first class, with negative targets, the output -f and the second f: what least-squares machines would say of
-two columns.
+Those that also take two classes in one column f (`cross_entropy`, `class_accuracy`, `confusion`) use -f as
+the output of the first class, with negative targets, and f as that of the second: the outputs of a
+least-squares machine for two columns.
 """
 
 import torch
@@ -17,7 +17,7 @@ __all__ = ["balanced_multiclass_error", "class_accuracy", "confusion", "cross_en
 
 @criterion(
     "misclassification rate (largest output)",
-    "the share of rows for which another class than their own has the largest output",
+    "the fraction of rows whose true class does not have the largest output",
     lower_is_better=True,
     differentiable=False,
     targets="one-vs-rest",
@@ -44,7 +44,7 @@ def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool
 
 @criterion(
     "balanced misclassification rate",
-    "the mean over the classes of the share of their rows for which another has the largest output",
+    "the mean misclassification rate of the classes",
     lower_is_better=True,
     differentiable=False,
     targets="one-vs-rest",
