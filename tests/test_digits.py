@@ -289,3 +289,52 @@ def test_a_tiny_regularisation_of_a_path_with_weights_over_twelve_orders(seed):
     received = tl.KFD(tl.kernels.Linear()).path(X, y, regs, torch.tensor(clusters), weight)
     problem = ("kfd", "linear", X, y, weight, clusters)
     assert_refitted(problem, regs[-1], received.outputs[-1], received.targets[-1])
+
+
+INNER_PRODUCTS = {
+    "linear": tl.kernels.Linear(),
+    "polynomial": tl.kernels.Polynomial(offset=100.0),
+    "sum": tl.kernels.Linear() + tl.kernels.RBF(2.0),
+    "product": tl.kernels.Linear() * tl.kernels.RBF(20.0),
+}
+
+
+@pytest.mark.parametrize("kernel", list(INNER_PRODUCTS))
+@pytest.mark.parametrize("machine", ["rls", "lssvm", "kfd", "sparse"])
+def test_float32_rows_far_from_the_origin_keep_the_digits_of_float32(machine, kernel):
+    """Inner products are nearly constant there: what tells rows apart is lost if they are float32."""
+    X, y = (50 + randn(40, 6)).float(), randn(40, seed=1).sign().float()
+    new, regs = (50 + randn(9, 6, seed=2)).float(), torch.logspace(-1, 2, 4)
+    kinds = {"rls": tl.RLS, "lssvm": tl.LSSVM, "kfd": tl.KFD}
+    make = kinds.get(machine, lambda *given: tl.SparseLSSVM(*given, basis=12))
+
+    def everything(dtype):
+        solver, rows, labels = make(INNER_PRODUCTS[kernel], 1.0), X.to(dtype), y.to(dtype)
+        clusters = torch.arange(40) % 9
+        yield solver.loo(rows, labels).outputs
+        yield solver.lco(rows, labels, clusters).outputs
+        yield solver.path(rows, labels, regs.to(dtype)).outputs
+        yield solver.solve(rows, labels).held_out(clusters).outputs
+        yield solver.solve(rows, labels)(new.to(dtype))
+        yield solver.fit(rows, labels)(new.to(dtype))
+        yield solver.frozen()(new.to(dtype))
+        yield solver.predictive(new.to(dtype))[1]
+        if machine == "sparse":
+            stream = tl.Stream(rows, labels, progress=False)
+            yield solver.loo(stream).outputs
+            yield solver.fit(stream)(new.to(dtype))
+
+    for received, expected in zip(everything(torch.float32), everything(torch.float64), strict=True):
+        assert received.dtype == torch.float32
+        assert (received - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_gradients_of_float32_rows_far_from_the_origin_are_those_of_float64():
+    y = randn(20, seed=1).sign()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        X = (50 + randn(20, 3)).float().to(dtype).requires_grad_()
+        tl.KFD(tl.kernels.Linear()).loo(X, y.to(dtype)).outputs.square().sum().backward()
+        found.append(X.grad)
+    assert found[0].dtype == torch.float32
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()

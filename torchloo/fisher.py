@@ -121,10 +121,10 @@ class KFD(LeastSquares):
         reg: Tensor | Regs,
         support: Tensor | None = None,
     ) -> Fit:
-        return _solve(guard, self.kernel(X), Y, reg, weight)
+        return _solve(guard, self._matrix(X), Y, reg, weight)
 
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
-        return _solve_coded(guard, self.kernel(X), Y, self.reg, weight)
+        return _solve_coded(guard, self._matrix(X), Y, self.reg, weight)
 
     def _by_features(self, X: Tensor) -> bool:
         """False: whatever the kernel, the features are the columns of K."""

@@ -160,10 +160,11 @@ class Guard:
     Args:
         function: the name that errors carry.
         symmetric: whether kernel matrices of this call are symmetric because of how they are computed.
+        wide: whether matrices may be float64 where targets are float32, as a machine may evaluate its kernel.
     """
 
-    def __init__(self, function: str, symmetric: bool = False) -> None:
-        self.function = function
+    def __init__(self, function: str, symmetric: bool = False, wide: bool = False) -> None:
+        self.function, self.wide = function, wide
         self._symmetric = symmetric
         self._demands: list[_Demand] = []
         self._proofs: list[tuple[Tensor, tuple[Tensor, ...]]] = []

@@ -70,7 +70,9 @@ def _check(
 ) -> Problem:
     """Check shapes and dtypes against a matrix (..., n, m) and note what must hold of the values."""
     function = guard.function
-    given = {name: matrix, "Y": Y} | ({} if weight is None else {"weight": weight})
+    given = {"Y": Y} | ({} if weight is None else {"weight": weight})
+    if not (guard.wide and matrix.dtype == torch.float64):
+        given = {name: matrix} | given
     require_floating(function, **given)
     shape = tuple(matrix.shape)
     if matrix.ndim < 2 or 0 in shape:

@@ -282,7 +282,8 @@ class Fit:
                 f"got shape {tuple(K_new.shape)}"
             )
         with full_precision(K_new):
-            return self.shaped(K_new @ self.columns + self.offset.unsqueeze(-2))
+            outputs = K_new.to(self.columns.dtype) @ self.columns + self.offset.unsqueeze(-2)
+        return self.shaped(outputs.to(self.targets.dtype))
 
     def held_out(
         self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
@@ -358,8 +359,8 @@ def solve_dual(
 ) -> Fit:
     """Solve a kernel machine from its kernel matrix; Note [dual form]; the guard is to be checked."""
     problem = check_dual(guard, K, Y, reg, weight)
-    form = dual(problem.expand(K), problem.ridge, problem.Y, bias, guard)
-    return Fit(form, problem, KernelRows(Y.dtype))
+    form = dual(problem.expand(K), problem.ridge.to(K.dtype), problem.Y.to(K.dtype), bias, guard)
+    return Fit(form, problem, KernelRows(K.dtype))
 
 
 def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None) -> Fit:
@@ -423,4 +424,4 @@ def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
             form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
-    return Fit(form, problem, CentredFeatures(shifted, centre, problem.Y.dtype))
+    return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))

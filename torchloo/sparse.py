@@ -282,7 +282,7 @@ class SparseLSSVM(LeastSquares):
         assert isinstance(fit.representation, _Basis)
         one = isinstance(fit.form, Dual | Primal)
         spread = fit.representation.spread(fit.form) if one else None
-        self._keep_uncertainty(fit.targets.dtype, None, None, spread)
+        self._keep_uncertainty(None, None, spread)
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
@@ -293,13 +293,14 @@ class SparseLSSVM(LeastSquares):
         assert expansion.support is not None
         beta = torch.linalg.solve_triangular(expansion.factor.mT, p, upper=True)
         bias = solved.offset - (solved.centre @ p)[0]
-        coef = beta.to(solved.dtype) * expansion.kept.unsqueeze(-1)
-        parts = (expansion.support, coef, bias.to(solved.dtype))
+        dtype = self._matrix_dtype(expansion.support)
+        coef = beta.to(dtype) * expansion.kept.unsqueeze(-1)
+        parts = (expansion.support, coef, bias.to(dtype))
         self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
         spread = solved.spread
         if spread is not None:
             spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
-        self._keep_uncertainty(solved.dtype, None, None, spread)
+        self._keep_uncertainty(None, None, spread)
         self.kept = expansion.kept
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
@@ -316,7 +317,7 @@ class SparseLSSVM(LeastSquares):
         evaluate, tensors = pure(self.kernel, "forward")
         guard = Guard(self._function)
         with torch.no_grad():
-            Kzz = self.kernel(basis)
+            Kzz = self._matrix(basis)
         if Kzz.ndim > 2:
             raise ValueError(
                 f"{self._function}: basis must be (m, d) for a stream, got shape {tuple(basis.shape)}"
@@ -340,17 +341,19 @@ class SparseLSSVM(LeastSquares):
         """
         with torch.no_grad():
             L, kept, inverse = _inverted(guard, Kzz)
+        dtype = Kzz.dtype
 
         def columns(X: Tensor, given: Sequence[Tensor]) -> Tensor:
             basis, *others = given
             require_inputs(self._function, basis=basis, X=X)
-            return evaluate(others, basis, X)  # (m, b)
+            return evaluate(others, basis, X, dtype)  # (m, b)
 
         def gram(given: Sequence[Tensor]) -> Tensor:
             basis, *others = given
-            return evaluate(others, basis)
+            return evaluate(others, basis, None, dtype)
 
-        return Expansion(columns, len(L), tensors, gram, L, basis.detach(), kept, inverse)
+        single = self.kernel.keeps_digits
+        return Expansion(columns, len(L), tensors, gram, L, basis.detach(), kept, inverse, single)
 
     def _by_features(self, X: Tensor) -> bool:
         """False: whatever the kernel, the features are those of the basis."""
@@ -364,18 +367,21 @@ class SparseLSSVM(LeastSquares):
         if basis.ndim > -self._row_axis:
             return None
         if csr.is_csr(X) or self.kernel.is_embedding_inside:
-            Kzz, Kxz = self.kernel(basis), self.kernel(X, basis)
+            Kzz, Kxz = self._matrix(basis), self._matrix(X, basis)
             if Kxz.ndim > 2:
                 return None
             with torch.no_grad():
                 guard.symmetric(Kzz=Kzz)
                 L, kept = _factor(guard, Kzz.detach())
-            return Kxz, Expansion(transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept)
+            single = self.kernel.keeps_digits
+            return Kxz, Expansion(
+                transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept, single=single
+            )
         require_inputs(self._function, basis=basis, X=X)
         inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
         evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
-            Kzz = self.kernel.between(centres)
+            Kzz = self.kernel.between(centres, None, self._matrix_dtype(X))
         if Kzz.ndim > 2 or inputs.ndim > 2:
             return None
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors], basis)
@@ -421,4 +427,4 @@ class SparseLSSVM(LeastSquares):
         support: Tensor | None = None,
     ) -> Fit:
         basis = self._support_of(X, Y, weight) if support is None else support
-        return _solve(guard, self.kernel(basis), self.kernel(X, basis), Y, reg, weight)
+        return _solve(guard, self._matrix(basis), self._matrix(X, basis), Y, reg, weight)

@@ -66,7 +66,7 @@ class Kernel(nn.Module):
     """A positive semidefinite function of two points, for all pairs of rows of X and Z.
 
     A kernel of your own overrides `_evaluate`, for inputs that are checked and have gone through `features`.
-    They may be float64 where X is float32: SVC evaluates its kernel so. It declares each of its positive
+    They may be float64 where X is float32, see `keeps_digits`. It declares each of its positive
     parameters by a `Positive` in its body and reads them by `_lift`, so that they may be a batch. That is all
     that searches and reports need:
 
@@ -151,10 +151,10 @@ class Kernel(nn.Module):
         """What `features` make of X, (..., n, p); X itself without, its events flattened."""
         return self._embed("X", X)
 
-    def between(self, F: Tensor, G: Tensor | None = None) -> Tensor:
-        """The kernel matrix (..., n, m) of rows that went through `embed` already."""
+    def between(self, F: Tensor, G: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The kernel matrix (..., n, m) of rows that went through `embed` already, as `forward` gives it."""
         with full_precision(F):
-            return self._matrix(F, G)
+            return self._evaluate_in(F, G, dtype or F.dtype)
 
     def embed_support(self, Z: Tensor) -> list[Tensor]:
         """What `against` needs of Z (..., m, d), computed once: the rows that every part evaluates."""
@@ -211,11 +211,14 @@ class Kernel(nn.Module):
         """The kernels that this one combines, which are evaluated at what `embed` gives; none by default."""
         return []
 
-    def diagonal(self, X: Tensor, embedded: bool = False) -> Tensor:
-        """k(x_i, x_i), (..., n), without the matrix; of X, or of rows that went through `embed` already."""
+    def diagonal(self, X: Tensor, embedded: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+        """k(x_i, x_i), (..., n), without the matrix; of X, or of rows that went through `embed` already.
+
+        `dtype` is as in `forward`.
+        """
         F = X if embedded else self._embed("X", X)
         with full_precision(F):
-            return self._diagonal(F)
+            return self._diagonal_in(F, dtype or F.dtype)
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -240,6 +243,10 @@ class Kernel(nn.Module):
                 )
         return K
 
+    def _diagonal_in(self, X: Tensor, dtype: torch.dtype) -> Tensor:
+        """`_diagonal` for inputs of a dtype, as `_evaluate_in` is `_evaluate`."""
+        return self._diagonal(X.to(dtype))
+
     def _diagonal(self, X: Tensor) -> Tensor:
         blocks = (self._matrix(rows, None) for rows in X.split(64, dim=-2))
         return torch.cat([block.diagonal(dim1=-2, dim2=-1) for block in blocks], -1)
@@ -248,6 +255,15 @@ class Kernel(nn.Module):
     def is_symmetric(self) -> bool:
         """Whether the matrix for one set of points is known to be symmetric, and so need not be checked."""
         return self._symmetric
+
+    @property
+    def keeps_digits(self) -> bool:
+        """Whether the matrix of float32 rows may be float32 too, however far from the origin the rows are.
+
+        A function of distances may. One of inner products is nearly constant there, and what tells the rows
+        apart is lost to rounding: machines evaluate it in float64.
+        """
+        return bool(self.operands) and all(kernel.keeps_digits for kernel in self.operands)
 
     @property
     def is_linear(self) -> bool:
@@ -365,8 +381,8 @@ class Scaled(Kernel):
         K = self.kernel.against(self._embed("X", X), support, dtype)
         return self._lift("scale", K) * K
 
-    def _diagonal(self, X: Tensor) -> Tensor:
-        k = self.kernel.diagonal(X).unsqueeze(-1)
+    def _diagonal_in(self, X: Tensor, dtype: torch.dtype) -> Tensor:
+        k = self.kernel.diagonal(X, dtype=dtype).unsqueeze(-1)
         return (self._lift("scale", k) * k)[..., 0]
 
     @property
@@ -417,8 +433,8 @@ class _Composite(Kernel):
         F = self._embed("X", X)
         return functools.reduce(self._combine, (kernel.against(F, support, dtype) for kernel in self.kernels))
 
-    def _diagonal(self, X: Tensor) -> Tensor:
-        return functools.reduce(self._combine, (kernel.diagonal(X) for kernel in self.kernels))
+    def _diagonal_in(self, X: Tensor, dtype: torch.dtype) -> Tensor:
+        return functools.reduce(self._combine, (kernel.diagonal(X, dtype=dtype) for kernel in self.kernels))
 
     @property
     def operands(self) -> list[Kernel]:

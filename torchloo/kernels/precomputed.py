@@ -16,6 +16,8 @@ class Precomputed(Kernel):
     To predict, X_new (..., m, n) holds kernel values of new points with the n training points.
     """
 
+    keeps_digits = True  # what was given has as many as it has
+
     def __init__(self, *, features: Features = None) -> None:
         super().__init__()
         if features is not None:

@@ -39,6 +39,7 @@ class _Stationary(Kernel):
         per_input=True,
     )
     log_lengthscale: Tensor
+    keeps_digits = True
 
     def _diagonal(self, X: Tensor) -> Tensor:
         batch = self._batch(lengthscale=self.lengthscale.shape[:-1], X=X.shape[:-2])

@@ -140,6 +140,10 @@ class KernelMachine(nn.Module):
             self.support, self.coef, self.bias = support.clone(), solved.coef.clone(), solved.bias.clone()
         self._flat, self._linear = solved.flat, solved.linear
 
+    def _matrix_dtype(self, X: Tensor) -> torch.dtype:
+        """What the kernel is evaluated in for rows X; see `Kernel.keeps_digits`."""
+        return full_dtype(X.dtype) if self.kernel.keeps_digits else torch.float64
+
     @property
     def _row_axis(self) -> int:
         """The axis of X (..., n, *event) that counts rows, from the end."""
@@ -150,7 +154,7 @@ class KernelMachine(nn.Module):
 
         Class labels are coded; see Note [class labels].
         """
-        guard = Guard(self._function, symmetric=self.kernel.is_symmetric)
+        guard = Guard(self._function, symmetric=self.kernel.is_symmetric, wide=True)
         if is_label(y):
             y, _ = self._coded(guard, X, y)
         require_inputs(self._function, X=X, y=y)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchloo import csr
 from torchloo.dual import Dual
-from torchloo.guards import Guard, values_visible
+from torchloo.guards import Guard, full_dtype, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
 from torchloo.kernels.pure import pure
@@ -272,14 +272,14 @@ class LeastSquares(KernelMachine):
                 noise, spread = None, given.spread(form)
             elif isinstance(form, Dual):
                 points = given.shifted
-        self._keep_uncertainty(fit.targets.dtype, noise, points, spread)
+        self._keep_uncertainty(noise, points, spread)
 
-    def _keep_uncertainty(
-        self, dtype: torch.dtype, noise: Tensor | None, points: Tensor | None, spread: Tensor | None
-    ) -> None:
+    def _keep_uncertainty(self, noise: Tensor | None, points: Tensor | None, spread: Tensor | None) -> None:
+        """Store what is given, in the dtype of the coefficients."""
+        assert self.coef is not None
         with torch.inference_mode(False):
             for name, value in (("noise", noise), ("points", points), ("spread", spread)):
-                setattr(self, name, None if value is None else value.to(dtype, copy=True))
+                setattr(self, name, None if value is None else value.to(self.coef.dtype, copy=True))
 
     def predictive(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of the fitted machine at new points (..., q, d), and their variances (..., q).
@@ -298,7 +298,7 @@ class LeastSquares(KernelMachine):
             with full_precision(X):
                 S = self.spread
                 variance = (rows @ S[..., :-1].mT + S[..., -1:].mT).square().sum(-1)
-            return predictor(X), variance
+            return predictor(X), variance.to(full_dtype(X.dtype))
         if self.noise is None and self.reg_per_output:
             raise RuntimeError(
                 f"{type(self).__name__}: a machine with one regularisation for each output has no predictive "
@@ -312,7 +312,7 @@ class LeastSquares(KernelMachine):
         fit = self._solved_again()
         if fit.features is not None:  # the centre of what were features about a centre is zero to rounding
             rows = rows - fit.features.centre
-        return predictor(X), fit.variance_at(rows, own).to(self.noise.dtype)
+        return predictor(X), fit.variance_at(rows, own).to(full_dtype(X.dtype))
 
     def _solved_again(self) -> Fit:
         """The machine factorised from what `fit` stored, for whichever targets."""
@@ -323,7 +323,8 @@ class LeastSquares(KernelMachine):
 
         @torch.no_grad()
         def make() -> Fit:
-            guard, Y = Guard(self._function), torch.zeros_like(noise).unsqueeze(-1)
+            guard = Guard(self._function, wide=True)
+            Y = torch.zeros_like(noise).unsqueeze(-1)
             weight = self.reg.to(noise).unsqueeze(-1) / noise
             if points is not None:
                 return from_features(guard, points, Y, self.reg, weight, self.has_bias).checked()
@@ -349,7 +350,7 @@ class LeastSquares(KernelMachine):
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
-        self._keep_uncertainty(solved.dtype, None, None, solved.spread)
+        self._keep_uncertainty(None, None, solved.spread)
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
         """The features of rows that come in blocks, of which `first` gives as many as are asked for."""
@@ -388,4 +389,8 @@ class LeastSquares(KernelMachine):
     ) -> Fit:
         if self._by_features(X):
             return from_features(guard, self.kernel.feature_map(X), Y, reg, weight, self.has_bias)
-        return from_kernel_matrix(guard, self.kernel(X), Y, reg, weight, self.has_bias)
+        return from_kernel_matrix(guard, self._matrix(X), Y, reg, weight, self.has_bias)
+
+    def _matrix(self, X: Tensor, Z: Tensor | None = None) -> Tensor:
+        """The kernel matrix (..., n, m) of rows X and Z, evaluated in `_matrix_dtype`."""
+        return self.kernel(X, Z, self._matrix_dtype(X))

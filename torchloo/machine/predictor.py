@@ -115,7 +115,7 @@ class Predictor:
                 f"{self.function}: a variance needs k(x, x), which the rows of Precomputed do not tell; use "
                 "the kernel itself"
             )
-        return self.kernel.diagonal(X)
+        return self.kernel.diagonal(X, dtype=self.coef.dtype)
 
     def _design(self, X: Tensor) -> Tensor:
         received = features_or_inputs(

@@ -73,6 +73,7 @@ class Expansion:
         support: what k is evaluated at, (p, d), or None.
         kept: boolean (p,), which entries of k are in use, or None for all.
         inverse: that of the factor, where it is known; then all entries are in use.
+        single: whether columns of float32 rows may be float32.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class Expansion:
         support: Tensor | None = None,
         kept: Tensor | None = None,
         inverse: LowerInverse | None = None,
+        single: bool = True,
     ) -> None:
         self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
-        self.factor, self.support, self.kept = factor, support, kept
+        self.factor, self.support, self.kept, self.single = factor, support, kept, single
         self.origin: Tensor | None = None
         self.kind = torch.float64
         self._versions = [None if t.is_inference() else t._version for t in self.tensors]

@@ -93,7 +93,8 @@ class StreamFit:
         self.graph, self._call = graph or Graph(), call
         self.wants_graph, self.kept, self._guard = False, None, guard
         self._owner, self._solved_with = machine, _settings(machine)
-        expansion.kind = torch.float32  # if the rows are, and that is accurate enough
+        # Float32 if the rows are, and that is accurate enough.
+        expansion.kind = torch.float32 if expansion.single else torch.float64
         values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
         with torch.no_grad():
             self._least_reg = values.double().min() if values.numel() else None

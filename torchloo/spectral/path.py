@@ -325,7 +325,7 @@ def from_kernel_matrix(
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
         form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
-    return Fit(form, problem, KernelRows(Y.dtype))
+    return Fit(form, problem, KernelRows(K.dtype))
 
 
 def from_features(
@@ -354,10 +354,10 @@ def from_features(
                 again = share @ shifted.detach()
                 shifted, centre = shifted - again, centre + again
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
-            return Fit(form, problem, CentredFeatures(shifted, centre, Y.dtype))
+            return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
         guard.check()  # before a decomposition that would fail in words of its own
         form = ByFeatures(problem, regs.double(), reg.path, Normal.of(shifted, zeta, bias))
-    return Fit(form, problem, _OfFeatures(shifted, centre, Y.dtype))
+    return Fit(form, problem, _OfFeatures(shifted, centre, Z.dtype))
 
 
 @dataclass
