@@ -41,7 +41,7 @@ from torch.autograd.function import Function
 from torchloo.autograd import apply
 from torchloo.blocks import NOT_DEFINITE, Root, solve_blocks
 from torchloo.clusters import Partition
-from torchloo.factors import ILL_CONDITIONED, condition
+from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
 from torchloo.precision import full_precision
@@ -106,6 +106,17 @@ def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Ten
         return torch.linalg.cholesky_ex(A)
     info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
     return torch.linalg.cholesky_ex(A, out=(A, info))
+
+
+def _factor_of_rows(Z: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
+    """The same L for K = Z Z^T, from features Z (..., n, d): K would square their condition."""
+    root = ridge.sqrt()
+    if pivot is None:
+        return lower_factor(torch.cat([Z.mT, torch.diag_embed(root)], -2))
+    ones = _put(torch.ones_like(root), pivot, -1, 0.0)
+    common = (_at(root, pivot, -1) * ones).unsqueeze(-2)  # ridge_p, which all differences to row p share
+    own = torch.diag_embed(root.scatter(-1, pivot, 1.0))
+    return lower_factor(torch.cat([(Z - _at(Z, pivot, -2)).mT, common, own], -2))
 
 
 def _differences(V: Tensor, pivot: Tensor | None) -> Tensor:
@@ -503,6 +514,7 @@ def dual(
     bias: bool,
     guard: Guard,
     otherwise: Callable[[], Other] | None = None,
+    features: Tensor | None = None,
 ) -> "Dual | Other":
     """Solve (K + diag(ridge)) a + b 1 = Y, 1^T a = 0 if there is a bias; Note [dual form].
 
@@ -511,6 +523,7 @@ def dual(
         bias: whether there is an unpenalised bias.
         guard: demands on the values; that the factorisation succeeds becomes one of them.
         otherwise: what is returned where values show that K + diag(ridge) is badly conditioned.
+        features: Z (..., n, d) with K = Z Z^T, from which it is factorised there if nothing is returned.
 
     Differentiable in K, ridge and Y, to every order. Cost n^3/3 for the factor and as much again
     for the diagonal of P; memory 2.2 n^2 numbers, 4.3 n^2 with the backward.
@@ -518,9 +531,13 @@ def dual(
     with torch.no_grad(), full_precision(K):
         pivot = _pivot(K, ridge) if bias else None
         L, info = _factor(K, ridge, pivot)
-        asked = otherwise is not None and values_visible(K)
+        asked = (otherwise is not None or features is not None) and values_visible(K)
         well_conditioned = not asked or guard.asks(condition(L) < ILL_CONDITIONED)
     if otherwise is not None and not well_conditioned:
         return otherwise()
-    guard.factored(info, NOT_DEFINITE)
+    if features is not None and not well_conditioned:
+        with torch.no_grad(), full_precision(K):
+            L = _factor_of_rows(features, ridge, pivot)
+    else:
+        guard.factored(info, NOT_DEFINITE)
     return Dual(K, ridge, Y, pivot, L)

@@ -13,6 +13,7 @@ __all__ = [
     "condition",
     "inverse_factor",
     "inverse_factor_of",
+    "lower_factor",
     "root_of",
     "triangle",
     "trusted",
@@ -80,14 +81,19 @@ def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def inverse_factor_of(rows: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
     """T for C = B^T B and B (..., m, p) of full rank, m >= p, and the 1 - h that it can still tell from 0."""
-    R = triangle(rows)
-    pivots = R.diagonal(dim1=-2, dim2=-1)
-    limit = pivots.shape[-1] * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(R, dim=-2)
-    guard.require(pivots.abs() > limit, NOT_DEFINITE)
-    L = (pivots.sign().unsqueeze(-1) * R).mT
+    L = lower_factor(rows)
+    pivots = L.diagonal(dim1=-2, dim2=-1)
+    limit = pivots.shape[-1] * torch.finfo(L.dtype).eps * torch.linalg.vector_norm(L, dim=-1)
+    guard.require(pivots > limit, NOT_DEFINITE)
     unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
     return T, trusted(condition(L, T).sqrt())
+
+
+def lower_factor(rows: Tensor) -> Tensor:
+    """L (..., p, p), lower triangular with a positive diagonal: L L^T = B^T B for B (..., m, p), m >= p."""
+    R = triangle(rows)
+    return (R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-1) * R).mT
 
 
 def triangle(rows: Tensor) -> Tensor:

@@ -380,9 +380,10 @@ def solve_features(
 ) -> Fit:
     """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
 
-    The primal form where there are fewer features than rows, else the dual one, unless Z Z^T is badly
-    conditioned and there are no more features than rows. `columns` are the
-    coefficients of the training rows, as for any other kernel; `features` those of the features.
+    The primal form where there are fewer features than rows, else the dual one. Where Z Z^T is badly
+    conditioned, no more features than rows take the primal form too, and more a factor from Z itself.
+    `columns` are the coefficients of the training rows, as for any other kernel; `features` those of the
+    features.
     The guard is to be checked.
     """
     return _solve_features(check_features(guard, Z, Y, reg, weight), Z, bias)
@@ -420,8 +421,8 @@ def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
         if d + bias < n:
             form: Dual | Primal = from_features()
         else:
-            # Z Z^T squares the condition of Z, which the primal form can avoid.
+            # Z Z^T squares the condition of Z, which the primal form and a factor from Z itself avoid.
             otherwise = from_features if d <= n else None
             ridge, Y64 = problem.ridge.double(), problem.Y.double()
-            form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise)
+            form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise, shifted.detach())
     return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))

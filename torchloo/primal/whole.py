@@ -134,17 +134,16 @@ class Normal:
     """V^T V, (..., p, p)."""
     mean: Tensor | None
     """Weighted mean of the features, (..., 1, p); None without a bias."""
+    Z: Tensor
+    """The features themselves, (..., n, p)."""
 
     @classmethod
     def of(cls, Z: Tensor, weight: Tensor, bias: bool) -> "Normal":
         """Those of features (..., n, p) and weights (..., n), in float64."""
         Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
-        mean = None
-        if bias:
-            mean = _share(root) @ Z
-            Z = Z - mean
-        V = root * Z
-        return cls(V, root, V.mT @ V if in_forward_mode() else inner_products(V.mT), mean)
+        mean = _share(root) @ Z if bias else None
+        V = root * (Z if mean is None else Z - mean)
+        return cls(V, root, V.mT @ V if in_forward_mode() else inner_products(V.mT), mean, Z)
 
     @property
     def per_weight(self) -> Tensor:
@@ -164,7 +163,7 @@ class Normal:
             w, Q = values.square().flip(-1), Qt.mT.flip(-1)
         w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
         mean = None if self.mean is None else self.mean @ Q
-        return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(w), mean), w, Q, by_rows)
+        return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(w), mean, self.Z @ Q), w, Q, by_rows)
 
     def solve(
         self,
@@ -351,10 +350,8 @@ class Primal:
         def own(t: Tensor) -> Tensor:
             return t[problem[len(problem) - (t.ndim - 2) :]]
 
-        V, root, R = (own(t) for t in (self.normal.V, self.normal.root, self.R))
-        if self.has_bias:
-            V, R = torch.cat([V, root], -1), torch.nn.functional.pad(R, (0, 1, 0, 1))
-        return refit_at_once(V, R, root, root * own(_about_mean(self.Y, self.normal)[0]), sets, guard)
+        Z, root, R = (own(t) for t in (self.normal.Z, self.normal.root, self.R))
+        return refit_at_once(Z, R, root, own(_about_mean(self.Y, self.normal)[0]), sets, self.has_bias, guard)
 
     def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
