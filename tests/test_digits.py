@@ -1,5 +1,6 @@
 """Leave-one-out and leave-cluster-out against refits with 60 digits, however badly conditioned."""
 
+import contextlib
 import random
 
 import pytest
@@ -74,15 +75,15 @@ def moved(values, source):
     return values * (1 + EPS * signs.reshape(values.shape))
 
 
-def movement(machine, kernel, X, y, reg, weight, clusters, basis, expected):
-    """How far refits move if rows, targets and weights change by a unit in the last place.
+def movement(machine, kernel, X, y, reg, weight, clusters, basis, expected, seeds):
+    """How far refits move at most if rows, targets and weights change by a unit in the last place.
 
     Kernel values change by a unit of sqrt(k_ii k_jj), but where the machine has the rows of a linear
     kernel to work with.
     """
     by_rows = kernel == "linear" and machine in ("rls", "lssvm")
     worst = mp.mpf(0)
-    for seed in range(3):
+    for seed in seeds:
         source = random.Random(seed)
 
         def rounding(k_ii, k_jj, source=source):
@@ -112,26 +113,49 @@ def assert_refitted(problem, reg, outputs, targets, basis=()):
     size = max(abs(value) for value in expected) + targets.abs().max().item()
     pairs = zip(outputs.tolist(), expected, strict=True)
     error = max(abs(mp.mpf(output) - value) for output, value in pairs) / size
-    if error > 1e-8:
-        limit = movement(machine, kernel, X, y, reg, weight, clusters, basis, expected) / size
-        assert error <= 100 * limit
+    if error <= 1e-8:
+        return
+    given = (machine, kernel, X, y, reg, weight, clusters, basis, expected)
+    if error > 100 * movement(*given, range(3)) / size:
+        # Changes of random sign may cancel: a few of them may not show how far the refits can move.
+        assert error <= 100 * movement(*given, range(3, 24)) / size
+
+
+@contextlib.contextmanager
+def refused_if_undetermined(problem, reg):
+    """A machine may refuse what rounding makes indefinite: then the refits are known to no digit."""
+    try:
+        yield
+    except ValueError as refusal:
+        if "not positive definite to working precision" not in str(refusal):
+            raise
+        machine, kernel, X, y, weight, clusters = problem
+        reg, rows = mp.mpf(float(reg)), [digits.exact(t) for t in (X, y, weight)]
+        expected = digits.held_out(machine, kernel, *rows[:2], reg, rows[2], clusters)
+        size = max(abs(value) for value in expected)
+        assert 100 * movement(machine, kernel, X, y, reg, weight, clusters, (), expected, range(8)) >= size
 
 
 def compare(problem, reg):
     machine, kernel, X, y, weight, clusters = problem
     solver = make(machine, kernel, reg, len(X))
-    fit = solver.solve(X, y, weight)
-    basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
-    for held_out in (fit.held_out(clusters), solver.lco(X, y, clusters, weight)):  # all at once, by blocks
-        assert_refitted(problem, solver.reg, held_out.outputs, held_out.targets, basis)
+    with refused_if_undetermined(problem, reg):
+        fit = solver.solve(X, y, weight)
+        basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
+        for held_out in (
+            fit.held_out(clusters),
+            solver.lco(X, y, clusters, weight),
+        ):  # all at once, by blocks
+            assert_refitted(problem, solver.reg, held_out.outputs, held_out.targets, basis)
 
 
 def compare_path(problem, regs):
     """At the least regularisation, and at the first."""
     machine, kernel, X, y, weight, clusters = problem
-    received = make(machine, kernel, 1.0, len(X)).path(X, y, regs, clusters, weight)
-    for r in {0, int(regs.argmin())}:
-        assert_refitted(problem, regs[r], received.outputs[r], received.targets[r])
+    with refused_if_undetermined(problem, regs.min()):
+        received = make(machine, kernel, 1.0, len(X)).path(X, y, regs, clusters, weight)
+        for r in {0, int(regs.argmin())}:
+            assert_refitted(problem, regs[r], received.outputs[r], received.targets[r])
 
 
 @pytest.fixture(autouse=True, scope="module")

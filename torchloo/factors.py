@@ -79,15 +79,22 @@ def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return T, condition(L, T), info
 
 
-def inverse_factor_of(rows: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
-    """T for C = B^T B and B (..., m, p) of full rank, m >= p, and the 1 - h that it can still tell from 0."""
-    L = lower_factor(rows)
-    pivots = L.diagonal(dim1=-2, dim2=-1)
-    limit = pivots.shape[-1] * torch.finfo(L.dtype).eps * torch.linalg.vector_norm(L, dim=-1)
-    guard.require(pivots > limit, NOT_DEFINITE)
-    unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+    """T for C = B^T B and B (..., m, p) of full rank, m >= p, the 1 - h that it can still tell from 0, and p.
+
+    p (..., p, c) has the least |Y - B p| for targets (..., m, c). Where rows differ by many orders, B^T Y has
+    lost what the short ones say of it.
+    """
+    p = rows.shape[-1]
+    R = triangle(torch.cat([rows, targets], -1))
+    R, d = R[..., :p, :p], R[..., :p, p:]
+    pivots = R.diagonal(dim1=-2, dim2=-1)
+    limit = p * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(R, dim=-2)
+    guard.require(pivots.abs() > limit, NOT_DEFINITE)
+    L = (pivots.sign().unsqueeze(-1) * R).mT
+    unit = torch.eye(p, dtype=L.dtype, device=L.device)
     T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
-    return T, trusted(condition(L, T).sqrt())
+    return T, trusted(condition(L, T).sqrt()), torch.linalg.solve_triangular(R, d, upper=True)
 
 
 def lower_factor(rows: Tensor) -> Tensor:

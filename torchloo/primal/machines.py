@@ -296,7 +296,11 @@ def _settled(estimate: Tensor, moments: Moments) -> Tensor:
 
 
 def one_machine(
-    guard: Guard, expansion: Expansion, moments: Moments, reg: Tensor, triangle: Callable[[], Tensor]
+    guard: Guard,
+    expansion: Expansion,
+    moments: Moments,
+    reg: Tensor,
+    triangle: Callable[[], tuple[Tensor, Tensor]],
 ) -> Machines:
     """The machine of one regularisation, a 0-dimensional tensor.
 
@@ -305,18 +309,16 @@ def one_machine(
         expansion: the features.
         moments: of all rows.
         reg: regularisation.
-        triangle: R (p, p) with R^T R = S, from the rows themselves, where S is badly conditioned.
+        triangle: R (p, p) and d (p, c) with R^T R = S and R^T d = T, from the rows themselves, where S is
+            badly conditioned.
     """
     C = moments.S.clone()
     C.diagonal().add_(reg)
     f = torch.ones_like(C[None, :1])
 
-    def with_inverse(rotation: Tensor) -> tuple[Machines, Tensor]:
-        q = (rotation @ moments.T).mT.unsqueeze(0)
-        return _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
-
     rotation, estimate, info = inverse_factor(C)
-    machines, fine = with_inverse(rotation)
+    q = (rotation @ moments.T).mT.unsqueeze(0)
+    machines, fine = _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
     narrow = expansion.kind != torch.float64
     limit = SINGLE if narrow else ILL_CONDITIONED
     questions = (estimate < limit, _settled(estimate, moments), fine)
@@ -325,10 +327,14 @@ def one_machine(
         raise ImpreciseError
     least = torch.full_like(reg, 1 / SINGLE) if narrow else trusted(estimate)
     if not well_conditioned:
+        R, d = triangle()
         unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
-        rotation, least = inverse_factor_of(torch.cat([triangle(), reg.sqrt() * unit]), guard)
-        machines, fine = with_inverse(rotation)
-        machines.refined, machines.fold = False, guard.asks(fine)
+        rows = torch.cat([R, reg.sqrt() * unit])
+        rotation, least, coef = inverse_factor_of(rows, torch.cat([d, torch.zeros_like(d)]), guard)
+        q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(0)
+        machines, fine = _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
+        machines.refined = machines.moved = True  # the normal equations know the coefficients less well
+        machines.fold = guard.asks(fine)
     else:
         guard.require(info == 0, NOT_DEFINITE)
     machines.least = least.reshape(1, 1)
@@ -336,7 +342,11 @@ def one_machine(
 
 
 def path_machines(
-    guard: Guard, expansion: Expansion, moments: Moments, regs: Tensor, triangle: Callable[[], Tensor]
+    guard: Guard,
+    expansion: Expansion,
+    moments: Moments,
+    regs: Tensor,
+    triangle: Callable[[], tuple[Tensor, Tensor]],
 ) -> Machines:
     """The machines of regularisations (R, 1), or (R, c) with one for each output; see `one_machine`."""
 
@@ -360,7 +370,7 @@ def path_machines(
     if narrow and not (well_conditioned and machines.fold):
         raise ImpreciseError
     if not well_conditioned:
-        _, values, Qt = torch.linalg.svd(triangle())
+        _, values, Qt = torch.linalg.svd(triangle()[0])
         machines, fine = with_eigen(values.square(), Qt.mT)
         machines.refined, machines.fold, machines.least = False, guard.asks(fine), trusted(estimate.sqrt())
     return machines

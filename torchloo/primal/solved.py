@@ -203,20 +203,21 @@ class StreamFit:
         if bias:
             self.expansion.begin(self.others.gather(mean.cpu())[0].to(mean), part.Y.dtype)
 
-    def _triangle(self) -> Tensor:
-        """R (p, p) with R^T R = S, by QR factorisations of the blocks of one more pass."""
-        own = self.others.together(self._own_triangle)
-        return (
-            own
-            if self.others.count == 1
-            else triangle(torch.cat([part.to(own) for part in self.others.gather(own.cpu())]))
-        )
+    def _triangle(self) -> tuple[Tensor, Tensor]:
+        """R (p, p) and d (p, c), R^T R = S and R^T d = T, by QR factorisations of blocks of one more pass."""
+        R, p = self.others.together(self._own_triangle), len(self.moments.S)
+        if self.others.count > 1:
+            R = triangle(torch.cat([part.to(R) for part in self.others.gather(R.cpu())]))
+        return R[:p, :p], R[:p, p:]
 
     def _own_triangle(self) -> Tensor:
-        R = torch.zeros_like(self.moments.S)
+        moments = self.moments
+        columns = sum(moments.T.shape)
+        R = moments.S.new_zeros(columns, columns)
         for part in self.blocks("orthogonal factor"):
-            D = self.expansion.features(self.expansion.columns(part.X)).sub_(self.moments.mean_z)
-            R = triangle(torch.cat([R, D.mul_(part.weight.double().sqrt()).mT]))
+            D = self.expansion.features(self.expansion.columns(part.X)).sub_(moments.mean_z)
+            rows = torch.cat([D.mT, part.Y.double() - moments.mean_y], -1)
+            R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)]))
         return R
 
     def checked_for(self, machine: "LeastSquares") -> Self:

@@ -98,19 +98,21 @@ class _Coefficients(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, T: Tensor) -> Tensor:
-        return _refined(V, R, Y, right, T)
+    def forward(
+        V: Tensor, R: Tensor, Y: Tensor, right: Tensor, T: Tensor, known: Tensor | None = None
+    ) -> Tensor:
+        return _refined(V, R, Y, right, T) if known is None else known.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        V, R, Y, _, T = inputs
+        V, R, Y, _, T, _ = inputs
         ctx.save_for_backward(V, R, Y, T, output)
 
     @staticmethod
     def backward(ctx: Any, pbar: Tensor) -> tuple[Tensor | None, ...]:
         V, R, Y, T, p = ctx.saved_tensors
         with full_precision(V):
-            v = apply(_Coefficients, V, R, torch.zeros_like(Y), pbar, T)
+            v = apply(_Coefficients, V, R, torch.zeros_like(Y), pbar, T, None)
             Vv = _times(V, v)
             Vbar = Rbar = None
             if ctx.needs_input_grad[0]:
@@ -119,7 +121,7 @@ class _Coefficients(Function):
             if ctx.needs_input_grad[1]:
                 outer = v @ p.mT
                 Rbar = -(outer + outer.mT) / 2
-            return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None
+            return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None, None
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,11 @@ class Normal:
         Both may have more axes in front than the rows have. The inverse, where it is known, is T with
         T C T^T = I, (..., p, p) or diagonal (..., p), and the 1 - h that it can still tell from 0, (...).
         """
-        T, least = _inverse(self.S + R, self.V, R, guard) if inverse is None else inverse
-        return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y))
+        if inverse is None:
+            T, least, known = _inverse(self, R, Y, guard)
+        else:
+            (T, least), known = inverse, None
+        return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y, known))
 
 
 @dataclass(frozen=True)
@@ -212,15 +217,20 @@ def _about_mean(Y: Tensor, normal: Normal) -> tuple[Tensor, Tensor]:
     return Y if normal.mean is None else Y - mean, mean
 
 
-def _solved(normal: Normal, R: Tensor, reg: Tensor, T: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients (..., p, c), offset (..., c), and a = P Y in the units of the dual form, (..., n, c)."""
+def _solved(
+    normal: Normal, R: Tensor, reg: Tensor, T: Tensor, Y: Tensor, known: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients (..., p, c), offset (..., c), and a = P Y in the units of the dual form, (..., n, c).
+
+    The coefficients may be known already.
+    """
     V, root = normal.V, normal.root
     Y, offset = _about_mean(Y, normal)
     right = V.new_zeros((*R.shape[:-2], V.shape[-1], Y.shape[-1]))
     if in_forward_mode():
         p = _refined(V, R, root * Y, right, T)
     else:
-        p = apply(_Coefficients, V, R, root * Y, right, T.detach())
+        p = apply(_Coefficients, V, R, root * Y, right, T.detach(), known)
     e = root * Y - _times(V, p)
     if normal.mean is None:
         offset = torch.zeros_like(p[..., :1, :])
@@ -394,16 +404,20 @@ def _expanded(column: Tensor, like: Tensor) -> Tensor:
     return column.expand(*like.shape[:-1], 1)
 
 
-def _inverse(C: Tensor, V: Tensor, R: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
-    """T with T C T^T = I, (..., p, p), and the 1 - h that it can still tell from 0, (...)."""
+def _inverse(normal: Normal, R: Tensor, Y: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor | None]:
+    """T with T C T^T = I, (..., p, p), the 1 - h that it can still tell from 0, (...), and p if known."""
+    C, V = normal.S + R, normal.V
     T, estimate, info = inverse_factor(C)
     if not values_visible(T) or guard.asks(estimate < ILL_CONDITIONED):
         guard.require(info == 0, NOT_DEFINITE)
-        return T, trusted(estimate)
+        return T, trusted(estimate), None
     with torch.no_grad():
-        rows = V.expand(*R.shape[: R.ndim - V.ndim], *V.shape)
-        T, least = inverse_factor_of(torch.cat([rows, root_of(R, guard)], -2), guard)
-    return with_derivatives(T, C), least
+        batch = R.shape[:-2]
+        targets = (normal.root * _about_mean(Y, normal)[0]).expand(*batch, *Y.shape[-2:])
+        rows = torch.cat([V.expand(*batch, *V.shape[-2:]), root_of(R, guard)], -2)
+        targets = torch.nn.functional.pad(targets, (0, 0, 0, R.shape[-1]))
+        T, least, known = inverse_factor_of(rows, targets, guard)
+    return with_derivatives(T, C), least, known
 
 
 def primal(
