@@ -6,6 +6,7 @@ import random
 import pytest
 import reference_digits as digits
 import torch
+from found_draws import FOUND
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpmath import mp
@@ -362,3 +363,22 @@ def test_gradients_of_float32_rows_far_from_the_origin_are_those_of_float64():
         found.append(X.grad)
     assert found[0].dtype == torch.float32
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()
+
+
+@pytest.mark.parametrize("name", list(FOUND))
+def test_draws_that_once_failed(name):
+    machine, kernel, reg, clusters, *tensors = FOUND[name]
+    X, y, weight = (torch.tensor(values, dtype=torch.float64) for values in tensors)
+    compare((machine, kernel, X, y, weight, clusters), reg)
+
+
+@pytest.mark.parametrize("seed", [15, 17, 104, 163])
+def test_a_heavy_row_left_out_of_equal_rows_leaves_their_weighted_mean(seed):
+    """About the mean of all rows, the feature that equal rows share would be like a second bias."""
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(4, 1, generator=generator, dtype=torch.float64)
+    X[:3] = X[0]
+    y = torch.randn(4, generator=generator, dtype=torch.float64)
+    weight = 10 ** (12 * torch.rand(4, generator=generator, dtype=torch.float64) - 6)
+    received = tl.LSSVM(tl.kernels.Linear(), 1e-10).loo(X, y, weight).outputs[3]
+    assert (received - (weight[:3] @ y[:3]) / weight[:3].sum()).abs() <= 1e-7

@@ -215,11 +215,12 @@ def test_a_step_of_refinement_is_applied_where_it_matters(monkeypatch):
     monkeypatch.setattr(
         tl.StreamFit, "_correct", lambda self, *given: corrected.append(True) or correct(self, *given)
     )
-    received = machine.loo(tl.Stream(X, Y, weight, block=64, progress=False))
+    regs = torch.tensor([1e-9, 1.0], dtype=torch.float64)
+    received = machine.path(tl.Stream(X, Y, weight, block=64, progress=False), regs=regs)
     assert corrected
     # The condition number is 1e9: outputs without the step are known to 3e-9 only. Leverages are known to
     # 1e-9 from sums over blocks; rows in memory are factorised themselves and know theirs better.
-    expected = machine.loo(X, Y, weight)
+    expected = machine.path(X, Y, regs, weight=weight)
     assert relative(received.outputs, expected.outputs) <= 1e-9
     assert_same(received, expected, relative=5e-9)
 

@@ -154,7 +154,7 @@ class Kernel(nn.Module):
     def between(self, F: Tensor, G: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The kernel matrix (..., n, m) of rows that went through `embed` already, as `forward` gives it."""
         with full_precision(F):
-            return self._evaluate_in(F, G, dtype or F.dtype)
+            return self._evaluate_in(F, G, dtype or full_dtype(F.dtype))
 
     def embed_support(self, Z: Tensor) -> list[Tensor]:
         """What `against` needs of Z (..., m, d), computed once: the rows that every part evaluates."""
@@ -218,7 +218,7 @@ class Kernel(nn.Module):
         """
         F = X if embedded else self._embed("X", X)
         with full_precision(F):
-            return self._diagonal_in(F, dtype or F.dtype)
+            return self._diagonal_in(F, dtype or full_dtype(F.dtype))
 
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         raise NotImplementedError
