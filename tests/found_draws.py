@@ -1,4 +1,4 @@
-"""Draws for which held-out outputs once were wrong: machine, kernel, reg, clusters, rows, targets, weights."""
+"""Draws whose held-out outputs once were wrong: machine, kernel, reg, clusters, rows, targets, weights."""
 
 FOUND = {
     "pivots_hide_a_small_eigenvalue": (

@@ -179,14 +179,14 @@ class Machines:
     """Rows and sets whose 1 - h is below this are refitted, (R, c')."""
     refined: bool
     """Whether no step of refinement is needed, or it has been made."""
+    rounding: Tensor
+    """How far f^{1/2} u may differ between two evaluations of the same kernel columns."""
     folded: Tensor | None = None
     """F of Note [folding], (p, p), where there is a factor."""
     fold: bool = False
     """Whether it may be used."""
     moved: bool = False
     """Whether a step of refinement has been made."""
-    rounding: Tensor | float = 0.0
-    """How far f^{1/2} u may differ between two evaluations of the same kernel columns."""
 
     @property
     def each(self) -> list[tuple[int, int, slice]]:
@@ -275,7 +275,7 @@ def _machines(
 ) -> tuple[Machines, Tensor]:
     """Machines from A^T, f (R, c', p) and q (R, c, p), not yet refined, and whether they may fold."""
     folded, fine = None, torch.ones_like(moments.weight, dtype=torch.bool)
-    differs: Tensor | float = 0.0
+    differs = torch.zeros_like(moments.weight)
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
         rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|

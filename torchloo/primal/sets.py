@@ -4,7 +4,6 @@ Their rows are gathered wherever they stand, many sets of one size at a time; a 
 features and than a block is visited twice, first for its sums. See Note [leaving sets out].
 """
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,8 +95,9 @@ class _Visit:
         """Which sets (g,) the rounding of kernel columns may change too much."""
         zeta = scale.square()
         longest = (B.square().sum(-1, keepdim=True) / zeta).sqrt()  # (g, s, 1)
-        parts = (part.amax((-2, -1)) for part in (zeta, longest, inverse * zeta))
-        return self.machines.rounding * math.prod(parts) > _DIFFERS[self.solved.expansion.kind]
+        largest, farthest, worst = (part.amax((-2, -1)) for part in (zeta, longest, inverse * zeta))
+        change = self.machines.rounding * largest * farthest * worst
+        return change > _DIFFERS[self.solved.expansion.kind]
 
     def _weigh(self, diagonal: Tensor) -> None:
         """Take note of the diagonal of an inverse of I - B B^T or I - B^T B."""
