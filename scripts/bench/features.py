@@ -1,6 +1,7 @@
 """Explicit features, paths and small problems: ratios measured in one run, both sides in turns.
 
-    python scripts/bench/features.py [--quick] [--repeats 5] [--only NAME [--case TEXT]] [--million] [--rows N]
+    python scripts/bench/features.py [--quick] [--repeats 5] [--only NAME [--case TEXT]] [--million]
+        [--rows N]
 
 ridge   LOO of 30 reg with weights and bias (`LSSVM(Linear()).path`) against RidgeCV of scikit-learn, whose
         cv_results_ are the same weight * residual^2; where rows are fewer than columns, against one eigh of
