@@ -523,7 +523,7 @@ def test_a_bad_held_out_raises(change, error, match):
         (torch.ones(1).double(), ValueError, r"weight must be \(13,\)"),
         (torch.ones(13, 1).double(), ValueError, r"weight must be \(13,\)"),
         (-torch.ones(13).double(), ValueError, "not negative"),
-        (torch.zeros(13).double(), ValueError, "positive in one row"),
+        (torch.zeros(13).double(), ValueError, "positive in at least one row"),
         (torch.full((13,), math.nan).double(), ValueError, "finite"),
         (torch.ones(13), TypeError, "weight must have the dtype"),
         ([1.0] * 13, TypeError, "weight must be a torch tensor"),

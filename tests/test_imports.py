@@ -97,13 +97,8 @@ def test_no_package_reads_a_private_attribute_that_only_another_defines():
     assert taken - STILL_READ == set()
 
 
-YET_TO_BE_RENAMED = ("torchloo/svm/", "torchloo/distributed/", "torchloo/primal/", "torchloo/spectral/")
-
-
 def test_every_file_has_a_name_of_its_own():
-    paths = [path for path in MODULES.values() if path.name != "__init__.py"]
-    settled = [p for p in paths if not p.relative_to(ROOT).as_posix().startswith(YET_TO_BE_RENAMED)]
-    count = Counter(path.name for path in settled)
+    count = Counter(path.name for path in MODULES.values() if path.name != "__init__.py")
     assert [name for name, times in count.items() if times > 1] == []
 
 

@@ -125,7 +125,7 @@ class _LOOEstimator(BaseEstimator):
         """The unfitted machine, and the random number generator."""
         name = type(self).__name__
         fitting = [each for each, kind in MACHINES.items() if is_classifier(self) or not kind.needs_classes]
-        _require_one_of(name, "machine", self.machine, tuple(fitting))
+        _require_one_of(name, "machine", self.machine, tuple(sorted(fitting)))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
         if isinstance(self.kernel, Kernel):
