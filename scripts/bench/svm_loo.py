@@ -1,6 +1,7 @@
 """Leave-one-out of the SVM: torchloo against scikit-learn's SVC retrained, ratios of one run.
 
     python scripts/bench/svm_loo.py [--data DIR] [--sets heart,image] [--full] [--method smo]
+    python scripts/bench/svm_loo.py --large 10000
 
 For each of the 13 IDA sets (first split), RBF with lengthscale sqrt(d) on standardised inputs and
 linear, C in {1, 100}: svm_loo with values and without, against SVC(kernel="precomputed", tol=1e-3)
@@ -9,7 +10,8 @@ decision_function. At most --most refits (and --seconds of them) are timed and t
 from their mean (marked *); --full does them all. `plain` extrapolates to all n rows. Times are CPU
 times of this process, both sides single-threaded, so that other work on the machine counts for neither.
 The sides take turns, five of them or more within --seconds, and the best one counts for each; refits that
-take longer than --seconds run once.
+take longer than --seconds run once. --large N instead calls SVC.loo once on N rows of twonorm, RBF with
+lengthscale sqrt(d), C = 1, and prints its time and the peak of memory beyond what the process had before.
 """
 
 import argparse
@@ -21,9 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from measure import add_data
+from measure import add_data, peak_bytes
 from sklearn.svm import SVC
 
+import torchloo as tl
 from torchloo.svm import SVMHeldOut, svm_loo
 
 LEAST, MOST = 5, 40  # turns
@@ -130,6 +133,19 @@ def in_turns(K: torch.Tensor, y: torch.Tensor, C: float, most: int, budget: floa
     )
 
 
+def large(n: int) -> None:
+    """One call on n rows: time and peak memory."""
+    X, y = tl.datasets.twonorm(n, generator=torch.Generator().manual_seed(0))
+    machine = tl.SVC(tl.kernels.RBF(X.shape[1] ** 0.5), C=1.0)
+    found: list[SVMHeldOut] = []
+    start = time.perf_counter()
+    with torch.no_grad():
+        peak = peak_bytes(lambda: found.append(machine.loo(X, y)))
+    seconds, held = time.perf_counter() - start, found[0]
+    print(f"twonorm, {n} rows, RBF, C = 1: {seconds:.1f} s, {peak / 2**30:.2f} GiB, {X.dtype}")
+    print(f"{int((held.iterations > 0).sum())} paths with events, {int(held.unstable.sum())} rows unstable")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,8 +157,11 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--method", default="auto", choices=("auto", "path", "smo"))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--large", type=int, metavar="N", help="only one call on N rows of twonorm")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.large:
+        return large(options.large)
     most, budget = (10**9, math.inf) if options.full else (options.most, options.seconds)
     titles = ("values ms", "errors ms", "total x", "inside x", "errors x", "plain x", "differ", "unstable")
     print(f"{'set':<14}{'kernel':<8}{'C':>4}{'n':>6}" + "".join(f"{title:>11}" for title in titles))
