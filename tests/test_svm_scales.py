@@ -15,7 +15,7 @@ from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.solve import exact
 from torchloo.svm.solve.accurate import accurate_product
-from torchloo.svm.solve.interior import to_the_last_digit
+from torchloo.svm.solve.interior import solve_to_rounding
 from torchloo.svm.solve.systems import Bordered, Dense
 
 
@@ -156,7 +156,7 @@ def test_the_last_digit_is_nearer_than_the_first_steps():
     K, box = K / K.diagonal().mean(), 100 * K.diagonal().mean() * torch.ones_like(y)
     gaps = []
     for steps in (5, 12, 100):
-        alpha, _, _, bias = (x[0] for x in to_the_last_digit(K[None], y[None], box[None], steps=steps))
+        alpha, _, _, bias = (x[0] for x in solve_to_rounding(K[None], y[None], box[None], steps=steps))
         margin = y * (K @ (alpha * y) + bias) - 1
         gaps.append(float(exact.duality_gap(alpha, margin, box) / alpha.sum()))
     assert all(later <= earlier for earlier, later in pairwise(gaps))

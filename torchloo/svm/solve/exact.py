@@ -10,7 +10,7 @@ from torchloo.svm.path.follow import follow
 from torchloo.svm.path.state import TOUCH, Base
 from torchloo.svm.path.tableau import pivot_transform
 from torchloo.svm.solve.accurate import accurate_product
-from torchloo.svm.solve.interior import first_solutions, to_the_last_digit
+from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered
@@ -145,7 +145,7 @@ def _or_tighter(problem: Problem, solution: Exact) -> Exact:
     if not len(rows):
         return solution
     problem, first = problem.take(rows), solution.take(rows)
-    sets = Sets.read_off(to_the_last_digit(problem.K, problem.y, problem.box), problem.box)
+    sets = Sets.read_off(solve_to_rounding(problem.K, problem.y, problem.box), problem.box)
     found = solve_from(problem, sets, attempts=1, tight=True)
     return solution.replaced(rows, _better(problem, first, found))
 

@@ -8,7 +8,7 @@ from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate
 from torchloo.svm.solve.systems import Dense, LowRank
 
-__all__ = ["first_solutions", "interior_point", "to_the_last_digit"]
+__all__ = ["first_solutions", "interior_point", "solve_to_rounding"]
 
 _WORTH_FACTORING = 255  # variables: below, nothing is gained
 _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
@@ -117,7 +117,7 @@ def interior_point(
     return solve(system, Iterate.start(y, box), gap, steps)
 
 
-def to_the_last_digit(K: Tensor, y: Tensor, box: Tensor, gap: float = 1e-14, steps: int = 100) -> Interior:
+def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = 1e-14, steps: int = 100) -> Interior:
     """The points of B machines with the least duality gaps: near the end rounding drives them about."""
     system, point = Dense(K), Iterate.start(y, box)
     best, least = point.interior(), torch.full_like(point.bias, torch.inf)
