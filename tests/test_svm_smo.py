@@ -188,7 +188,9 @@ def counted(monkeypatch) -> tuple[dict[int, int], dict[int, int]]:
         def changed(first, state, *others):
             before = state.alpha.clone()
             moved = step(first, state, *others)
-            for name, count in zip(state.name.tolist(), (state.alpha != before).sum(1).tolist(), strict=True):
+            for name, count in zip(
+                state.number.tolist(), (state.alpha != before).sum(1).tolist(), strict=True
+            ):
                 rounds[name] += counts_rounds and count > 0
                 changes[name] += count
             return moved
@@ -292,7 +294,7 @@ def test_rows_without_progress_are_given_up_after_a_hundred_sweeps(function, n, 
 
     module = sys.modules["torchloo.svm.smo.rounds"]
     monkeypatch.setattr(module, "_improve", to_and_fro)
-    monkeypatch.setattr(module, "_newton_steps", lambda sets, state, *others: state.name < 0)
+    monkeypatch.setattr(module, "_newton_steps", lambda sets, state, *others: state.number < 0)
     X, y = toy(21, n=n)
     held = function(rbf(X), y, 5.0, *([range(n)] if function is svm_lco else []), method="smo")
     assert len(asked) == rounds
@@ -406,7 +408,7 @@ def test_a_round_of_pairs_is_one_step(monkeypatch):
     step, taken = module._pair_step, Counter()
     monkeypatch.setattr(module, "_pairs", None)  # nor any step within working sets
     monkeypatch.setattr(
-        module, "_pair_step", lambda K, s, *x: taken.update(s.name.tolist()) or step(K, s, *x)
+        module, "_pair_step", lambda K, s, *x: taken.update(s.number.tolist()) or step(K, s, *x)
     )
     X, y = toy(21, n=40)
     held = svm_loo(rbf(X), y, 5.0, method="smo", smo=SMOOptions(working=2))

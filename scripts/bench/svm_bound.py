@@ -5,13 +5,13 @@
 For each set (first split) and kernel, summed over three points of the paper's grid, epsilon 1e-3:
 kernel columns (beta's included), seconds, and the ratios without / with the bound. Prec is the
 share of open points whose sign the bound or the gap ball proved. Of each machine at most --points rows are
-left out, drawn at random, the same for all solvers; 0 leaves out every row. Three solvers:
+left out, drawn at random, the same for all solvers; 0 leaves out every row. Four solvers:
 
     seeded    working sets of 64, started from the full machine (method "smo" of svm_loo)
     unseeded  the same, started from zero
     pairs     seeded, working sets of 2, without the gap ball: the SMO and the rule of the paper
-
-None takes Newton steps, beside which the bound has nothing to save.
+    newton    the default options, without the gap ball: the only one that takes Newton steps, beside which
+              the bound has little to save
 
 A problem that needs more than --rounds rounds is cut: `cut` counts them, without and with the bound;
 the columns of a cut problem are those read so far, so a ratio with a * is not that of two solved runs.
@@ -123,6 +123,7 @@ def main() -> None:
         "unseeded": SMOOptions(most_rounds=options.rounds, seed=False, newton=0, gap_ball=True),
         "seeded": SMOOptions(most_rounds=options.rounds, newton=0, gap_ball=True),
         "pairs": SMOOptions(most_rounds=options.pair_rounds, working=2),
+        "newton": SMOOptions(),
     }
     solvers = {name: every[name] for name in options.solvers.split(",")}
     titles = f"{'open':>6}{'columns':>9}{'seconds':>8}{'columns x':>10}{'time x':>7}"

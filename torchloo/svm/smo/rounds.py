@@ -34,7 +34,7 @@ __all__ = ["SMOState", "seed_without", "smo"]
 _TINY = 1e-12
 _PAIRS = 32  # steps on pairs before the interior point
 _FEW_PAIRS = 8  # steps on pairs before Newton steps
-_ASKED, _PAIRS_ASKED = 8, 4  # a rule waits for an eighth more rounds; and for so many pairs at least
+_ASKED, _PAIRS_ASKED = 4, 4  # a rule waits for a quarter more rounds; and for so many pairs at least
 _STALLED = 4  # rounds that do not halve the violation, before the interior point comes to help
 
 
@@ -42,8 +42,8 @@ _STALLED = 4  # rounds that do not halve the violation, before the interior poin
 class SMOState:
     """B problems being solved, and those solved."""
 
-    name: Tensor
-    """The caller's number of the problem, (B,)."""
+    number: Tensor
+    """The place of the problem in the batch as it came in, (B,)."""
     table: Tensor
     """Which kernel matrix it uses, (B,)."""
     box: Tensor
@@ -103,7 +103,7 @@ def smo(
         epsilon: largest violation of the optimality conditions.
         table: which kernel matrix each problem uses, (B,); default the first.
         rule: another reason to stop, of the same problems (bound.py); asked at first in every round, or after
-            every fourth pair, and ever more rarely, so that no stop comes later by more than an eighth.
+            every fourth pair, and ever more rarely, so that no stop comes later by more than a quarter.
         working: size of the working sets.
         most_rounds: give up after so many rounds, or when rounding lets nothing move; `violation` tells.
         patience: give a problem up whose violation has not been halved in so many rounds.
@@ -117,11 +117,11 @@ def smo(
     sets = FreeSets(K) if newton and q > 2 else None
     state = _first_state(K, y, box, alpha, table)
     if rule is not None:
-        rule.take(state.name)
+        rule.take(state.number)
     groups = Groups.of(state.table, len(K), len(y))
     ended: list[SMOState] = []
     asks = 0  # the round of the next test by the rule
-    stuck = torch.zeros_like(state.name, dtype=torch.bool)
+    stuck = torch.zeros_like(state.number, dtype=torch.bool)
     for round_ in range(most_rounds):
         F_up, F_low = _movable(state)
         done = stuck | (_update_violation(state, F_up, F_low) <= epsilon)
@@ -129,7 +129,7 @@ def smo(
             done |= state.waited >= patience
         if round_ == most_rounds - 1:
             done = torch.ones_like(done)
-        if rule is not None and round_ >= asks:
+        if rule is not None and round_ >= asks:  # after epsilon-KKT, as Step 4 of Algorithm 3 comes before 7
             asks = round_ + round_ // _ASKED + (_PAIRS_ASKED if q == 2 else 1)
             done |= rule.advance(state, ~done)
             state.read = torch.zeros_like(state.read)
@@ -154,7 +154,7 @@ def smo(
             moved |= _newton_steps(sets, state, groups, newton)
         stuck = ~moved
     joined = SMOState(*(torch.cat([getattr(part, f.name) for part in ended]) for f in fields(SMOState)))
-    return joined.take(joined.name.argsort())
+    return joined.take(joined.number.argsort())
 
 
 def _first_state(K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, table: Tensor | None) -> SMOState:
@@ -265,14 +265,14 @@ def _pair_step(K: Tensor, s: SMOState, F_up: Tensor, F_low: Tensor) -> Tensor:
     k_ii, k_ij, _, k_jj = K[s.table[:, None, None], W[:, :, None], W[:, None, :]].flatten(1).unbind(1)
     y, box, before = (x.gather(1, W) for x in (s.y, s.box, s.alpha))
     newton = s.violation / (k_ii + k_jj - 2 * k_ij).clamp_min(_TINY)
-    alpha, _ = _pair(y, box, before, newton)
+    a, _ = _pair(*_signed(before, box, y), newton)
     s.steps = s.steps + 1
-    return _enter(K, s, W, before, alpha)
+    return _enter(K, s, W, before, a * y)
 
 
 def _newton_steps(sets: FreeSets, s: SMOState, groups: Groups, most: int) -> Tensor:
     """So many Newton steps, until no bound blocks; which problems moved, (B,)."""
-    moved = torch.zeros_like(s.name, dtype=torch.bool)
+    moved = torch.zeros_like(s.number, dtype=torch.bool)
     rows, going = torch.arange(len(moved), device=moved.device), ~moved
     for step in range(most):
         changed, blocked = _newton_step(sets, s, rows, going, groups)
@@ -331,43 +331,50 @@ def _pairs(
 
     New alpha (B, q), the number of pairs, and what is not solved, (B,).
     """
+    a, lowest, highest = _signed(alpha, box, y)
     diagonal = K.diagonal(dim1=1, dim2=2)
     steps = torch.zeros(len(y), dtype=torch.long, device=y.device)
     batch = torch.arange(len(y), device=y.device)
     for count in range(most + 1):
-        up, low = _directions(alpha, box, y)
-        F_i, i = F.masked_fill(~up, torch.inf).min(1)
-        gain = F.masked_fill(~low, -torch.inf) - F_i[:, None]  # (B, q)
+        F_i, i = F.masked_fill(a >= highest, torch.inf).min(1)
+        gain = F.masked_fill(a <= lowest, -torch.inf).sub_(F_i[:, None]).clamp_min_(0)  # (B, q)
         moving = gain.amax(1) > epsilon / 2  # not the slope of j, whose gain may lie in a tiny eta
         if count == most or (count % 4 == 0 and may_look(moving) and not bool(moving.any())):
             break
         K_i = K[batch, i]
-        eta = (diagonal[batch, i][:, None] + diagonal - 2 * K_i).clamp_min_(_TINY)
-        j = torch.where(gain > 0, gain.square() / eta, -1.0).argmax(1)
-        newton = (gain / eta).gather(1, j[:, None])[:, 0].masked_fill(~moving, 0)
+        eta = (diagonal[batch, i][:, None] + diagonal).sub_(K_i, alpha=2).clamp_min_(_TINY)
+        newton = gain / eta
+        j = (gain * newton).argmax(1)
         pair = torch.stack([i, j], 1)
-        of_y, of_box, of_alpha = (x.gather(1, pair) for x in (y, box, alpha))
-        value, t = _pair(of_y, of_box, of_alpha, newton)
-        alpha = alpha.scatter(1, pair, value)
-        F = F + t[:, None] * (K_i - K[batch, j])
+        step = newton.gather(1, j[:, None])[:, 0] * moving
+        value, t = _pair(*(x.gather(1, pair) for x in (a, lowest, highest)), step)
+        a = a.scatter(1, pair, value)
+        F = torch.addcmul(F, K_i.sub_(K[batch, j]), t[:, None])
         steps += moving
-    return alpha, steps, moving
+    return a * y, steps, moving
 
 
-def _pair(y: Tensor, box: Tensor, alpha: Tensor, newton: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise a of the first of each pair (B, 2) and lower that of the second by `newton` (B,), or to a bound.
+def _signed(alpha: Tensor, box: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a = alpha * y and its lower and upper bounds."""
+    far = box * y
+    return alpha * y, far.clamp_max(0), far.clamp_min(0)
 
-    The new alpha, snapped to the bound that it hits, and the step.
+
+def _pair(a: Tensor, lowest: Tensor, highest: Tensor, newton: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise the first a of each pair (B, 2) and lower the second by `newton` (B,), or to a bound.
+
+    The new a, snapped to the bound that it hits, and the step.
     """
-    sense = y * y.new_tensor([1.0, -1.0])  # of alpha
-    t = newton.minimum(torch.where(sense > 0, box - alpha, alpha).amin(1))
-    return _snapped(alpha + sense * t[:, None], box), t
+    room = torch.minimum(highest[:, 0] - a[:, 0], a[:, 1] - lowest[:, 1])
+    t = torch.minimum(newton, room)
+    return _snapped(a + torch.stack([t, -t], 1), lowest, highest), t
 
 
-def _snapped(alpha: Tensor, box: Tensor) -> Tensor:
+def _snapped(a: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
     """Rounding must neither pass a bound nor miss it: what misses it looks free."""
-    alpha = torch.where(alpha > box * (1 - _TINY), box, alpha)
-    return torch.where(alpha < box * _TINY, 0.0, alpha)
+    margin = _TINY * (highest - lowest)
+    a = torch.where(highest - a < margin, highest, a)
+    return torch.where(a - lowest < margin, lowest, a)
 
 
 def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
@@ -385,7 +392,7 @@ def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
     rest = surplus.abs() - (left - alpha.minimum(box)).sum(1)
     shrink = torch.where(same, 0.0, left)
     left = left - _pour(rest.clamp_min(0), shrink, near)
-    return _snapped(left, box)
+    return _snapped(left, torch.zeros_like(box), box)
 
 
 def _pour(amount: Tensor, room: Tensor, near: Tensor) -> Tensor:
