@@ -347,7 +347,8 @@ def _pairs(
         j = (gain * newton).argmax(1)
         pair = torch.stack([i, j], 1)
         step = newton.gather(1, j[:, None])[:, 0] * moving
-        value, t = _pair(*(x.gather(1, pair) for x in (a, lowest, highest)), step)
+        a_pair, low, high = (x.gather(1, pair) for x in (a, lowest, highest))
+        value, t = _pair(a_pair, low, high, step)
         a = a.scatter(1, pair, value)
         F = torch.addcmul(F, K_i.sub_(K[batch, j]), t[:, None])
         steps += moving
