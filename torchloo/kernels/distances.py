@@ -55,10 +55,10 @@ class _SquaredDistance(Function):
         shape = torch.Size((*X.shape[:-1], m))
         step = _tile_rows(shape, X.device)
 
-        def tile_of(some: Tensor, others: Tensor) -> Tensor:
+        def tile_of(some: Tensor, others: Tensor, out: Tensor | None = None) -> Tensor:
             if direct:
                 return _by_differences(some, others).mul_(factor)
-            tile = some @ others.mT
+            tile = torch.matmul(some, others.mT, out=out)
             tile = tile.clamp_(max=0) if factor < 0 else tile.clamp_(min=0)  # but by rounding
             if same:  # the last of the others are the rows themselves
                 _symmetrise(tile.narrow(-1, others.shape[-2] - some.shape[-2], some.shape[-2]))
@@ -70,6 +70,9 @@ class _SquaredDistance(Function):
         for start in range(0, n, step):
             rows = min(step, n - start)
             columns = start + rows if same else m
+            if not (same or direct) and dtype == X.dtype:
+                tile_of(left.narrow(-2, start, rows), right, out=D.narrow(-2, start, rows))
+                continue
             tile = tile_of(left.narrow(-2, start, rows), right.narrow(-2, 0, columns))
             if same:
                 D.narrow(-2, 0, start).narrow(-1, start, rows).copy_(tile.narrow(-1, 0, start).mT)

@@ -94,7 +94,7 @@ class HeldOutRows(Function):
     ) -> tuple[Tensor | None, ...]:
         sink, refitted = solved.run(machines, partition)
         ctx.given = (solved, machines, partition, refitted)
-        ctx.kept, solved.kept = solved.kept, None
+        ctx.kept, solved.kept = solved.kept, []
         ctx.has_changed = solved.expansion.has_changed
         residuals, variance, flags, targets, zeta, _ = sink.fields
         if Y is None:
@@ -172,10 +172,10 @@ class _Visit(NamedTuple):
     """a = P Y, (R, c, b)."""
     abar: Tensor
     """Its cotangent, (R, c, b)."""
-    diagonal: Tensor
-    """The diagonal of D, added up over the machines, (b,)."""
-    DN: Tensor
-    """D N, added up over the machines, (p', b)."""
+    D: Tensor
+    """The diagonal of D, added up over the machines, (b,), of sets; (R, c', b) of rows alone."""
+    DN: Tensor | None
+    """D N, added up over the machines, (p', b); None for rows alone, of which it is found when needed."""
 
     def rows_on(self, like: Tensor) -> slice | Tensor:
         """The numbers of the rows, on the device of a tensor."""
@@ -242,15 +242,16 @@ class _Backward:
         partition: Partition | None,
         refitted: list["Refitted"],
         fields: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        kept: list[Tensor] | None,
+        kept: list[Tensor | None],
     ) -> None:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
-        self.others, self.visited = solved.others.backward(), list[_Visit]()
+        self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
         if solved.moments.centre:
             self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
+        self.sent: _Sent | None = None
         self.t, self.v = torch.zeros_like(self.q), torch.zeros_like(self.q)
         self.regbar = torch.zeros_like(machines.regs)
         self.refits = [_Refit(self, one) for one in refitted]
@@ -315,21 +316,23 @@ class _Backward:
     def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
         """All rows; Q and regbar are added to where it is these that are gathered."""
         if self.partition is None:
-            if self.kept and not gather:
-                yield from self.visited
-                return
-            for k, part in enumerate(self.solved.blocks(what)):
-                visit = self._single(part, self.kept[k] if self.kept else self._rotated(part.X), gather)
-                if self.kept:
-                    self.visited.append(visit)
+            for number, part in enumerate(self.solved.blocks(what)):
+                visit = self.visited.get(number)
+                if visit is None:
+                    kept = self.kept[number] if self.kept else None
+                    visit = self._single(part, self._rotated(part) if kept is None else kept, gather)
+                    if kept is not None:
+                        self.visited[number] = visit
                 yield visit
             return
         for sets in self.partition.groups:
             for some in sets.split(max(1, self.solved.size // sets.shape[1])):
                 yield self._together(some, gather)
 
-    def _rotated(self, X: Tensor) -> Tensor:
-        return self.machines.rotated(X, ones=self.solved.moments.centre)
+    def _rotated(self, part: Block) -> Tensor:
+        """U (p', b); in the second pass, columns with a graph are evaluated first and serve for both."""
+        k = None if self.sent is None else self.sent.evaluated(part)
+        return self.machines.rotated(part.X, ones=self.solved.moments.centre, k=k)
 
     def _flags(self, rows: slice | Tensor) -> Tensor | None:
         """Whether rows were refitted, (R, c', b), if any were."""
@@ -355,15 +358,25 @@ class _Backward:
                 self.regbar += (g * inverse).sum(-1) / self.machines.regs
             for k, j, _ in self.each:
                 add_weighted(self.Q[k, j], U, zeta * weighted[k, j])
-        f, scale = (t.flatten(0, 1).to(U.dtype) for t in (self.f, weighted))
-        DN = torch.mm(f.mT, scale, out=room_like(U, len(U))).mul_(U)
-        return _Visit(part.rows, part, U, zeta, r / inverse, abar, D.sum((0, 1)), DN)
+        return _Visit(part.rows, part, U, zeta, r / inverse, abar, D, None)
+
+    def _times_rows(self, visit: _Visit) -> Tensor:
+        """D N (p', b), added up over the machines."""
+        if visit.DN is not None:
+            return visit.DN
+        U, p = visit.U, len(self.machines.rotation)
+        f, scale = (t.flatten(0, 1).to(U.dtype) for t in (self.f, visit.zeta * visit.D))
+        if not self.machines.triangular:
+            return torch.mm(f.mT, scale, out=room_like(U, len(U))).mul_(U)
+        DN = U * scale
+        DN[p:] *= f[:, p:].mT  # f is 1 but for the bias
+        return DN
 
     def _together(self, sets: Tensor, gather: bool) -> _Visit:
         """Sets (g, s) of one size."""
         rows, shape = sets.flatten(), sets.shape
         part = self.solved.stream.take(self.solved.function, rows)
-        U, zeta = self._rotated(part.X).double(), part.weight.double()
+        U, zeta = self._rotated(part).double(), part.weight.double()
         r, rbar, inverse, g = self.cotangents(rows)
         flags = self._flags(rows)
         X, z = U.mT.unflatten(0, shape), zeta.reshape(*shape, 1)  # (g, s, p')
@@ -416,15 +429,16 @@ class _Backward:
 
     def send(self, sent: "_Sent") -> None:
         """The second pass."""
-        v = None
+        v, self.sent = None, sent
         for visit in self.visits("gradient", gather=False):
             U, zeta, a = visit.U, visit.zeta, visit.a
             if v is None:  # the products have the dtype of the features
                 kind = U.dtype
-                v, q, total = (t.to(kind) for t in (self.v.flatten(0, 1), self.q.flatten(0, 1), self.total))
+                v, total = self.v.flatten(0, 1).to(kind), self.total.to(kind)
+                vq = torch.cat([v, self.q.flatten(0, 1).to(kind)]).mT  # (p', 2 R c)
             s = visit.abar + (v @ U).unflatten(0, self.v.shape[:2])  # (R, c, b)
             weighted = zeta * s
-            UQ = torch.mm(total, U, out=room_like(U, len(U)))
+            UQ, DN = torch.mm(total, U, out=room_like(U, len(U))), self._times_rows(visit)
             among = list(self._refits_among(visit))
             if self.H is not None and self.EH is not None:
                 effect = self.EH @ U
@@ -432,14 +446,14 @@ class _Backward:
                     effect[one.start : one.start + len(at), at] = 0.0
                 UQ -= self.H @ effect
             if sent.weight is not None:
-                own = torch.sub(UQ, visit.DN, alpha=2).mul_(U).sum(0)
-                zetabar = visit.diagonal + own + (s * a).sum((0, 1)) / zeta
+                own = torch.sub(UQ, DN, alpha=2).mul_(U).sum(0)
+                diagonal = visit.D if visit.DN is not None else visit.D.sum((0, 1))
+                zetabar = diagonal + own + (s * a).sum((0, 1)) / zeta
                 for one, at in among:
                     zetabar[at] -= one.diagonal / zeta[at].square()
                 sent.weight[visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
-            ubar = UQ.sub_(visit.DN).mul_(2 * zeta.to(kind))
-            ubar.addmm_(v.mT, a.flatten(0, 1).to(kind))
-            ubar.addmm_(q.mT, weighted.flatten(0, 1).to(kind), alpha=-1)
+            ubar = UQ.sub_(DN).mul_(2 * zeta.to(kind))
+            ubar.addmm_(vq, torch.cat([a, -weighted]).flatten(0, 1).to(kind))
             for one, at in among:
                 ubar[:, at] += 2 * one.EH.mT
             sent.add(visit, ubar, weighted.sum(0).mT)
@@ -467,22 +481,34 @@ class _Sent:
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         self.wanted = [t for t in self.tensors if t.requires_grad]
         self.found: list[Tensor | None] = [None for _ in self.wanted]
+        self._evaluated: tuple[Block, Tensor, Tensor] | None = None
+
+    def evaluated(self, part: Block) -> Tensor | None:
+        """Columns k (p, b) of a block with their graph, for `add`; None if nothing depends on them."""
+        if self.X is None and not self.wanted:
+            return None
+        with torch.enable_grad():
+            x = part.X.detach().requires_grad_(self.X is not None)
+            k = self.expansion.evaluate(x, self.tensors)
+        self._evaluated = part, x, k
+        return k
 
     def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor) -> None:
         """Cotangents (p', b) and (b, c) of the rows of a visit."""
         rows = visit.rows_on(self.Y)
         self.Y[rows] = Ybar.to(self.Y)
-        if self.X is None and not self.wanted:
+        if self._evaluated is None or self._evaluated[0] is not visit.part:
+            self.evaluated(visit.part)
+        if self._evaluated is None:
             return
+        _, x, k = self._evaluated
+        self._evaluated = None
         forth, ubar = self.forth.to(ubar.dtype), ubar[: len(self.forth)]
         columns = times_upper(forth, ubar) if self.triangular else forth.mT @ ubar  # (p, b)
-        if self.expansion.kept is not None:
-            columns = columns * self.expansion.kept.unsqueeze(-1)
-        with torch.enable_grad():
-            x = visit.part.X.detach().requires_grad_(self.X is not None)
-            k = self.expansion.evaluate(x, self.tensors)
-            inputs = [x, *self.wanted] if self.X is not None else self.wanted
-            grads = torch.autograd.grad(k, inputs, columns.to(k.dtype), allow_unused=True)
+        if self.expansion.mask is not None:
+            columns = columns * self.expansion.mask
+        inputs = [x, *self.wanted] if self.X is not None else self.wanted
+        grads = torch.autograd.grad(k, inputs, columns.to(k.dtype), allow_unused=True)
         if self.X is not None:
             self.X[rows] = grads[0]
             grads = grads[1:]
@@ -498,8 +524,8 @@ class _Sent:
             with torch.enable_grad():
                 Kzz = self.expansion.gram(self.tensors)
                 bar = self.forth.mT @ self.penalty @ self.forth
-                if self.expansion.kept is not None:
-                    bar = bar * self.expansion.kept * self.expansion.kept.unsqueeze(-1)
+                if self.expansion.mask is not None:
+                    bar = bar * self.expansion.mask * self.expansion.mask.mT
                 self._keep(torch.autograd.grad(Kzz, self.wanted, bar.to(Kzz.dtype), allow_unused=True))
         found = iter(self.found)
         return [next(found) if t.requires_grad else None for t in self.tensors]

@@ -74,6 +74,9 @@ class Expansion:
         kept: boolean (p,), which entries of k are in use, or None for all.
         inverse: that of the factor, where it is known; then all entries are in use.
         single: whether columns of float32 rows may be float32.
+
+    Attributes:
+        mask: ones and zeros (p, 1) for entries that are in use or not, or None where all are.
     """
 
     def __init__(
@@ -91,10 +94,11 @@ class Expansion:
         self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
         self.factor, self.support, self.kept, self.single = factor, support, kept, single
         self.origin: Tensor | None = None
+        self._room: Tensor | None = None
         self.kind = torch.float64
         self._versions = [None if t.is_inference() else t._version for t in self.tensors]
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
-        self._mask = None if kept is None or inverse is not None else kept.double().unsqueeze(-1)
+        self.mask = None if kept is None or inverse is not None else kept.double().unsqueeze(-1)
         self._inverse = inverse
         if factor is not None and inverse is None:
             self._inverse = LowerInverse(factor)
@@ -102,22 +106,37 @@ class Expansion:
 
     @property
     def size(self) -> int:
-        """Rows in a block, unless the stream says otherwise: some MB of features, or a few thousand rows."""
+        """Rows in a block, unless the stream says otherwise: some MB of features, or a few thousand rows.
+
+        Larger ones would be taken from the system, and given back to it, every time.
+        """
         if self.factor is not None:
-            return 256 * max(1, (1 << 12) // len(self.factor))
+            return 256 * max(1, 2800 // len(self.factor))
         return min(max(2048, 256 * ((1 << 9) // max(1, self.count))), 8192)
 
     @torch.no_grad()
-    def columns(self, X: Tensor) -> Tensor:
-        """k - origin (p, b) of inputs (b, d), of the dtype of products, which the caller may overwrite."""
-        k = self.evaluate(X.detach(), self._held)
+    def columns(self, X: Tensor, k: Tensor | None = None) -> Tensor:
+        """k - origin (p, b) of inputs (b, d), of the dtype of products, which the caller may overwrite.
+
+        k is evaluated unless it is given.
+        """
+        k = self.evaluate(X.detach(), self._held) if k is None else k.detach()
         if self.factor is not None:
             k = k.contiguous()  # so that panels of features stand together
-        if self._mask is not None:
-            k = k * self._mask
+        if self.mask is not None:
+            k = k * self.mask
         if self.origin is None:
             return k.to(self.kind, copy=True)
-        return k.to(self.kind) - self.origin.to(self.kind)
+        return torch.sub(k.to(self.kind), self.origin.to(self.kind), out=self._room_for(k))
+
+    def _room_for(self, k: Tensor) -> Tensor | None:
+        """Memory of the columns before these, to be used again: `features` of those stand elsewhere."""
+        if self._inverse is None:
+            return None
+        room = self._room
+        if room is None or room.shape != k.shape or room.dtype != self.kind or room.is_inference():
+            self._room = room = torch.empty_like(k, dtype=self.kind)
+        return room
 
     def begin(self, mean: Tensor, dtype: torch.dtype) -> Tensor:
         """Take the mean (p, 1) of the first columns for the origin, which a bias absorbs: it saves digits.
@@ -138,9 +157,9 @@ class Expansion:
         if self.gram is None:
             return k.mT
         Kzz = self.gram(tensors).double()
-        if self._mask is not None:
-            k = k * self._mask
-            Kzz = Kzz * self._mask * self._mask.mT + torch.diag_embed(1 - self._mask[:, 0])
+        if self.mask is not None:
+            k = k * self.mask
+            Kzz = Kzz * self.mask * self.mask.mT + torch.diag_embed(1 - self.mask[:, 0])
         return torch.linalg.solve_triangular(torch.linalg.cholesky(Kzz), k, upper=False).mT
 
     @property
@@ -198,14 +217,18 @@ class Machines:
         """The outputs that have the regularisations (R,) of column j."""
         return slice(None) if self.regs.shape[1] == 1 else slice(j, j + 1)
 
-    def rotated(self, X: Tensor, fold: bool = True, ones: bool = False) -> Tensor:
-        """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for."""
-        columns = self.expansion.columns(X)
+    def rotated(self, X: Tensor, fold: bool = True, ones: bool = False, k: Tensor | None = None) -> Tensor:
+        """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for.
+
+        k are the columns of X, where they are known.
+        """
+        columns = self.expansion.columns(X, k)
         p = len(self.rotation)
         out = room_like(columns, p + ones)
         out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
-            self._times(self.folded.to(columns.dtype), columns, out[:p]).sub_(self.rotation @ self.mean)
+            shift = (self.rotation @ self.mean).to(columns.dtype)
+            self._times(self.folded.to(columns.dtype), columns, out[:p]).sub_(shift)
         else:
             features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
             self._times(self.rotation.to(features.dtype), features, out[:p])
@@ -230,7 +253,7 @@ class Machines:
     def norms(self, u: Tensor) -> Tensor:
         """sum_k f_k u_k^2, (R, c', b), in float64."""
         if self.triangular:  # then f is 1
-            return u.square().sum(0, dtype=torch.float64)[None, None]
+            return u.square().sum(0).double()[None, None]
         return (self.f.flatten(0, 1).to(u.dtype) @ u.square()).unflatten(0, self.f.shape[:2]).double()
 
     def step(self, gradient: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ __all__ = [
 
 # Features in one panel: wide enough for full speed, narrow enough to leave out most of the triangle
 # that is not needed (scripts/bench/scale.py measures what is saved); a multiple of what registers hold.
-_PANEL, _ALIGNED = 80, 8
+_PANEL, _ALIGNED = 104, 8
 
 # Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
 _CONDITION = 1e5

@@ -48,8 +48,8 @@ __all__ = ["StreamFit"]
 # which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
 _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
-# Numbers of rotated features, 64 MB in float64, that may be kept for the backward.
-_KEPT = 1 << 23
+# Numbers of rotated features, 128 MB in float64, that may be kept for the backward.
+_KEPT = 1 << 24
 
 
 class StreamFit:
@@ -71,7 +71,7 @@ class StreamFit:
         call: name of the public call, where it is not one of this object.
     """
 
-    kept: list[Tensor] | None
+    kept: list[Tensor | None]
     _solved: Machines | None
 
     def __init__(
@@ -91,7 +91,7 @@ class StreamFit:
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
         self.graph, self._call = graph or Graph(), call
-        self.wants_graph, self.kept, self._guard = False, None, guard
+        self.wants_graph, self.kept, self._guard = False, [], guard
         self._owner, self._solved_with = machine, _settings(machine)
         # Float32 if the rows are, and that is accurate enough.
         expansion.kind = torch.float32 if expansion.single else torch.float64
@@ -161,7 +161,7 @@ class StreamFit:
                         f"the kernel is told, got a block of shape {tuple(part.X.shape)}"
                     )
                 if bias and self.expansion.origin is None:
-                    columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype))
+                    columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype).to(columns.dtype))
                 moments = Moments(part.weight, len(columns), part.Y.shape[1], part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
                 moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
@@ -460,12 +460,11 @@ class StreamFit:
             machines.move(*step)
         return refit(self, machines, sink, self._lost(machines, sink)) if lost else []
 
-    def _keep(self, machines: Machines) -> list[Tensor] | None:
-        """Where rotated features go that the backward asks for again: nowhere if they are too many."""
-        assert self.stream.n is not None
-        few = self.stream.n * len(machines.rotation) <= _KEPT
-        self.kept = [] if few and self.stream.lasting and self.wants_graph else None
-        return self.kept
+    def _keep(self, U: Tensor) -> None:
+        """Keep rotated features of a block for the backward, unless there are too many."""
+        if self.wants_graph and self.stream.lasting:
+            room = _KEPT - sum(block.numel() for block in self.kept if block is not None)
+            self.kept.append(U if U.numel() <= room else None)
 
     def _lost(self, machines: Machines, sink: Sink) -> Lost:
         """The rows whose 1 - h is lost to rounding."""
@@ -481,13 +480,12 @@ class StreamFit:
         gradient = _Gradient(machines)
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
-        per_weight, kept = self.per_weight, self._keep(machines)
+        per_weight, self.kept = self.per_weight, []
         for part in self.blocks("leave-one-out"):
             zeta = part.weight.double()
             U = machines.rotated(part.X, ones=self.moments.centre)
             u = U[: len(machines.rotation)]
-            if kept is not None:
-                kept.append(U)
+            self._keep(U)
             norm = machines.norms(u)  # (R, c', b)
             e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
@@ -543,7 +541,7 @@ class StreamFit:
 def _mean(columns: Tensor, part: Block) -> Tensor:
     """The mean (p, 1) of the columns (p, b) of a block, with the weights of its rows, in float64."""
     zeta = part.weight.double()
-    return columns.double() @ (zeta / zeta.sum()).unsqueeze(-1)
+    return (columns @ (zeta / zeta.sum()).unsqueeze(-1).to(columns.dtype)).double()
 
 
 def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
