@@ -318,3 +318,14 @@ def test_select_trains_a_convolutional_network():
         for data in ((stream,), (X, y))
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("machine", [tl.LSSVM, tl.KFD, tl.SVC])
+@pytest.mark.parametrize(
+    "labels", [torch.arange(6) % 2, torch.tensor([-1.0, 1.0] * 3)], ids=["integer", "float"]
+)
+def test_inputs_of_several_axes_are_told_of_event_dim(machine, labels):
+    with pytest.raises(ValueError, match=r"6 inputs of 3 axes each, give the kernel RBF\(event_dim=3\)"):
+        machine(tl.kernels.RBF()).loo(torch.randn(6, 1, 8, 8), labels)
+    with pytest.raises(ValueError, match=r"got shape \(5,\)$"):
+        machine(tl.kernels.RBF()).loo(torch.randn(6, 2), torch.randn(5))

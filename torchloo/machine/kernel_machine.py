@@ -172,10 +172,19 @@ class KernelMachine(nn.Module):
             raise ValueError(
                 f"{self._function}: y must have {n} rows to match X, shape (..., n) or (..., n, c) "
                 f"with the batch dimensions of X or without, got shape {tuple(y.shape)}"
+                f"{self._meant_event(X, y)}"
             )
         y = y.to(full_dtype(X.dtype))
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
+
+    def _meant_event(self, X: Tensor, y: Tensor) -> str:
+        """A remedy where targets go with the first axis of X, whose others then make up one input."""
+        axes = X.ndim - 1
+        if axes <= self.kernel.event_dim or y.shape[:1] != X.shape[:1]:
+            return ""
+        name = type(self.kernel).__name__
+        return f"; if X holds {len(X)} inputs of {axes} axes each, give the kernel {name}(event_dim={axes})"
 
     def coded(self, function: str, X: Tensor, y: Any) -> Any:
         """Targets as numbers: class labels coded as this machine codes them, others as they are."""
@@ -200,6 +209,7 @@ class KernelMachine(nn.Module):
             raise ValueError(
                 f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
                 f"{tuple(X.shape)}, got shape {tuple(labels.shape)}; columns of numbers must be {dtype}"
+                f"{self._meant_event(X, labels)}"
             )
         labels = labels[(None,) * (most - labels.ndim)]  # the same labels for all problems of a batch
         if self.has_given_classes:

@@ -91,6 +91,9 @@ class LeastSquares(KernelMachine):
 
         ``solved = machine.solve(X, y)`` and ``solved(X_new)`` are a differentiable head: outputs at new
         inputs, with the graph through both. From a `Stream`, which brings y and weight, a StreamFit.
+
+        What is computed later notices if X was changed in place since, by torch; a tensor that shares its
+        memory with a NumPy array must not be changed through the array.
         """
         if isinstance(X, Rows):
             return solve_rows(self, X, y, weight, self._penalty)
