@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 def scripts() -> list[Path]:
     """Every script of a paper."""
-    return sorted(path for path in HERE.glob("*.py") if path.stem not in ("all", "experiment"))
+    return sorted(path for path in HERE.glob("*.py") if path.stem not in ("all", "experiment", "ida"))
 
 
 def fill_document() -> None:

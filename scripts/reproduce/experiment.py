@@ -46,13 +46,13 @@ from torchloo.text_table import rendered
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def options(description: str, splits: int | None = None) -> argparse.Namespace:
+def options(description: str, splits: int | None = None, quick_splits: int = 2) -> argparse.Namespace:
     """The options of the command line, and .script, the name of the script; prints what is run.
 
     Args:
         description: the docstring of the script.
-        splits: default of --splits in the full form; None where a paper has no splits. In the quick form
-            args.splits is 2 unless given.
+        splits: default of --splits in the full form; None where a paper has no splits.
+        quick_splits: the same in the quick form.
     """
     parser = argparse.ArgumentParser(
         description=description.strip(), formatter_class=argparse.RawDescriptionHelpFormatter
@@ -65,7 +65,7 @@ def options(description: str, splits: int | None = None) -> argparse.Namespace:
         )
     args.script = Path(sys.argv[0]).stem
     if args.splits is None and splits is not None:
-        args.splits = min(2, splits) if args.quick else splits
+        args.splits = min(quick_splits, splits) if args.quick else splits
     args.out.mkdir(parents=True, exist_ok=True)
     form = "quick form" if args.quick else "full form"
     several = "" if splits is None else f", {args.splits} splits"
