@@ -11,6 +11,7 @@ SETS = (
     "banana", "breast_cancer", "diabetis", "german", "heart", "image", "ringnorm", "flare_solar", "splice",
     "thyroid", "titanic", "twonorm", "waveform",
 )  # fmt: skip
+LARGE = ("image", "splice")  # those that take most of the time
 SMALL = ("heart", "thyroid", "titanic")  # for quick forms
 
 
