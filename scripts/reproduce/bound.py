@@ -173,8 +173,10 @@ def table_2(args: Namespace, choices: dict[tuple[str, str], Choice]) -> None:
         choice, (loo, test, deviation) = choices[name, kind], TABLE_2[name][KINDS.index(kind)]
         predefined = ida.load(args.data, name, args.splits).predefined
         mean, error = mean_and_error(choice.errors)
-        row = beside(f"{name}, {kind}", mean, loo, error, error)
-        row |= {"each split's best": choice.each_best, "C": choice.C, "rate": choice.rate}
+        rows = sum(len(train) for train, _ in ida.load(args.data, name, SELECTED_ON).splits)
+        row = {"": f"{name}, {kind}", "paper": loo, "each split's best": choice.each_best}
+        row |= {"difference, rows": round((choice.each_best - loo) * rows / 100), "of rows": rows}
+        row |= {"best of all splits": mean, "s.e.": error, "C": choice.C, "rate": choice.rate}
         held_out.append(row | {"ties": choice.ties, "predefined": min(SELECTED_ON, predefined)})
         errors = [e for key, piece in tests.items() if key[:2] == (name, kind) for e in found[piece.name]]
         mean, error = mean_and_error(errors)
