@@ -487,7 +487,7 @@ def test_a_criterion_without_a_weight_is_refused_before_any_search(call, weight)
     X, y = labelled()
     options = {"search": "grid", "grid": {"reg": [1.0]}, "progress": False}
     with pytest.raises(
-        TypeError, match="criterion must take weight= where criterion_weight is given, and plain"
+        TypeError, match="criterion must take weight= if criterion_weight is given, and plain"
     ):
         call(tl.LSSVM(K.RBF()), X, y, criterion=plain, criterion_weight=weight, **options)
     assert not asked

@@ -215,20 +215,20 @@ def _rows(
     check_rows("select", machine.kernel, X, targets)
     warn_of_scales(space, X, stacklevel=4)
 
+    of_all_rows = weight_of("select", "weight", weight, y, targets)
+
     def problem(train: Tensor | None) -> ProblemBatch:
-        weights = [
-            weight_of("select", name, given, y, targets, train)
-            for name, given in (("weight", weight), ("criterion_weight", criterion_weight))
-        ]
+        own = of_all_rows if train is None else weight_of("select", "weight", weight, y, targets, train)
+        scored = weight_of("select", "criterion_weight", criterion_weight, y, targets, train)
         inputs, outputs, labels = X, targets, clusters
         if train is not None:
             inputs = X[train][:, train] if given_matrix(machine) else X[train]
             outputs = targets[train]
             labels = None if clusters is None else host_labels("select", clusters, len(X))[train.cpu()]
-        return stack("select", [inputs], [outputs], weights[:1], weights[1:], [labels])
+        return stack("select", [inputs], [outputs], [own], [scored], [labels])
 
     splits = [problem(None)] if pairs is None else [problem(pair.train.to(X.device)) for pair in pairs]
-    return _Rows(splits, is_label(y), weight_of("select", "weight", weight, y, targets))
+    return _Rows(splits, is_label(y), of_all_rows)
 
 
 def _require_stream(machine: Any, y: object, weight: object, criterion_weight: object) -> None:
