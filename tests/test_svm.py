@@ -37,10 +37,8 @@ def refit_all(K: Tensor, y: Tensor, C: float, weight: Tensor | None = None) -> T
     return torch.cat([refit(K, y, C, torch.tensor([r]), weight) for r in range(len(y))])
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems())
-def test_full_solution_satisfies_its_optimality_conditions(problem):
-    K, y, C = problem
+def assert_optimal(K: Tensor, y: Tensor, C: float) -> None:
+    """The full machine satisfies the conditions of the optimum."""
     fit = svm(K, y, C)
     alpha, margin = fit.coef * y, y * fit.outputs - 1
     scale = 1e-7 * max(1.0, C)
@@ -49,6 +47,12 @@ def test_full_solution_satisfies_its_optimality_conditions(problem):
     inside = (alpha > 1e-6 * C) & (alpha < (1 - 1e-6) * C)
     assert_close(margin[inside], torch.zeros_like(margin[inside]), atol=1e-6, rtol=0)
     assert bool((margin[alpha <= 1e-6 * C] >= -1e-6).all() & (margin[alpha >= (1 - 1e-6) * C] <= 1e-6).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_full_solution_satisfies_its_optimality_conditions(problem):
+    assert_optimal(*problem)
 
 
 @settings(max_examples=60, deadline=None)
@@ -547,6 +551,15 @@ def test_a_low_rank_is_found_and_proved(rank, found):
     if factor is not None:
         assert factor.shape[1] <= 75
         assert_close(factor @ factor.T, K, rtol=0, atol=1e-9 * float(K.diagonal().mean()))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 4])
+def test_variables_that_settle_early_leave_a_problem_with_a_solution(seed):
+    """The kernel is almost constant: variables at wrong bounds left a y^T alpha that no other could mend."""
+    X, y = toy(seed, n=310, noise=1.0)
+    for lengthscale in (16.0, 20.0, 25.0):
+        for C in (0.1, 0.3, 0.5, 1.0):
+            assert_optimal(rbf(X, lengthscale), y, C)
 
 
 @pytest.mark.parametrize("C", [1.0, 1e4])

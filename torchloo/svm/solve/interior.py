@@ -172,14 +172,19 @@ def _alone(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> I
         if len(live) <= _WORTH_SHRINKING:
             continue
         settled = point.settled()
-        if len(live) // 3 < int(settled.sum()) < len(live):  # someone must be left to go on
-            whole = _entered(whole, live, point)
-            _, _, lower, upper = point.values
-            a = torch.where(lower > upper, 0.0, point.box) * point.y * settled
-            keep = (~settled).nonzero()[:, 0]
-            u = system.product(a) if pull is None else system.product(a) + pull
-            pull, total = u[keep], total + float(a.sum())
-            live, system, point = live[keep], system.take(keep), point.without(keep)
+        if int(settled.sum()) <= len(live) // 3:
+            continue
+        _, _, lower, upper = point.values
+        a = torch.where(lower > upper, 0.0, point.box) * point.y * settled
+        rest = (point.box * point.y).masked_fill_(settled, 0)
+        new_total = total + float(a.sum())
+        if not float(rest.clamp_max(0).sum()) < -new_total < float(rest.clamp_min(0).sum()):
+            continue  # those left could not make y^T alpha = 0: some have settled at the wrong bound
+        whole = _entered(whole, live, point)
+        keep = (~settled).nonzero()[:, 0]
+        u = system.product(a) if pull is None else system.product(a) + pull
+        pull, total = u[keep], new_total
+        live, system, point = live[keep], system.take(keep), point.without(keep)
     return _entered(whole, live, point)
 
 
