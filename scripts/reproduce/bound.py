@@ -1,16 +1,19 @@
 """Exact leave-one-out of support vector machines (Franc, Laskov and Mueller 2008): Tables 2 and 3, Figure 1.
 
     python scripts/reproduce/bound.py --data DIR [--quick] [--jobs 2] [--splits 100] [--out DIR]
+        [--full-epsilon]
 
 Table 2: C, and the width of a Gaussian kernel, by the least mean leave-one-out error over the first five
-training splits, on the paper's grids; then the error on the test rows of every split. The leave-one-out is
-the exact path. Table 3: kernel columns and CPU seconds of the SMO of the paper without and with its dual
-bound, for some rows, drawn at random, of the first training split; and of the exact path for the same rows.
-Figure 1: leave-one-out error and cost against epsilon, with every machine, the full one too, solved to
-epsilon from zero, as in the paper, and with the full machine exact.
+training splits, on the paper's grids, or as medians of what each of the five prefers; then the error on the
+test rows of every split. The leave-one-out is the exact path. Table 3: kernel columns and CPU seconds of the
+SMO of the paper without and with its dual bound, for some rows, drawn at random, of the first training split;
+and of the exact path for the same rows.
+Figure 1: leave-one-out error and cost against epsilon with an exact full machine, and with --full-epsilon
+also with every machine, the full one too, solved to epsilon from zero, as in the paper.
 """
 
 import math
+import statistics
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 import ida
 import numpy as np
 import torch
-from experiment import Piece, beside, mean_and_error, options, pictures, run, write_picture, write_table
+from experiment import Piece, mean_and_error, options, pictures, run, write_picture, write_table
 from torch import Tensor
 
 import torchloo as tl
@@ -114,6 +117,8 @@ class Choice(NamedTuple):
     """Points of the grid with the same mean error."""
     each_best: float
     """The mean of the least error in every split, were each allowed a machine of its own."""
+    median: tuple[float, float | None]
+    """Medians of C and rate of those machines, of several in a split the first."""
     seconds: float
     """CPU seconds of all leave-one-out errors of the grid."""
 
@@ -143,9 +148,14 @@ def _best(kind: str, pieces: Any, found: Any, name: str) -> Choice:
     ]
     errors, C, rate = min(points, key=lambda point: sum(point[0]))
     ties = sum(abs(sum(point[0]) - sum(errors)) < 1e-9 for point in points)
-    least = [min(each) for each in zip(*(point[0] for point in points), strict=True)]
+    each = [min(points, key=lambda point: point[0][split]) for split in range(len(errors))]
+    least = [point[0][split] for split, point in enumerate(each)]
+    median = (
+        statistics.median(point[1] for point in each),
+        None if rate is None else statistics.median(point[2] for point in each),
+    )
     seconds = sum(result["seconds"] for result in own.values())
-    return Choice(errors, C, rate, ties, sum(least) / len(least), seconds)
+    return Choice(errors, C, rate, ties, sum(least) / len(least), median, seconds)
 
 
 def by_cost(args: Namespace) -> list[str]:
@@ -162,11 +172,14 @@ def table_2(args: Namespace, choices: dict[tuple[str, str], Choice]) -> None:
     tests = {}
     for (name, kind), choice in choices.items():
         count = len(ida.load(args.data, name, args.splits).splits)
-        for first in range(0, count, 10):
-            numbers = list(range(first, min(first + 10, count)))
-            called = f"test {name} {kind} splits {numbers[0]} to {numbers[-1]}"
-            given = (args.data, name, choice.C, choice.rate, numbers)
-            tests[name, kind, first] = Piece(called, test_errors, given)
+        for C, rate in dict.fromkeys([(choice.C, choice.rate), choice.median]):
+            point = f"C {C:.4g}" + ("" if rate is None else f" rate {rate:.4g}")
+            for first in range(0, count, 10):
+                numbers = list(range(first, min(first + 10, count)))
+                called = f"test {name} {kind} {point} splits {numbers[0]} to {numbers[-1]}"
+                tests[name, kind, C, rate, first] = Piece(
+                    called, test_errors, (args.data, name, C, rate, numbers)
+                )
     found = run(list(tests.values()), args)
     held_out, tested = [], []
     for name, kind in [(name, kind) for name in ida.SETS for kind in KINDS if (name, kind) in choices]:
@@ -178,17 +191,29 @@ def table_2(args: Namespace, choices: dict[tuple[str, str], Choice]) -> None:
         row |= {"difference, rows": round((choice.each_best - loo) * rows / 100), "of rows": rows}
         row |= {"best of all splits": mean, "s.e.": error, "C": choice.C, "rate": choice.rate}
         held_out.append(row | {"ties": choice.ties, "predefined": min(SELECTED_ON, predefined)})
-        errors = [e for key, piece in tests.items() if key[:2] == (name, kind) for e in found[piece.name]]
-        mean, error = mean_and_error(errors)
-        row = beside(
-            f"{name}, {kind}", mean, test, error, deviation / math.sqrt(20 if name in ida.LARGE else 100)
-        )
-        tested.append(row | {"splits": len(errors), "predefined": predefined})
+        paper_error = deviation / math.sqrt(20 if name in ida.LARGE else 100)
+        row = {"": f"{name}, {kind}", "paper": test, "paper's s.e.": paper_error}
+        for title, point in (("best", (choice.C, choice.rate)), ("median", choice.median)):
+            own = [piece for key, piece in tests.items() if key[:4] == (name, kind, *point)]
+            mean, error = mean_and_error([e for piece in own for e in found[piece.name]])
+            row |= {title: mean, f"{title}, s.e.": error}
+            row |= {f"{title}, difference / s.e.": (mean - test) / math.hypot(error, paper_error)}
+        row |= {"median C": choice.median[0], "median rate": choice.median[1]}
+        splits = len(ida.load(args.data, name, args.splits).splits)
+        tested.append(row | {"splits": splits, "predefined": predefined})
     write_table("bound_table2_loo", held_out, args)
     write_table("bound_table2_test", tested, args)
 
 
 # Table 3
+
+
+def drawn(data: Path, name: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """X and y of the first training split, and a mask of so many of its rows, drawn at random."""
+    X, y, _, _ = ida.load(data, name, 1).rows(0)
+    rows = torch.zeros(len(y), dtype=torch.bool)
+    rows[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:count]] = True
+    return X, y, rows
 
 
 def smo_costs(data: Path, name: str, kind: str, count: int, most_rounds: int) -> dict[str, Any]:
@@ -197,9 +222,7 @@ def smo_costs(data: Path, name: str, kind: str, count: int, most_rounds: int) ->
     Of the SMO without the bound, with it, and of the exact path. A problem that takes more than most_rounds
     pairs is cut, and its columns count up to there.
     """
-    X, y, _, _ = ida.load(data, name, 1).rows(0)
-    rows = torch.zeros(len(y), dtype=torch.bool)
-    rows[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:count]] = True
+    X, y, rows = drawn(data, name, count)
     if kind == "linear":
         batch = machine(torch.tensor(C_LINEAR, dtype=X.dtype), None)
     else:
@@ -239,12 +262,13 @@ OPEN = [*PROVED, *CUT, RESOLVED.index("epsilon-KKT")]
 
 def table_3(args: Namespace, choices: dict[tuple[str, str], Choice]) -> None:
     """The dual bound's gain, and the exact path beside it."""
-    count, most_rounds = (30, 1000) if args.quick else (30, 2000)
+    count = 30
+    most_rounds = {kind: 1000 if args.quick else full for kind, full in (("linear", 10_000), ("RBF", 2000))}
     pieces = {
         (name, kind): Piece(
-            f"smo {name} {kind}, {count} rows, {most_rounds} rounds",
+            f"smo {name} {kind}, {count} rows, {most_rounds[kind]} rounds",
             smo_costs,
-            (args.data, name, kind, count, most_rounds),
+            (args.data, name, kind, count, most_rounds[kind]),
         )
         for name in by_cost(args)
         for kind in KINDS
@@ -295,119 +319,112 @@ def full_machine(K: np.ndarray, y: np.ndarray, C: float, epsilon: float) -> tupl
         steps += 1
 
 
-MOST_STEPS = 5_000
 EPSILONS = (1e-3, 1e-2, 1e-1, 3e-1, 1.0)
+MOST_STEPS, MOST_ROUNDS = 100_000, 5_000  # pairs of the full machine, and of one without a row
 
 
-def to_epsilon(data: Path, name: str, C: float, rate: float, epsilon: float, count: int) -> dict[str, Any]:
-    """Leave-one-out error of some rows, all machines solved to epsilon from zero, Algorithm 1 of the paper.
+def to_epsilon(
+    data: Path, name: str, C: float, rate: float, epsilon: float, count: int, full_too: bool
+) -> dict[str, Any]:
+    """Leave-one-out errors of some rows by machines solved to epsilon, and what they cost.
 
-    Checks 1 and 2 believe the full machine, as far from its optimum as it may be. Beside it the same with the
-    full machine solved exactly, and every machine without a row started from it: what `method="smo"` does.
+    With full_too everything is solved to epsilon from zero, Algorithm 1 of the paper: its checks believe the
+    full machine, as far from the optimum as it may be. Otherwise the full machine is exact, and those without
+    a row start from it: what `method="smo"` does.
     """
-    X, y, _, _ = ida.load(data, name, 1).rows(0)
-    rows = torch.zeros(len(y), dtype=torch.bool)
-    rows[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[:count]] = True
-    svc = machine(C, rate)
-    K = svc.kernel(X).detach()
-    alpha, bias, columns = full_machine(K.numpy(), y.numpy(), C, epsilon)
-    margin = y * (K @ (torch.from_numpy(alpha) * y) + bias)
-    errs = torch.where(torch.from_numpy(alpha) > 0, margin < 0, False)
-    opened = rows & (torch.from_numpy(alpha) > 0) & (margin >= 0)
-    smo = tl.svm.SMOOptions(working=2, seed=False, most_rounds=MOST_STEPS)
+    X, y, rows = drawn(data, name, count)
+    svc, opened, columns = machine(C, rate), rows, 0
+    smo = tl.svm.SMOOptions(working=2, seed=not full_too, most_rounds=MOST_ROUNDS)
+    errs = torch.zeros_like(rows)
+    if full_too:
+        K = svc.kernel(X).detach()
+        found, bias, columns = full_machine(K.numpy(), y.numpy(), C, epsilon)
+        alpha = torch.from_numpy(found)
+        wrong = y * (K @ (alpha * y) + bias) < 0
+        errs, opened = (alpha > 0) & wrong, rows & (alpha > 0) & ~wrong
+    cut = 0
     if bool(opened.any()):
         held_out = svc.loo(X, y, method="smo", epsilon=epsilon, rows=opened, smo=smo)
         errs = torch.where(opened, held_out.errors, errs)
         columns += int(held_out.kernel_columns[opened].sum())
-    seeded = svc.loo(X, y, method="smo", epsilon=epsilon, rows=rows, smo=smo._replace(seed=True))
-    return {
-        "errors": 100 * errs[rows].double().mean().item(),
-        "columns": columns,
-        "seeded errors": 100 * seeded.errors[rows].double().mean().item(),
-        "seeded columns": int(seeded.kernel_columns[rows].sum()),
-        "exact errors": 100 * svc.loo(X, y, values=False, rows=rows).errors[rows].double().mean().item(),
-    }
+        cut = int((held_out.resolved_by[opened] == CUT[0]).sum())
+    return {"errors": 100 * errs[rows].double().mean().item(), "columns": columns, "cut": cut}
+
+
+def exact_errors(data: Path, name: str, C: float, rate: float, count: int) -> float:
+    """The same errors by the exact path."""
+    X, y, rows = drawn(data, name, count)
+    return 100 * machine(C, rate).loo(X, y, values=False, rows=rows).errors[rows].double().mean().item()
 
 
 def figure_1(args: Namespace) -> None:
-    """Errors and kernel columns against epsilon: of what epsilon selects, and of what exactness selects."""
+    """Errors of the machine with the least, and kernel columns of all, against epsilon."""
     sets = ("thyroid", "titanic") if args.quick else ("banana", "german", "image")
-    count, epsilons = (30, EPSILONS[1::2]) if args.quick else (100, EPSILONS)
-    grid = [(C, rate) for C in C_RBF[1::3] for rate in RATES[1:6:2]]
-    pieces = {
-        (name, epsilon, point): Piece(
-            f"epsilon {name} {epsilon:.4g} C {point[0]:.4g} rate {point[1]:.4g}, {count} rows",
-            to_epsilon,
-            (args.data, name, *point, epsilon, count),
+    count, epsilons = (30, EPSILONS[1::3]) if args.quick else (50, EPSILONS)
+    grid = [(C, rate) for C in C_RBF[1:5:3] for rate in RATES[1:4:2]]
+    ways = (False, True) if args.full_epsilon else (False,)
+    exact = {
+        (name, point): Piece(
+            f"exact {name} C {point[0]:.4g} rate {point[1]:.4g}, {count} rows",
+            exact_errors,
+            (args.data, name, *point, count),
         )
         for name in sets
+        for point in grid
+    }
+    pieces = {
+        (name, way, epsilon, point): Piece(
+            f"epsilon {epsilon:.4g} {name} C {point[0]:.4g} rate {point[1]:.4g}, {count} rows, "
+            + FULL_MACHINE[way],
+            to_epsilon,
+            (args.data, name, *point, epsilon, count, way),
+        )
+        for name in sets
+        for way in ways
         for epsilon in epsilons
         for point in grid
     }
-    found = run(list(pieces.values()), args)
-    rows = []
+    results = run([*exact.values(), *pieces.values()], args)
+    table = []
     figure, axes = pictures(2, len(sets), size=(4.0, 3.0))
-    for column, name in enumerate(sets):
-        own = [rows_of_figure_1(name, epsilon, grid, pieces, found) for epsilon in epsilons]
-        rows += own
-        top, bottom = axes[:, column]
-        top.semilogx(
-            epsilons,
-            [row["selected at epsilon"] for row in own],
-            "o-",
-            color="tab:red",
-            label="selected at $\\varepsilon$",
-        )
-        top.semilogx(
-            epsilons,
-            [row["selected exactly"] for row in own],
-            "s--",
-            color="tab:blue",
-            label="selected exactly",
-        )
-        top.semilogx(
-            epsilons,
-            [row["full machine exact"] for row in own],
-            "^:",
-            color="tab:green",
-            label="full machine exact",
-        )
-        top.axhline(own[0]["exact"], color="grey", linewidth=0.8, label="exact")
-        top.set(title=name, ylabel="leave-one-out error, %" if column == 0 else "", ylim=(0, None))
-        bottom.loglog(epsilons, [row["columns"] for row in own], "o-", color="tab:red", label="all from zero")
-        bottom.loglog(
-            epsilons,
-            [row["columns, full machine exact"] for row in own],
-            "^:",
-            color="tab:green",
-            label="full machine exact",
-        )
-        bottom.set(xlabel="$\\varepsilon$", ylabel="kernel columns" if column == 0 else "")
-    axes[0, 0].legend(fontsize=7)
-    axes[1, 0].legend(fontsize=7)
-    write_table("bound_figure1", rows, args)
+    for (top, bottom), name in zip(axes.T, sets, strict=True):
+        best = min(grid, key=lambda point: results[exact[name, point].name])
+        for way in ways:
+            rows = []
+            for epsilon in epsilons:
+                own = {point: results[pieces[name, way, epsilon, point].name] for point in grid}
+                row = {"": name, "full machine": FULL_MACHINE[way], "epsilon": epsilon}
+                row |= {"selected at epsilon, %": min(each["errors"] for each in own.values())}
+                row |= {"selected exactly, %": own[best]["errors"]}
+                row |= {"exact, %": results[exact[name, best].name]}
+                row |= {key: sum(each[key] for each in own.values()) for key in ("columns", "cut")}
+                rows.append(row)
+            table += rows
+            called, color = f"full machine {FULL_MACHINE[way]}", "tab:red" if way else "tab:blue"
+            for column, style in (("selected at epsilon, %", "o-"), ("selected exactly, %", "x--")):
+                label = f"{called}, {column[:-3]}"
+                top.semilogx(epsilons, [row[column] for row in rows], style, color=color, label=label)
+            bottom.loglog(epsilons, [row["columns"] for row in rows], "o-", color=color, label=called)
+        top.axhline(results[exact[name, best].name], color="grey", linewidth=1, label="exact path")
+        top.set(title=name, ylim=(0, None))
+        bottom.set(xlabel="$\\varepsilon$")
+    axes[0, 0].set(ylabel="leave-one-out error, %")
+    axes[1, 0].set(ylabel="kernel columns")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), ncols=3, loc="outside lower center", fontsize=8)
+    write_table("bound_figure1", table, args)
     write_picture("bound_figure1", figure, args)
 
 
-def rows_of_figure_1(name: str, epsilon: float, grid: Any, pieces: Any, found: Any) -> dict[str, Any]:
-    """One epsilon of one set."""
-    own = [found[pieces[name, epsilon, point].name] for point in grid]
-    exact = [each["exact errors"] for each in own]
-    best = exact.index(min(exact))
-    return {
-        "": name,
-        "epsilon": epsilon,
-        "selected at epsilon": min(each["errors"] for each in own),
-        "selected exactly": own[best]["errors"],
-        "full machine exact": min(each["seeded errors"] for each in own),
-        "exact": exact[best],
-        "columns": sum(each["columns"] for each in own),
-        "columns, full machine exact": sum(each["seeded columns"] for each in own),
-    }
+FULL_MACHINE = {False: "exact", True: "to epsilon"}
 
 
 def main() -> None:
-    args = options(__doc__, splits=100, quick_splits=10)
+    args = options(
+        __doc__,
+        splits=100,
+        quick_splits=10,
+        flags={"--full-epsilon": "Figure 1 also with the full machine solved to epsilon, as in the paper"},
+    )
     choices = selected(args)
     table_2(args, choices)
     table_3(args, choices)

@@ -46,18 +46,23 @@ from torchloo.text_table import rendered
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def options(description: str, splits: int | None = None, quick_splits: int = 2) -> argparse.Namespace:
+def options(
+    description: str, splits: int | None = None, quick_splits: int = 2, flags: dict[str, str] | None = None
+) -> argparse.Namespace:
     """The options of the command line, and .script, the name of the script; prints what is run.
 
     Args:
         description: the docstring of the script.
         splits: default of --splits in the full form; None where a paper has no splits.
         quick_splits: the same in the quick form.
+        flags: switches of this script alone, off by default, and what they do.
     """
     parser = argparse.ArgumentParser(
         description=description.strip(), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
+    for flag, meaning in (flags or {}).items():
+        parser.add_argument(flag, action="store_true", help=meaning)
     args = parser.parse_args()
     if args.data is None or not args.data.is_dir():
         parser.error(
