@@ -5,6 +5,9 @@ import os
 import torch
 from hypothesis import settings
 
+# These register a device for as long as the process lives; test_devices.py runs them in one of their own.
+collect_ignore = ["another_device.py", "svm_elsewhere.py"]
+
 # The problems are small: more threads only wait for one another.
 torch.set_num_threads(1)
 
