@@ -364,7 +364,7 @@ class SparseLSSVM(LeastSquares):
     ) -> tuple[Tensor, Expansion] | None:
         """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
         basis = self._support_of(X, Y, weight)
-        if basis.ndim > -self._row_axis:
+        if basis.ndim > -self.row_axis:
             return None
         if csr.is_csr(X) or self.kernel.is_embedding_inside:
             Kzz, Kxz = self._matrix(basis), self._matrix(X, basis)
@@ -387,7 +387,7 @@ class SparseLSSVM(LeastSquares):
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors], basis)
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
-        axis = self._row_axis
+        axis = self.row_axis
         if self.basis is not None:
             given, expected = self.basis.shape[axis + 1 :], X.shape[axis + 1 :]
             if self.kernel.features is None and given != expected:
@@ -414,7 +414,7 @@ class SparseLSSVM(LeastSquares):
         if self.basis is not None:
             return self
         twin = copy.copy(self)
-        twin.basis = self._support_of(X, self._checked(X, y)[1], weight)
+        twin.basis = self._support_of(X, self.checked_targets(X, y)[1], weight)
         return twin
 
     def _solve(

@@ -145,18 +145,18 @@ class KernelMachine(nn.Module):
         return full_dtype(X.dtype) if self.kernel.keeps_digits else torch.float64
 
     @property
-    def _row_axis(self) -> int:
+    def row_axis(self) -> int:
         """The axis of X (..., n, *event) that counts rows, from the end."""
         return -self.kernel.event_dim - 1
 
-    def _checked(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
+    def checked_targets(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
         """A guard that knows X, the targets as a matrix, and whether they came as a vector.
 
         Class labels are coded; see Note [class labels].
         """
         guard = Guard(self._function, symmetric=self.kernel.is_symmetric, wide=True)
         if is_label(y):
-            y, _ = self._coded(guard, X, y)
+            y, _ = self.coded_targets(guard, X, y)
         require_inputs(self._function, X=X, y=y)
         csr.require_layout(self._function, "X", X)
         event = self.kernel.event_dim
@@ -165,7 +165,7 @@ class KernelMachine(nn.Module):
             raise ValueError(
                 f"{self._function}: X must be {expected} with at least one row, got shape {tuple(X.shape)}"
             )
-        n, most = X.shape[self._row_axis], X.ndim - event  # rows, and axes of targets (..., n)
+        n, most = X.shape[self.row_axis], X.ndim - event  # rows, and axes of targets (..., n)
         flat = y.ndim <= most and y.shape[-1:] == (n,)
         matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
         if not (flat or matrix) or 0 in y.shape:
@@ -191,11 +191,11 @@ class KernelMachine(nn.Module):
         if not is_label(y):
             return y
         guard = Guard(function)
-        targets, _ = self._coded(guard, X, y)
+        targets, _ = self.coded_targets(guard, X, y)
         guard.check()
         return targets
 
-    def _coded(
+    def coded_targets(
         self, guard: Guard, X: Tensor, labels: Tensor, classes: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
@@ -205,7 +205,7 @@ class KernelMachine(nn.Module):
                 f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"
             )
         most, dtype = X.ndim - self.kernel.event_dim, full_dtype(X.dtype)
-        if not 0 < labels.ndim <= most or labels.shape[-1] != X.shape[self._row_axis]:
+        if not 0 < labels.ndim <= most or labels.shape[-1] != X.shape[self.row_axis]:
             raise ValueError(
                 f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
                 f"{tuple(X.shape)}, got shape {tuple(labels.shape)}; columns of numbers must be {dtype}"
@@ -225,7 +225,7 @@ class KernelMachine(nn.Module):
         """The targets of `fit`, and the classes that it stores, found in one look at the labels."""
         if self.has_given_classes or not is_label(y):
             return y, self.classes if self.has_given_classes else None
-        return self._coded(Guard(self._function), X, y)
+        return self.coded_targets(Guard(self._function), X, y)
 
     def get_extra_state(self) -> dict[str, bool]:
         """Whether the targets of `fit` came without an output axis, and whether features are weighed."""

@@ -100,7 +100,7 @@ class LeastSquares(KernelMachine):
         return self._solved(X, y, weight, self._penalty)
 
     def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
-        guard, Y, flat = self._checked(X, y)
+        guard, Y, flat = self.checked_targets(X, y)
         support = self._support_of(X, Y, weight)
         fit = self._solve(guard, X, Y, weight, reg, support)
         return fit.predicting(self._predictor(fit, support, flat), flat).checked()
@@ -151,7 +151,7 @@ class LeastSquares(KernelMachine):
         """
         if isinstance(X, Rows):
             raise TypeError(f"{self._function}: lso needs rows in memory, got a Stream; use lco")
-        guard, Y, flat = self._checked(X, y)
+        guard, Y, flat = self.checked_targets(X, y)
         return self._solve(guard, X, Y, weight, self._penalty).held_out(flat=flat, sets=sets)
 
     def _held_out(
@@ -166,7 +166,7 @@ class LeastSquares(KernelMachine):
         reg = self._penalty if regs is None else regs
         if isinstance(X, Rows):
             return solve_rows(self, X, y, weight, reg).held_out(clusters)
-        guard, Y, flat = self._checked(X, y)
+        guard, Y, flat = self.checked_targets(X, y)
         rows = solve_tensors(self, guard, X, Y, weight, flat, clusters, reg)
         if rows is not None:
             return rows.held_out(clusters)

@@ -63,9 +63,9 @@ def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> Stre
         classes = shared_labels(function, others, found, len(X))
 
     def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
-        targets = y if classes is None else machine._coded(Guard(function), X, y, classes)[0]
-        guard, Y, flat = machine._checked(X, targets)
-        if X.ndim != -machine._row_axis or not machine.is_one(reg):
+        targets = y if classes is None else machine.coded_targets(Guard(function), X, y, classes)[0]
+        guard, Y, flat = machine.checked_targets(X, targets)
+        if X.ndim != -machine.row_axis or not machine.is_one(reg):
             raise ValueError(
                 f"{function}: X and reg must be without batch dimensions, got X {tuple(X.shape)}"
             )
@@ -97,7 +97,7 @@ def solve_tensors(
 
     None for batches of problems, for more features than rows, and where values cannot be looked at.
     """
-    one = X.ndim == -machine._row_axis and (weight is None or weight.ndim == 1) and machine.is_one(reg)
+    one = X.ndim == -machine.row_axis and (weight is None or weight.ndim == 1) and machine.is_one(reg)
     if not one or not values_visible(X, Y, machine.log_reg):
         return None
     found = machine.features_of(guard, X, Y, weight)

@@ -97,7 +97,7 @@ class SVC(KernelMachine):
         else:
             used = (coef != 0).any(-1).reshape(-1, coef.shape[-2]).any(0)
             rows = used.nonzero()[:, 0]
-            support = csr.select(X, rows) if csr.is_csr(X) else X.index_select(self._row_axis, rows)
+            support = csr.select(X, rows) if csr.is_csr(X) else X.index_select(self.row_axis, rows)
             coef = coef[..., rows, :]
         return fit, Predictor(self._function, self.kernel, support, coef, bias, flat)
 
@@ -159,12 +159,12 @@ class SVC(KernelMachine):
 
         `with_outputs` of what they give is the way back.
         """
-        guard, Y, flat = self._checked(X, y)
+        guard, Y, flat = self.checked_targets(X, y)
         guard.two_classes(y=Y)
         guard.check()
         if weight is not None:
             require_inputs("svc", X=X, weight=weight)
-            n = X.shape[self._row_axis]
+            n = X.shape[self.row_axis]
             if weight.shape[-1:] != (n,):
                 raise ValueError(
                     f"svc: weight must have {n} entries to match X, got shape {tuple(weight.shape)}"
