@@ -1,4 +1,4 @@
-"""Squared distances and functions of them, with backwards that keep no (n, m) matrix they can do without."""
+"""Squared distances and functions of them; their backward passes save as few (n, m) matrices as possible."""
 
 from typing import Any
 
@@ -12,26 +12,30 @@ __all__ = ["matern_of_square", "squared_distance"]
 
 
 def _tile_rows(shape: torch.Size, device: torch.device) -> int:
-    """How many rows of a (..., n, m) matrix to treat at once: a tile fits the cache of a CPU."""
-    row = max(1, shape[:-2].numel() * shape[-1])
-    return max(32, (1 << (18 if device.type == "cpu" else 24)) // row)
+    """How many rows of a (..., n, m) matrix to compute at once: a tile fits the cache of a CPU."""
+    numbers_in_row = max(1, shape[:-2].numel() * shape[-1])
+    numbers_in_tile = 1 << 18 if device.type == "cpu" else 1 << 24
+    return max(32, numbers_in_tile // numbers_in_row)
 
 
 def _symmetrise(D: Tensor) -> None:
-    """Make squared distances of one set of points symmetric, 0 on the diagonal: a matmul may round them."""
-    D.add_(D.mT.clone()).mul_(0.5).diagonal(dim1=-2, dim2=-1).zero_()
+    """Make squared distances of one set of points symmetric, 0 on the diagonal, despite rounding."""
+    D.add_(D.mT.clone()).mul_(0.5)
+    D.diagonal(dim1=-2, dim2=-1).zero_()
 
 
 def _extended(X: Tensor, Z: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Rows (..., n, d + 2) and (..., m, d + 2) whose inner products are factor |x_i - z_j|^2."""
-    x, z = (t.square().sum(-1, keepdim=True) for t in (X, Z))
-    left = torch.cat([-2 * X, x, torch.ones_like(x)], -1)
-    return left.mul_(factor), torch.cat([Z, torch.ones_like(z), z], -1)
+    x_square = X.square().sum(-1, keepdim=True)
+    z_square = Z.square().sum(-1, keepdim=True)
+    left = torch.cat([-2 * X, x_square, torch.ones_like(x_square)], -1)
+    right = torch.cat([Z, torch.ones_like(z_square), z_square], -1)
+    return left.mul_(factor), right
 
 
 def _by_differences(X: Tensor, Z: Tensor) -> Tensor:
     """|x_i - z_j|^2, (..., n, m), coordinate by coordinate, so that small distances are accurate."""
-    if torch.compiler.is_compiling():  # exporters know no cdist, and compilers fuse this
+    if torch.compiler.is_compiling():  # exporters do not support cdist, and compilers fuse this loop
         coordinates = range(X.shape[-1])
         return sum((X[..., :, k, None] - Z[..., None, :, k]).square() for k in coordinates)  # type: ignore[return-value]
     return torch.cdist(X, Z, compute_mode="donot_use_mm_for_euclid_dist").square_()
@@ -40,43 +44,49 @@ def _by_differences(X: Tensor, Z: Tensor) -> Tensor:
 class _SquaredDistance(Function):
     """factor |x_i - z_j|^2 for float64 points X (..., n, d) and Z (..., m, d), as (..., n, m) of a dtype.
 
-    Up to 16 coordinates, or if `direct`, by differences: relatively accurate, exactly 0 for equal rows. Else
-    by |x|^2 + |z|^2 - 2 x.z, one matmul, with an absolute error of about 1e-16 (|x|^2 + |z|^2). If Z is None,
-    it is X, and only the lower triangle is computed. The backward keeps X and Z alone and can be
-    differentiated in turn: Xbar = 2 factor (diag(G 1) X - G Z) for a cotangent G, and Zbar likewise with G^T.
+    Up to 16 coordinates, or if `direct`, by differences: small relative error, exactly 0 for equal rows.
+    Otherwise by |x|^2 + |z|^2 - 2 x.z, one matmul, with an absolute error of about 1e-16 (|x|^2 + |z|^2). If
+    Z is None, it is X, and only the lower triangle is computed. The backward saves X and Z only and is itself
+    differentiable: Xbar = 2 factor (diag(G 1) X - G Z) for a cotangent G, and Zbar likewise with G^T.
     """
 
     @staticmethod
     def forward(X: Tensor, Z: Tensor | None, direct: bool, factor: float, dtype: Any) -> Tensor:
-        same, Z = Z is None, X if Z is None else Z
+        same = Z is None
+        Z = X if Z is None else Z
         direct = direct or X.shape[-1] <= 16
         left, right = (X, Z) if direct else _extended(X, Z, factor)
         n, m = X.shape[-2], Z.shape[-2]
         shape = torch.Size((*X.shape[:-1], m))
         step = _tile_rows(shape, X.device)
 
-        def tile_of(some: Tensor, others: Tensor, out: Tensor | None = None) -> Tensor:
+        def compute_tile(x: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
             if direct:
-                return _by_differences(some, others).mul_(factor)
-            tile = torch.matmul(some, others.mT, out=out)
-            tile = tile.clamp_(max=0) if factor < 0 else tile.clamp_(min=0)  # but by rounding
-            if same:  # the last of the others are the rows themselves
-                _symmetrise(tile.narrow(-1, others.shape[-2] - some.shape[-2], some.shape[-2]))
+                return _by_differences(x, z).mul_(factor)
+            tile = torch.matmul(x, z.mT, out=out)
+            # Rounding may have changed the sign of a small distance.
+            tile = tile.clamp_(max=0) if factor < 0 else tile.clamp_(min=0)
+            if same:  # the last rows of z are those of x
+                rows = x.shape[-2]
+                _symmetrise(tile.narrow(-1, z.shape[-2] - rows, rows))
             return tile
 
         if torch.compiler.is_compiling() or n <= step:  # an exported graph serves any number of rows
-            return tile_of(left, right).to(dtype)
+            return compute_tile(left, right).to(dtype)
         D = X.new_empty(shape, dtype=dtype)
         for start in range(0, n, step):
             rows = min(step, n - start)
             columns = start + rows if same else m
+            x = left.narrow(-2, start, rows)
+            block = D.narrow(-2, start, rows)
             if not (same or direct) and dtype == X.dtype:
-                tile_of(left.narrow(-2, start, rows), right, out=D.narrow(-2, start, rows))
+                compute_tile(x, right, out=block)
                 continue
-            tile = tile_of(left.narrow(-2, start, rows), right.narrow(-2, 0, columns))
+            tile = compute_tile(x, right.narrow(-2, 0, columns))
             if same:
-                D.narrow(-2, 0, start).narrow(-1, start, rows).copy_(tile.narrow(-1, 0, start).mT)
-            D.narrow(-2, start, rows).narrow(-1, 0, columns).copy_(tile)
+                above_diagonal = D.narrow(-2, 0, start).narrow(-1, start, rows)
+                above_diagonal.copy_(tile.narrow(-1, 0, start).mT)
+            block.narrow(-1, 0, columns).copy_(tile)
         return D
 
     @staticmethod
@@ -87,16 +97,17 @@ class _SquaredDistance(Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor | None, ...]:
         def bar(X: Tensor, Z: Tensor, G: Tensor, both: bool = False) -> Tensor:
-            parts = []
+            tiles = []
             step = _tile_rows(G.shape, X.device)
             for index, x in enumerate(X.split(step, dim=-2)):
-                g = G.narrow(-2, index * step, x.shape[-2])
+                start, rows = index * step, x.shape[-2]
+                g = G.narrow(-2, start, rows)
                 if both:
-                    g = g + G.narrow(-1, index * step, x.shape[-2]).mT
-                g = g.to(Z.dtype)  # never a float64 copy of a whole float32 G
-                parts.append(g.sum(-1, keepdim=True) * x - g @ Z)
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-            return 2 * ctx.factor * whole
+                    g = g + G.narrow(-1, start, rows).mT
+                g = g.to(Z.dtype)  # one tile at a time: no float64 copy of all of a float32 G
+                tiles.append(g.sum(-1, keepdim=True) * x - g @ Z)
+            all_rows = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-2)
+            return 2 * ctx.factor * all_rows
 
         X, Z = ctx.saved_tensors
         if Z is None:
@@ -108,7 +119,9 @@ class _SquaredDistance(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         def batched(points: Tensor, axis: int | None) -> Tensor:
-            return points.expand(info.batch_size, *points.shape) if axis is None else points.movedim(axis, 0)
+            if axis is None:
+                return points.expand(info.batch_size, *points.shape)
+            return points.movedim(axis, 0)
 
         X, Z, *others = inputs
         right = None if Z is None else batched(Z, in_dims[1])
@@ -119,7 +132,7 @@ class _MaternOfSquare(Function):
     """k_0 = e^-a, k_1 = (1 + a) e^-a or k_2 = (1 + a + a^2/3) e^-a as a function of A = a^2.
 
     k_2' = -k_1 / 6, k_1' = -k_0 / 2 and k_0' = -k_0 / (2 a), taken as 0 at a = 0: no derivative divides by a
-    distance of zero, and those that exist for equal rows are right there.
+    distance of zero, and where a derivative exists for equal rows, it is correct.
     """
 
     generate_vmap_rule = True
@@ -130,7 +143,9 @@ class _MaternOfSquare(Function):
         if order == 0:
             return a.neg_().exp_()
         decay = a.neg().exp_()
-        return (a.add_(1) if order == 1 else a.add_(A, alpha=1 / 3).add_(1)).mul_(decay)
+        if order == 2:
+            a.add_(A, alpha=1 / 3)
+        return a.add_(1).mul_(decay)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -139,11 +154,13 @@ class _MaternOfSquare(Function):
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
-        (A,), order = ctx.saved_tensors, ctx.order
-        below = apply(_MaternOfSquare, A, max(0, order - 1))
+        (A,) = ctx.saved_tensors
+        order = ctx.order
+        lower_order = apply(_MaternOfSquare, A, max(0, order - 1))
         if order == 0:
-            below = below * torch.where(A > 0, A, torch.inf).rsqrt()
-        return G * below * (-1 / 6 if order == 2 else -1 / 2), None
+            lower_order = lower_order * torch.where(A > 0, A, torch.inf).rsqrt()
+        factor = -1 / 6 if order == 2 else -1 / 2
+        return G * lower_order * factor, None
 
 
 def squared_distance(

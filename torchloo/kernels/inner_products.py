@@ -12,7 +12,7 @@ __all__ = ["Boolean", "Linear", "Polynomial"]
 
 
 def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
-    """x_i . z_j, (..., n, m); exactly symmetric if Z is None, as a matmul need not be."""
+    """x_i . z_j, (..., n, m); exactly symmetric if Z is None, which a plain matmul does not guarantee."""
     if csr.is_csr(X) or csr.is_csr(Z):
         return csr.inner(X, Z)
     if Z is not None:
@@ -22,7 +22,7 @@ def _inner(X: Tensor, Z: Tensor | None) -> Tensor:
 
 
 class _OfInner(Kernel):
-    """A function of the inner product x . z, given by `_of_inner`, entry by entry."""
+    """A function of the inner product x . z, given by `_of_inner`, elementwise."""
 
     _symmetric = True
 
@@ -60,8 +60,8 @@ class Linear(_OfInner):
 class Polynomial(_OfInner):
     """k(x, z) = (x . z + offset)^degree (CRITERIA eq. 3), offset >= 0 of shape (...).
 
-    Zero has no logarithm to train: if any offset is 0 then all are fixed, and `log_offset` is a buffer (-inf
-    where the offset is 0) instead of a parameter.
+    Zero has no finite logarithm to train: if any offset is 0, all of them are fixed, and `log_offset` is a
+    buffer (-inf where the offset is 0) instead of a parameter.
     """
 
     settings = ("degree",)
@@ -82,9 +82,12 @@ class Polynomial(_OfInner):
         guard = Guard("Polynomial")
         guard.require((values >= 0) & (values < torch.inf), f"offset must be 0 or positive, got {offset}")
         guard.check()
-        number = isinstance(offset, float | int)
-        zero = offset == 0 if number else values_visible(values) and bool((values == 0).any())
-        self.log_offset = (nn.Buffer if zero else nn.Parameter)(values.log())
+        if isinstance(offset, float | int):
+            has_zero = offset == 0
+        else:
+            has_zero = values_visible(values) and bool((values == 0).any())
+        store = nn.Buffer if has_zero else nn.Parameter
+        self.log_offset = store(values.log())
 
     def _of_inner(self, inner: Tensor) -> Tensor:
         return (inner + self._lift("offset", inner)) ** self.degree
@@ -103,4 +106,5 @@ class Boolean(_OfInner):
         super().__init__(features=features, event_dim=event_dim, rate=rate)
 
     def _of_inner(self, inner: Tensor) -> Tensor:
-        return (self._lift("rate", inner).log1p() * inner).exp_()
+        log_base = self._lift("rate", inner).log1p()
+        return (log_base * inner).exp_()

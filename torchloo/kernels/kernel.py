@@ -1,4 +1,4 @@
-"""What every kernel is, and how kernels make new ones: scaled, added, multiplied."""
+"""The base class of kernels, and the kernels composed of others: scaled, added, multiplied."""
 
 import copy
 import functools
@@ -29,18 +29,18 @@ Features = nn.Module | None
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel that the command and scikit-learn know by a name."""
+    """A kernel that the command and the scikit-learn estimators offer by name."""
 
     name: str
     label: str
-    """What it is, in words with an article, such as "an RBF kernel"."""
+    """A description with an article, such as "an RBF kernel"."""
     make: Callable[[int], "Kernel"]
-    """The kernel for d inputs, standardised unless they are `binary`."""
+    """The kernel for d inputs, which are standardised unless `binary`."""
     binary: bool = False
-    """Whether inputs must be 0 and 1 and stay so."""
+    """Whether inputs must be 0 and 1, and are not standardised."""
 
     def __call__(self, inputs: int) -> "Kernel":
-        """The kernel for so many inputs."""
+        """The kernel for this number of inputs."""
         return self.make(inputs)
 
     @property
@@ -50,7 +50,7 @@ class Choice:
 
 
 KERNELS: dict[str, Choice] = {}
-"""Kernels for d inputs, by name, as their classes declare them in `choices`; also those of your own."""
+"""All choices by name, as kernel classes declare them in `choices`, including your own classes."""
 
 
 def _show(value: Any) -> str:
@@ -66,9 +66,9 @@ class Kernel(nn.Module):
     """A positive semidefinite function of two points, for all pairs of rows of X and Z.
 
     A kernel of your own overrides `_evaluate`, for inputs that are checked and have gone through `features`.
-    They may be float64 where X is float32, see `keeps_digits`. It declares each of its positive
-    parameters by a `Positive` in its body and reads them by `_lift`, so that they may be a batch. That is all
-    that searches and reports need:
+    They may be float64 where X is float32, see `keeps_digits`. It declares each of its positive parameters by
+    a `Positive` in the class body and reads them by `_lift`, so that they may be batched. Searches and
+    reports need nothing else:
 
     >>> class Cosine(Kernel):
     ...     rate = Positive("how many periods there are in one unit of the inputs")
@@ -86,29 +86,31 @@ class Kernel(nn.Module):
         features: module applied to X and Z first, (..., n, d) -> (..., n, p), and trained with the kernel. It
             may run under autocast; the kernel itself is always evaluated in the precision of X, or in float32
             where X is bfloat16 or float16.
-        event_dim: how many axes one input has. For more than one, X is (..., n, *event), images for instance;
-            the module gets all of them as one batch (rows, *event) and returns (rows, p). Without features
-            they are flattened.
-        positive: values of positive parameters by name, each kept as the parameter `log_<name>`.
+        event_dim: number of axes of one input. For more than one, such as images, X is (..., n, *event); the
+            module gets all inputs as one batch (rows, *event) and returns (rows, p). Without features they
+            are flattened.
+        positive: values of positive parameters by name, each stored as the parameter `log_<name>`.
     """
 
     settings: tuple[str, ...] = ()
     """Arguments that are chosen and not trained, such as a degree."""
     choices: tuple[Choice, ...] = ()
-    """Names under which the command and scikit-learn offer this kernel."""
+    """Names by which the command and the scikit-learn estimators offer this kernel."""
     _symmetric: bool = False  # whether the matrix of one set of points is known to be symmetric
     event_dim: int = 1
-    """How many axes one input has."""
+    """Number of axes of one input."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "_symmetric" not in vars(cls) and {"forward", "_evaluate"} & set(vars(cls)):
-            cls._symmetric = False  # what a class says of its own matrices says nothing of another's
+        overridden = {"forward", "_evaluate"} & set(vars(cls))
+        if overridden and "_symmetric" not in vars(cls):
+            cls._symmetric = False  # the base class knew its own matrices only
         for choice in vars(cls).get("choices", ()):
-            where = KERNELS.setdefault(choice.name, choice).make.__module__
-            if where != choice.make.__module__:
+            known = KERNELS.setdefault(choice.name, choice)
+            module = known.make.__module__
+            if module != choice.make.__module__:
                 raise ValueError(
-                    f"{cls.__name__}: choices must have new names, got {choice.name}, which {where} has"
+                    f"{cls.__name__}: choices must have new names, got {choice.name}, which {module} has"
                 )
             KERNELS[choice.name] = choice
 
@@ -119,12 +121,13 @@ class Kernel(nn.Module):
             raise TypeError(f"{self._get_name()}: features must be a Module, got {type(features).__name__}")
         self.features = features
         for name, values in positive.items():
-            self.register_parameter(f"log_{name}", nn.Parameter(log_of(self._get_name(), name, values)))
+            log = log_of(self._get_name(), name, values)
+            self.register_parameter(f"log_{name}", nn.Parameter(log))
 
     def forward(self, X: Tensor, Z: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Kernel matrix (..., n, m) between X (..., n, d) and Z (..., m, d), of their dtype.
+        """Kernel matrix (..., n, m) between X (..., n, d) and Z (..., m, d), in their dtype.
 
-        Or evaluated in another `dtype`, from X and Z as they are, or from what `features` make of them.
+        With `dtype`, X and Z, or their `features`, are converted to it and the matrix is evaluated in it.
         """
         left, right = self._embed("X", X), None
         if Z is not None:
@@ -135,9 +138,9 @@ class Kernel(nn.Module):
             return self._evaluate_in(left, right, dtype or full_dtype(X.dtype))
 
     def _match(self, X: Tensor, Z: Tensor) -> None:
-        """Demand that embedded inputs (..., n, d) and (..., m, d) go together."""
+        """Raise unless the shapes of embedded inputs (..., n, d) and (..., m, d) match."""
         if self.is_embedding_inside:
-            return  # the parts see to it
+            return  # the parts check their own inputs
         d = X.shape[-1]
         self._require(Z.shape[-1] == d, f"Z must have {d} columns to match X", Z.shape)
         self._batch(X=X.shape[:-2], Z=Z.shape[:-2])
@@ -148,20 +151,20 @@ class Kernel(nn.Module):
         return "(..., n, d)" if self.event_dim == 1 else f"(..., n, *event), {self.event_dim} axes an input,"
 
     def embed(self, X: Tensor) -> Tensor:
-        """What `features` make of X, (..., n, p); X itself without, its events flattened."""
+        """The output of `features` for X, (..., n, p); without features X itself, its inputs flattened."""
         return self._embed("X", X)
 
     def between(self, F: Tensor, G: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The kernel matrix (..., n, m) of rows that went through `embed` already, as `forward` gives it."""
+        """The kernel matrix (..., n, m) of `forward`, for rows that have already gone through `embed`."""
         with full_precision(F):
             return self._evaluate_in(F, G, dtype or full_dtype(F.dtype))
 
     def embed_support(self, Z: Tensor) -> list[Tensor]:
-        """What `against` needs of Z (..., m, d), computed once: the rows that every part evaluates."""
+        """Embedded rows of Z (..., m, d), one tensor for each part of the kernel, to be used by `against`."""
         return [Z if self._has_own_forward else self._embed("Z", Z)]
 
     def against(self, X: Tensor, support: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-        """The kernel matrix (..., n, m) of X and what `embed_support` made of Z, evaluated in a dtype."""
+        """The kernel matrix (..., n, m) of X and Z, given `embed_support` of Z, evaluated in a dtype."""
         if self._has_own_forward:
             return self(X, next(support), dtype)
         left, right = self._embed("X", X), next(support)
@@ -171,13 +174,14 @@ class Kernel(nn.Module):
 
     @property
     def _has_own_forward(self) -> bool:
-        """Whether a kernel of another's does more than `_evaluate` says."""
+        """Whether a user's kernel overrides `forward` as a whole."""
         return type(self).forward is not Kernel.forward
 
     def choose(self, setting: str, value: Any) -> None:
-        """Change one of the `settings` in place; ValueError as from the constructor."""
+        """Change one of the `settings` in place; raises the ValueError of the constructor."""
         owner = next(kind for kind in type(self).__mro__ if "settings" in vars(kind))
-        setattr(self, setting, getattr(owner(**{setting: value}), setting))
+        checked = owner(**{setting: value})
+        setattr(self, setting, getattr(checked, setting))
 
     def frozen(self) -> Self:
         """A copy for inference: values instead of their logarithms, as buffers, and nothing to train."""
@@ -189,7 +193,8 @@ class Kernel(nn.Module):
 
     def _fix_values(self) -> None:
         for stored in (self._parameters, self._buffers):
-            for name in [name for name in stored if name.startswith("log_")]:
+            logs = [name for name in stored if name.startswith("log_")]
+            for name in logs:
                 log = stored.pop(name)
                 assert log is not None
                 fixed = name.replace("log_", "fixed_", 1)  # where `Positive` looks for the value itself
@@ -197,22 +202,20 @@ class Kernel(nn.Module):
 
     @property
     def is_embedding_inside(self) -> bool:
-        """Whether parts of the kernel embed inputs on their own, so that `embed` leaves them as they are."""
-        return any(
-            isinstance(part, Kernel) and (part.features is not None or part.event_dim > 1)
-            for part in self._parts()
-        )
+        """Whether parts of the kernel embed inputs themselves, so that `embed` returns them unchanged."""
+        return any(part._embeds for part in self.modules() if isinstance(part, Kernel) and part is not self)
 
-    def _parts(self) -> list[nn.Module]:
-        return [part for part in self.modules() if part is not self]
+    @property
+    def _embeds(self) -> bool:
+        return self.features is not None or self.event_dim > 1
 
     @property
     def operands(self) -> list["Kernel"]:
-        """The kernels that this one combines, which are evaluated at what `embed` gives; none by default."""
+        """The kernels that this one combines, which are evaluated at the rows of `embed`; none by default."""
         return []
 
     def diagonal(self, X: Tensor, embedded: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-        """k(x_i, x_i), (..., n), without the matrix; of X, or of rows that went through `embed` already.
+        """k(x_i, x_i), (..., n), without the matrix; if `embedded`, X has already gone through `embed`.
 
         `dtype` is as in `forward`.
         """
@@ -224,18 +227,17 @@ class Kernel(nn.Module):
         raise NotImplementedError
 
     def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`_evaluate` for inputs of a dtype; a kernel of kernels leaves it to them, after their features."""
+        """`_evaluate` for inputs converted to a dtype; composed kernels convert after their own features."""
         return self._matrix(X.to(dtype), None if Z is None else Z.to(dtype))
 
     def _matrix(self, X: Tensor, Z: Tensor | None) -> Tensor:
-        """`_evaluate`, whose matrices must be as many as a batch of parameters asks for."""
+        """`_evaluate`, with a check that a batch of parameters has given a batch of matrices."""
         K = self._evaluate(X, Z)
-        declared = ((name, Positive.of(self, name), value) for name, value in self._parameters.items())
-        batches = {name: own.batch_of(value) for name, own, value in declared if own and value is not None}
+        batches = self._parameter_batches()
         if any(batches.values()):
-            right = X if Z is None else Z
-            batch = self._batch(X=X.shape[:-2], Z=right.shape[:-2], **batches)
-            expected = (*batch, X.shape[-2], right.shape[-2])
+            columns = X if Z is None else Z
+            batch = self._batch(X=X.shape[:-2], Z=columns.shape[:-2], **batches)
+            expected = (*batch, X.shape[-2], columns.shape[-2])
             if K.shape != expected:
                 raise TypeError(
                     f"{self._get_name()}: _evaluate must return shape {expected}, got {tuple(K.shape)}; read "
@@ -243,8 +245,17 @@ class Kernel(nn.Module):
                 )
         return K
 
+    def _parameter_batches(self) -> dict[str, torch.Size]:
+        """Batch shapes of the positive parameters, by name."""
+        batches = {}
+        for name, value in self._parameters.items():
+            declared = Positive.of(self, name)
+            if declared is not None and value is not None:
+                batches[name] = declared.batch_of(value)
+        return batches
+
     def _diagonal_in(self, X: Tensor, dtype: torch.dtype) -> Tensor:
-        """`_diagonal` for inputs of a dtype, as `_evaluate_in` is `_evaluate`."""
+        """`_diagonal` for inputs converted to a dtype."""
         return self._diagonal(X.to(dtype))
 
     def _diagonal(self, X: Tensor) -> Tensor:
@@ -258,10 +269,10 @@ class Kernel(nn.Module):
 
     @property
     def keeps_digits(self) -> bool:
-        """Whether the matrix of float32 rows may be float32 too, however far from the origin the rows are.
+        """Whether the matrix of float32 rows is accurate in float32, however far from the origin they are.
 
-        A function of distances may. One of inner products is nearly constant there, and what tells the rows
-        apart is lost to rounding: machines evaluate it in float64.
+        True for functions of distances. A function of inner products is nearly constant there, and the
+        differences between rows are lost to rounding: machines evaluate it in float64.
         """
         return bool(self.operands) and all(kernel.keeps_digits for kernel in self.operands)
 
@@ -271,20 +282,22 @@ class Kernel(nn.Module):
         return False
 
     def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """F (..., n, p) with K = F F^T, for a kernel that `is_linear`, in a dtype; default that of X."""
+        """F (..., n, p) with K = F F^T, for a kernel that `is_linear`; the default dtype is that of X."""
         raise NotImplementedError(f"{self._get_name()} is not linear in finitely many features")
 
     def extra_repr(self) -> str:
         """Current values."""
-        logs = (re.sub("^(log|fixed)_", "", name) for name in (*self._parameters, *self._buffers))
-        event = ["event_dim"] if self.event_dim > 1 and not self.is_embedding_inside else []
-        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in (*self.settings, *logs, *event))
+        stored = (*self._parameters, *self._buffers)
+        names = [*self.settings, *(re.sub("^(log|fixed)_", "", name) for name in stored)]
+        if self.event_dim > 1 and not self.is_embedding_inside:
+            names.append("event_dim")
+        return ", ".join(f"{name}={_show(getattr(self, name))}" for name in names)
 
     def __add__(self, other: object) -> "Sum":
         return Sum(self, other) if isinstance(other, Kernel) else NotImplemented
 
     def __radd__(self, other: object) -> "Kernel":
-        return self if other == 0 else NotImplemented  # what sum(kernels) starts from
+        return self if other == 0 else NotImplemented  # sum(kernels) starts from 0
 
     def __mul__(self, other: object) -> "Kernel":
         if isinstance(other, Kernel):
@@ -315,10 +328,12 @@ class Kernel(nn.Module):
         csr.require_layout(self._get_name(), name, X)
         event = self.event_dim
         self._require(X.ndim > event, f"{name} must have shape {self.input_shape}", X.shape)
-        for own in (*self._parameters.values(), *self._buffers.values()):
-            if own is not None and own.device != X.device:
-                where = f"{self._get_name()}: {name} must be on the device of the kernel, {own.device}"
-                raise ValueError(f"{where}, got {X.device}; move the kernel, e.g. kernel.to({name}.device)")
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            if tensor is not None and tensor.device != X.device:
+                raise ValueError(
+                    f"{self._get_name()}: {name} must be on the device of the kernel, {tensor.device}, "
+                    f"got {X.device}; move the kernel, e.g. kernel.to({name}.device)"
+                )
         dtype = full_dtype(X.dtype)
         if self.features is None:
             if (event == 1 and X.dtype == dtype) or self.is_embedding_inside:
@@ -328,18 +343,17 @@ class Kernel(nn.Module):
             F, n = self.features(X), X.shape[-2]
             self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
             return F.to(dtype)
-        rows = X.flatten(0, -event - 1)  # one batch, as convolutions want it
+        rows = X.flatten(0, -event - 1)  # one batch, as convolutions need
         F, n = self.features(rows), len(rows)
         self._require(F.ndim == 2 and len(F) == n, f"features must return ({n}, p)", F.shape)
         return F.to(dtype).unflatten(0, X.shape[:-event])
 
 
 def _event_dim(name: str, kernels: Sequence[Kernel], features: Features, event_dim: int | None) -> int:
-    """Axes of one input of kernels put together: of that of the features before them, or of their own."""
+    """The event_dim of a composed kernel: that given for its features, or that of its parts."""
     if not all(isinstance(kernel, Kernel) for kernel in kernels):
-        raise TypeError(
-            f"{name}: kernels must be torchloo kernels, got {[type(k).__name__ for k in kernels]}"
-        )
+        types = [type(kernel).__name__ for kernel in kernels]
+        raise TypeError(f"{name}: kernels must be torchloo kernels, got {types}")
     inner = [kernel.event_dim for kernel in kernels]
     expected = 1 if features is not None or not inner else inner[0]
     if any(dim != expected for dim in inner):
@@ -373,11 +387,11 @@ class Scaled(Kernel):
         return self._lift("scale", K) * K
 
     def embed_support(self, Z: Tensor) -> list[Tensor]:
-        """What the kernel needs of its features of Z."""
+        """See `Kernel.embed_support`."""
         return self.kernel.embed_support(self._embed("Z", Z))
 
     def against(self, X: Tensor, support: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-        """scale times what the kernel gives."""
+        """See `Kernel.against`."""
         K = self.kernel.against(self._embed("X", X), support, dtype)
         return self._lift("scale", K) * K
 
@@ -407,7 +421,7 @@ class Scaled(Kernel):
 
 
 class _Composite(Kernel):
-    """Several kernels, their matrices combined entry by entry; each applies features of its own last."""
+    """Several kernels whose matrices are combined elementwise; each may have features of its own."""
 
     _symmetric = True
     _combine: Callable[[Any, Any], Any]
@@ -420,21 +434,25 @@ class _Composite(Kernel):
     def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
         return self._evaluate_in(X, Z, full_dtype(X.dtype))
 
+    def _combined(self, values: Callable[[Kernel], Tensor]) -> Tensor:
+        """The values for each kernel, combined; one at a time, so that no list of matrices is kept."""
+        return functools.reduce(self._combine, map(values, self.kernels))
+
     def _evaluate_in(self, X: Tensor, Z: Tensor | None, dtype: torch.dtype) -> Tensor:
-        return functools.reduce(self._combine, (kernel(X, Z, dtype) for kernel in self.kernels))
+        return self._combined(lambda kernel: kernel(X, Z, dtype))
 
     def embed_support(self, Z: Tensor) -> list[Tensor]:
-        """What the kernels need, one after another."""
+        """See `Kernel.embed_support`."""
         F = self._embed("Z", Z)
         return [rows for kernel in self.kernels for rows in kernel.embed_support(F)]
 
     def against(self, X: Tensor, support: Iterator[Tensor], dtype: torch.dtype) -> Tensor:
-        """What the kernels give, combined."""
+        """See `Kernel.against`."""
         F = self._embed("X", X)
-        return functools.reduce(self._combine, (kernel.against(F, support, dtype) for kernel in self.kernels))
+        return self._combined(lambda kernel: kernel.against(F, support, dtype))
 
     def _diagonal_in(self, X: Tensor, dtype: torch.dtype) -> Tensor:
-        return functools.reduce(self._combine, (kernel.diagonal(X, dtype=dtype) for kernel in self.kernels))
+        return self._combined(lambda kernel: kernel.diagonal(X, dtype=dtype))
 
     @property
     def operands(self) -> list[Kernel]:
@@ -448,7 +466,7 @@ class _Composite(Kernel):
 
 
 class Sum(_Composite):
-    """k1 + k2 + ...; the kernels apply features of their own, after those of the sum."""
+    """k1 + k2 + ...; each kernel may have features of its own, applied after those of the sum."""
 
     _combine = staticmethod(operator.add)
 
@@ -466,6 +484,6 @@ class Sum(_Composite):
 
 
 class Product(_Composite):
-    """k1 * k2 * ..., entry by entry; features as in Sum."""
+    """k1 * k2 * ..., elementwise; features as in Sum."""
 
     _combine = staticmethod(operator.mul)

@@ -1,4 +1,4 @@
-"""The kernel of points that are known by their kernel matrix alone."""
+"""A kernel matrix given by the user in place of inputs."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class Precomputed(Kernel):
     To predict, X_new (..., m, n) holds kernel values of new points with the n training points.
     """
 
-    keeps_digits = True  # what was given has as many as it has
+    keeps_digits = True  # a given matrix cannot be evaluated more accurately
 
     def __init__(self, *, features: Features = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kernels as functions of their parameters, which can be evaluated again with others in their place."""
+"""Kernels as functions of their parameters, to be evaluated again with other values of them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,23 +19,21 @@ class _Call(nn.Module):
         self.kernel, self.method = kernel, method
 
     def forward(self, *inputs: Any) -> Tensor:
-        """What the method gives."""
+        """The result of the method."""
         return getattr(self.kernel, self.method)(*inputs)
 
 
 def pure(kernel: Kernel, method: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A method of a kernel as a function (parameters, *inputs), and the parameters that it has now.
+    """A method of a kernel as a function (parameters, *inputs), and the current parameters of the kernel.
 
-    Buffers stay as they are now, whatever becomes of the kernel.
+    Buffers keep their current values, even if the kernel changes later.
     """
     module = _Call(kernel, method)
-    names, parameters = [], list[Tensor]()
-    for name, parameter in module.named_parameters():
-        names.append(name)
-        parameters.append(parameter)
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
-    def evaluate(given: Sequence[Tensor], *inputs: Any) -> Tensor:
-        return functional_call(module, buffers | dict(zip(names, given, strict=True)), inputs)
+    def evaluate(values: Sequence[Tensor], *inputs: Any) -> Tensor:
+        named = dict(zip(parameters, values, strict=True))
+        return functional_call(module, buffers | named, inputs)
 
-    return evaluate, parameters
+    return evaluate, list(parameters.values())

@@ -1,4 +1,4 @@
-"""Kernels of the distance |x - z|, in units of a lengthscale."""
+"""Stationary kernels: functions of the distance |x - z| in units of a lengthscale."""
 
 from typing import Self
 
@@ -48,37 +48,47 @@ class _Stationary(Kernel):
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
         scale, d = self.lengthscale.double(), X.shape[-1]
-        shapes = {"lengthscale": scale.shape[:-1], "X": X.shape[:-2], "Z": (X if Z is None else Z).shape[:-2]}
+        columns = X if Z is None else Z
+        batch_shapes = {
+            "lengthscale": scale.shape[:-1],
+            "X": X.shape[:-2],
+            "Z": columns.shape[:-2],
+        }
         if scale.ndim > 0:
             expected = f"lengthscale must be a scalar or end in {d} to match X"
             self._require(scale.shape[-1] in (1, d), expected, scale.shape)
             scale = scale.unsqueeze(-2)  # (..., 1, d)
-        batch = self._batch(**shapes)
+        batch = self._batch(**batch_shapes)
         if csr.is_csr(X) or csr.is_csr(Z):
             return self._sparse_distance(X, Z, scale, factor, direct)
-        # Centred in float64: far from the origin, a division in float32 would round distances away.
-        centre = (X if Z is None else Z).detach().mean(-2, keepdim=True, dtype=torch.float64)  # (..., 1, d)
+        # Centred in float64: far from the origin, a division in float32 would lose small distances.
+        centre = columns.detach().mean(-2, keepdim=True, dtype=torch.float64)  # (..., 1, d)
         left = expanded((X - centre) / scale, batch + X.shape[-2:])
-        right = None if Z is None else expanded((Z - centre) / scale, batch + Z.shape[-2:])
+        right = None
+        if Z is not None:
+            right = expanded((Z - centre) / scale, batch + Z.shape[-2:])
         return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
 
     def _sparse_distance(
         self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
     ) -> Tensor:
-        """The same from |x|^2 + |z|^2 - 2 x . z; zeros must stay zeros, so nothing can be centred."""
-        single = scale.numel() == 1 and scale.ndim < 3
-        if direct or not single:
+        """The same from |x|^2 + |z|^2 - 2 x . z; sparse rows cannot be centred, as zeros must stay zeros."""
+        one_lengthscale = scale.numel() == 1 and scale.ndim < 3
+        if direct or not one_lengthscale:
             raise ValueError(
                 f"{self._get_name()}: X of sparse rows needs one lengthscale and nu > 1/2, "
                 f"got {self.extra_repr()}; make it dense by X.to_dense()"
             )
-        X64, Z64 = X.double(), None if Z is None else Z.double()
+        X64 = X.double()
+        Z64 = None if Z is None else Z.double()
         left = csr.square_length(X64)
         right = left if Z64 is None else csr.square_length(Z64)
-        square = (left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)).clamp_(min=0)
+        square = left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)
+        square = square.clamp_(min=0)
         if Z is None:
             square.fill_diagonal_(0)
-        return (square * (factor / scale.reshape(()).square())).to(X.dtype)
+        scaled = square * (factor / scale.reshape(()).square())
+        return scaled.to(X.dtype)
 
 
 class RBF(_Stationary):
@@ -123,12 +133,13 @@ class RBF(_Stationary):
 class Matern(_Stationary):
     """With a = sqrt(2 nu) |x - z| / lengthscale: e^-a, (1 + a) e^-a or (1 + a + a^2/3) e^-a; k(x, x) = 1.
 
-    For nu = 1/2, 3/2 or 5/2. At equal rows nu = 1/2 has no gradient and 0 is taken; as its square root needs
-    small distances to be accurate, it takes differences for every d, at d passes. Memory: two (n, m)
-    matrices kept for the backward. Lengthscale: as in RBF.
+    For nu = 1/2, 3/2 or 5/2. For nu = 1/2 the gradient does not exist at equal rows and is taken as 0; as its
+    square root needs small distances to be accurate, it uses differences for every d, at d passes. Memory:
+    two (n, m) matrices kept for the backward. Lengthscale: as in RBF.
     """
 
-    settings, _symmetric = ("nu",), True
+    settings = ("nu",)
+    _symmetric = True
     choices = (Choice("matern", "a Matérn kernel", lambda d: Matern(lengthscale=d**0.5)),)
 
     def __init__(
