@@ -7,10 +7,10 @@ error] in pivots.py. The selection is not differentiated.
 | selector | rule | time | memory |
 |---|---|---|---|
 | greedy | the vector that lowers the error most | n^2 m | n^2 |
-| stochastic | the best of some candidates on some rows | n m^2 | n m |
-| pivoted | the row reconstructed worst | n m^2 | n m |
-| rpcholesky | a row drawn by its error | n m^2 | n m |
-| pruned | what is left when small coefficients are dropped again and again | n^3 | n^2 |
+| stochastic | the best of random candidates, judged on random rows | n m^2 | n m |
+| pivoted | the row with the largest error | n m^2 | n m |
+| rpcholesky | a row drawn with probability proportional to its error | n m^2 | n m |
+| pruned | rows that remain when those of small coefficients are dropped repeatedly | n^3 | n^2 |
 | random | rows drawn uniformly | n m^2 | n m |
 | all | every row | n^3 | n^2 |
 

@@ -1,4 +1,4 @@
-"""Selectors that look at what is left of every row, again after each choice."""
+"""Selectors that use the current residual of every row, which each choice changes."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ _TILE = 1 << 17  # numbers of a tile that fits the cache of a CPU
 class greedy(Selector):  # noqa: N801
     """The vector that lowers the reconstruction error most, one after another.
 
-    Keeps E, what is left of the kernel matrix, by a rank-one update for each vector; adding vector j lowers
+    Keeps the residual E of the kernel matrix, by a rank-one update for each vector; adding vector j lowers
     the error by mean_i E_ij^2 / (E_jj k_ii).
 
     Time n^2 m: the matrix is read and written once for each vector. Memory 2 n^2.
@@ -27,12 +27,14 @@ class greedy(Selector):  # noqa: N801
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
         scale = factor.gram.scale
-        E = (factor.gram.matrix() * scale.unsqueeze(-1)).mul_(scale.unsqueeze(-2))
-        tiles = E.split(max(1, _TILE // max(1, E.shape[-1])), dim=-2)
+        E = factor.gram.matrix() * scale.unsqueeze(-1)
+        E.mul_(scale.unsqueeze(-2))
+        rows_in_tile = _TILE // max(1, E.shape[-1])
+        tiles = E.split(max(1, rows_in_tile), dim=-2)
 
         def propose() -> Proposal:
             u = factor.L[..., -1:, :]  # (..., 1, n), or (..., 0, n) at first
-            total = torch.zeros_like(factor.rest)
+            total = torch.zeros_like(factor.residual)
             start = 0
             for tile in tiles:
                 stop = start + tile.shape[-2]
@@ -40,7 +42,7 @@ class greedy(Selector):  # noqa: N801
                     tile -= u[..., start:stop].mT * u
                 total += tile.square().sum(-2)
                 start = stop
-            gain = torch.where(factor.open, total / factor.rest, -1.0)
+            gain = torch.where(factor.eligible, total / factor.residual, -1.0)
             return gain.argmax(-1, keepdim=True), None
 
         return propose
@@ -51,9 +53,9 @@ class stochastic(Seeded):  # noqa: N801
     """The best of random candidates by the greedy criterion on random rows, one vector after another.
 
     Args:
-        candidates: how many candidates to draw for each vector; the best of 59 is among the best 5 % with a
-            certainty of 95 %.
-        rows: how many rows the gain of a candidate is averaged over, drawn anew for each vector.
+        candidates: number of candidates drawn for each vector; the best of 59 is among the best 5 % with
+            probability 95 %.
+        rows: number of rows that the gain of a candidate is averaged over, drawn again for each vector.
 
     Time n m^2 / 2 + candidates rows m^2 / 2, memory n m.
 
@@ -70,41 +72,43 @@ class stochastic(Seeded):  # noqa: N801
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
         draw, gram = self._draw(), factor.gram
-        n = factor.rest.shape[-1]
+        *batch, n = factor.residual.shape
 
         def propose() -> Proposal:
-            lots = draw(2, n).to(factor.rest)
-            among = torch.where(factor.open, lots[0], -1.0)
-            candidates = among.topk(min(self.candidates, n)).indices  # (..., b)
-            rows = lots[1].topk(min(self.rows, n)).indices.expand(*factor.rest.shape[:-1], -1)  # (..., a)
-            left, right = (factor.L.take_along_dim(some.unsqueeze(-2), -1) for some in (rows, candidates))
-            E = gram(rows, candidates) - left.mT @ right  # (..., a, b)
-            rest = factor.rest.take_along_dim(candidates, -1)
-            gain = torch.where(factor.open.take_along_dim(candidates, -1), E.square().sum(-2) / rest, -1.0)
-            return candidates.take_along_dim(gain.argmax(-1, keepdim=True), -1), None
+            uniform = draw(2, n).to(factor.residual)
+            priority = torch.where(factor.eligible, uniform[0], -1.0)
+            candidates = priority.topk(min(self.candidates, n)).indices  # (..., b)
+            rows = uniform[1].topk(min(self.rows, n)).indices
+            rows = rows.expand(*batch, -1)  # (..., a)
+            E = gram(rows, candidates) - factor.columns(rows).mT @ factor.columns(candidates)  # (..., a, b)
+            residual = factor.residual.take_along_dim(candidates, -1)
+            eligible = factor.eligible.take_along_dim(candidates, -1)
+            gain = torch.where(eligible, E.square().sum(-2) / residual, -1.0)
+            best = gain.argmax(-1, keepdim=True)
+            return candidates.take_along_dim(best, -1), None
 
         return propose
 
 
 @dataclass(frozen=True)
 class pivoted(Selector):  # noqa: N801
-    """The row that is reconstructed worst, relative to its length: Cholesky with complete pivoting.
+    """The row with the largest relative reconstruction error: Cholesky with complete pivoting.
 
     Deterministic. Time n m^2, memory n m.
     """
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
-        return lambda: (factor.rest.argmax(-1, keepdim=True), None)
+        return lambda: (factor.residual.argmax(-1, keepdim=True), None)
 
 
 @dataclass(frozen=True)
 class rpcholesky(Seeded):  # noqa: N801
     """A row drawn with probability proportional to its relative reconstruction error, one after another.
 
-    Randomly pivoted Cholesky of the normalised kernel matrix, whose trace is what the error measures, so
-    that the theorem on its expected error applies to the error reported. Rows are proposed in blocks: one
-    drawn with what was left of it before the block is kept with the probability that still is left over
-    that, which gives exactly the distribution of drawing one by one.
+    Randomly pivoted Cholesky of the normalised kernel matrix, whose trace is the reported error, so that the
+    theorem on its expected error applies to it. Rows are proposed in blocks, drawn with their residuals
+    before the block. When its turn comes, a row is accepted with probability (residual now) / (residual
+    before the block), which gives exactly the distribution of drawing one by one.
 
     Time n m^2, in matrix products; memory n m.
 
@@ -114,19 +118,21 @@ class rpcholesky(Seeded):  # noqa: N801
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
         draw = self._draw()
-        before = -1
+        count_before = -1
 
         def propose() -> Proposal | None:
-            nonlocal before
-            if factor.count == before:  # of all the rows drawn last, none could be told from rounding
+            nonlocal count_before
+            if factor.count == count_before:  # the residuals of all rows drawn last were rounding errors
                 return None
-            before = factor.count
-            lots = draw(2, BLOCK).to(factor.rest.device)
-            mass = (factor.rest * factor.open).cumsum(-1, dtype=torch.float64)  # (..., n)
-            total = mass[..., -1:]
-            # Just below 1, as rounding might else lead past the last row with any mass.
-            rows = torch.searchsorted(mass, lots[0].clamp(max=1 - 1e-15) * total, right=True)
-            rows = rows.clamp(max=mass.shape[-1] - 1)  # where nothing is left in a batch
-            return rows, lots[1].to(factor.rest) * factor.rest.take_along_dim(rows, -1)
+            count_before = factor.count
+            uniform = draw(2, BLOCK).to(factor.residual.device)
+            cumulative = (factor.residual * factor.eligible).cumsum(-1, dtype=torch.float64)  # (..., n)
+            total = cumulative[..., -1:]
+            # Just below 1, as rounding might otherwise lead past the last eligible row.
+            drawn = uniform[0].clamp(max=1 - 1e-15) * total
+            rows = torch.searchsorted(cumulative, drawn, right=True)
+            rows = rows.clamp(max=cumulative.shape[-1] - 1)  # for problems of a batch that are finished
+            residual = factor.residual.take_along_dim(rows, -1)
+            return rows, uniform[1].to(residual) * residual
 
         return propose

@@ -1,4 +1,4 @@
-"""Selectors with an order of the rows that is known beforehand."""
+"""Selectors that take the rows in an order fixed beforehand."""
 
 from dataclasses import dataclass, field
 
@@ -15,14 +15,14 @@ __all__ = ["all", "pruned", "random"]
 
 
 class _InOrder(Selector):
-    """Rows in a given order, without those that depend on earlier ones; Note [least pivot]."""
+    """Rows in a given order, without those that depend linearly on earlier ones; Note [least pivot]."""
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
         """All rows, (..., n)."""
         raise NotImplementedError
 
     def _rule(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Propose:
-        order = self._order(factor, y, weight).expand_as(factor.rest)
+        order = self._order(factor, y, weight).expand_as(factor.residual)
         blocks = iter(order.split(BLOCK, dim=-1))
 
         def propose() -> Proposal | None:
@@ -34,15 +34,15 @@ class _InOrder(Selector):
 
 @dataclass(frozen=True)
 class pruned(_InOrder):  # noqa: N801
-    """What is left when the rows of smallest coefficients are dropped from an LS-SVM, again and again.
+    """Rows that remain when those with the smallest coefficients of an LS-SVM are dropped repeatedly.
 
-    Starts with an LS-SVM of all rows and retrains it on those left after each round. Rows are ranked by how
-    long they stay (in one round, by the size of their coefficients), and the basis is the top of the ranking.
-    It needs y, with several outputs the norm of the coefficients of a row counts.
+    Starts with an LS-SVM of all rows and retrains it on the remaining ones after each round. Rows are ranked
+    by how long they remain (within a round, by the size of their coefficients), and the basis is the top of
+    the ranking. It needs y; for several outputs, the size is the norm of the coefficients of a row.
 
     Args:
         reg: regularisation of the LS-SVM, a positive number or tensor of batch shape.
-        drop: part of the rows dropped in each round.
+        drop: fraction of the rows dropped in each round.
 
     Time: 7 trainings on all rows for drop = 0.05, n^3/3 each. Memory n^2.
 
@@ -59,19 +59,21 @@ class pruned(_InOrder):  # noqa: N801
             raise ValueError(f"pruned: drop must be between 0 and 1, got {self.drop}")
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
-        K, n = factor.gram.matrix(), factor.rest.shape[-1]
+        K, n = factor.gram.matrix(), factor.residual.shape[-1]
         Y = self._targets(y, n, factor.gram.ndim)
         if weight is not None and (weight.ndim < 1 or weight.shape[-1] != n):
             raise ValueError(f"pruned: weight must have {n} entries, got shape {tuple(weight.shape)}")
-        left = torch.arange(n, device=K.device).expand_as(factor.rest)
+        remaining = torch.arange(n, device=K.device).expand_as(factor.residual)
         dropped: list[Tensor] = []
-        while left.shape[-1] > 1:
-            size = self._coefficients(K, Y, weight, left).square().sum(-1)  # (..., r)
-            left = left.take_along_dim(size.argsort(dim=-1, descending=True, stable=True), -1)
-            stay = left.shape[-1] - max(1, int(self.drop * left.shape[-1]))
-            dropped.append(left[..., stay:])
-            left = left[..., :stay]
-        return torch.cat([left, *reversed(dropped)], -1)
+        while remaining.shape[-1] > 1:
+            size = self._coefficients(K, Y, weight, remaining).square().sum(-1)  # (..., r)
+            largest_first = size.argsort(dim=-1, descending=True, stable=True)
+            remaining = remaining.take_along_dim(largest_first, -1)
+            count = remaining.shape[-1]
+            kept = count - max(1, int(self.drop * count))
+            dropped.append(remaining[..., kept:])
+            remaining = remaining[..., :kept]
+        return torch.cat([remaining, *reversed(dropped)], -1)
 
     @staticmethod
     def _targets(y: Tensor | None, n: int, ndim: int) -> Tensor:
@@ -83,27 +85,32 @@ class pruned(_InOrder):  # noqa: N801
         return Y
 
     def _coefficients(self, K: Tensor, Y: Tensor, weight: Tensor | None, rows: Tensor) -> Tensor:
-        K = K.take_along_dim(rows.unsqueeze(-1), -2).take_along_dim(rows.unsqueeze(-2), -1)
-        Y = Y.expand(*rows.shape[:-1], *Y.shape[-2:]).take_along_dim(rows.unsqueeze(-1), -2)
+        batch = rows.shape[:-1]
+        as_rows, as_columns = rows.unsqueeze(-1), rows.unsqueeze(-2)
+        K = K.take_along_dim(as_rows, -2).take_along_dim(as_columns, -1)
+        Y = Y.expand(*batch, *Y.shape[-2:]).take_along_dim(as_rows, -2)
         if weight is not None:
-            weight = weight.expand(*rows.shape[:-1], -1).take_along_dim(rows, -1)
-        return solve_dual(Guard("pruned"), K, Y, self.reg, weight, bias=True).checked().columns
+            weight = weight.expand(*batch, -1).take_along_dim(rows, -1)
+        fit = solve_dual(Guard("pruned"), K, Y, self.reg, weight, bias=True)
+        return fit.checked().columns
 
 
 @dataclass(frozen=True)
 class random(Seeded, _InOrder):  # noqa: N801
-    """Rows drawn alike, without those that depend on others already drawn. Time n m^2, memory n m."""
+    """Rows drawn uniformly, without those that depend on rows drawn before. Time n m^2, memory n m."""
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
-        return self._draw()(factor.rest.shape[-1]).argsort().to(factor.rest.device)
+        draw = self._draw()
+        n = factor.residual.shape[-1]
+        return draw(n).argsort().to(factor.residual.device)
 
 
 @dataclass(frozen=True)
 class all(_InOrder):  # noqa: N801
-    """Every row in its order, also those that depend on others. Time n^3, memory n^2.
+    """Every row in the given order, including rows that depend on others. Time n^3, memory n^2.
 
-    The errors are those of the rows that do not depend on earlier ones to about half the digits of a number,
-    Note [least pivot]: bounds from above, as the others may still help.
+    The errors are those of the rows that are independent of earlier ones to about half of the digits, Note
+    [least pivot]: upper bounds, as the other rows may lower them a little.
     """
 
     m: None = field(default=None, init=False)
@@ -115,15 +122,19 @@ class all(_InOrder):  # noqa: N801
         chosen = super().__call__(kernel, X, y, weight)
         if not values_visible(chosen.indices):
             return chosen
-        enough, n = chosen.errors[..., -1] <= self.tolerance, X.shape[-kernel.event_dim - 1]
-        size = torch.where(enough & (self.tolerance > 0), chosen.indices[..., -1] + 1, n)
+        n = X.shape[-kernel.event_dim - 1]
+        accurate = (chosen.errors[..., -1] <= self.tolerance) & (self.tolerance > 0)
+        size = torch.where(accurate, chosen.indices[..., -1] + 1, n)
         last = size.unsqueeze(-1) - 1
-        place = torch.arange(int(size.max()), device=size.device).minimum(last)  # (..., k)
-        before = torch.searchsorted(chosen.indices, place, right=True) - 1  # the last one that counts
-        errors = chosen.errors.take_along_dim(before.clamp(min=0), -1)
-        empty = kernel.diagonal(X).gt(0).to(errors).mean(-1, keepdim=True)  # the error without any vector
-        errors = torch.where(before < 0, empty, errors).detach()
-        return Basis(place, errors, size, "tolerance" if chosen.stopped == "tolerance" else "size")
+        indices = torch.arange(int(size.max()), device=size.device).minimum(last)  # (..., k)
+        # The last independent row up to each index; -1 if there is none yet.
+        independent = torch.searchsorted(chosen.indices, indices, right=True) - 1
+        errors = chosen.errors.take_along_dim(independent.clamp(min=0), -1)
+        nonzero = kernel.diagonal(X) > 0
+        error_of_empty_basis = nonzero.to(errors).mean(-1, keepdim=True)
+        errors = torch.where(independent < 0, error_of_empty_basis, errors).detach()
+        stopped = "tolerance" if chosen.stopped == "tolerance" else "size"
+        return Basis(indices, errors, size, stopped)
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
-        return torch.arange(factor.rest.shape[-1], device=factor.rest.device)
+        return torch.arange(factor.residual.shape[-1], device=factor.residual.device)

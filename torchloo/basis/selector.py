@@ -1,4 +1,4 @@
-"""What every selector is: a rule that proposes rows, and when to stop."""
+"""The base classes of selectors: a rule that proposes rows, and conditions to stop."""
 
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
@@ -16,7 +16,7 @@ __all__ = ["BLOCK", "Propose", "Seeded", "Selector"]
 Propose = Callable[[], Proposal | None]
 
 BLOCK = 64
-"""Rows proposed at once where a rule can."""
+"""Number of rows proposed at once by rules that can."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Selector:
     """A rule for selecting basis vectors, with stopping conditions.
 
     Args:
-        m: largest number of vectors; None: as many as there are rows.
-        tolerance: mean relative reconstruction error that is small enough.
+        m: largest number of vectors; None for the number of rows.
+        tolerance: mean relative reconstruction error at which to stop.
         progress: show a progress bar after a few seconds.
     """
 
@@ -43,7 +43,7 @@ class Selector:
     def __call__(
         self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Basis:
-        """Choose among the rows of X (..., n, d); y (..., n) or (..., n, c) and weight matter to `pruned`.
+        """Choose among the rows of X (..., n, d); only `pruned` uses y (..., n) or (..., n, c) and weight.
 
         X may be (..., n, *event), where the kernel has an `event_dim`.
         """
@@ -52,10 +52,16 @@ class Selector:
         n = gram.n
         if self.m is not None and self.m > n:
             raise ValueError(f"{self._name}: m must be at most the number of rows, {n}, got {self.m}")
-        factor = Factor(guard, gram, n if self.m is None else self.m, self.tolerance)
+        m = n if self.m is None else self.m
+        factor = Factor(guard, gram, m, self.tolerance)
         propose = self._rule(factor, y, weight)
         with tqdm(
-            total=factor.m, desc=self._name, unit="vector", delay=3, leave=False, disable=not self.progress
+            total=m,
+            desc=self._name,
+            unit="vector",
+            delay=3,
+            leave=False,
+            disable=not self.progress,
         ) as bar:
             return factor.grow(propose, bar.update)
 
@@ -69,7 +75,8 @@ class Selector:
 
     def _count(self, name: str) -> None:
         """Require a positive integer argument, and store it as an int."""
-        object.__setattr__(self, name, whole_number(self._name, name, getattr(self, name)))
+        count = whole_number(self._name, name, getattr(self, name))
+        object.__setattr__(self, name, count)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ class Seeded(Selector):
         super().__post_init__()
         device = "cpu" if generator is None else generator.device
         drawn = torch.randint(2**62, (), generator=generator, device=device)
-        object.__setattr__(self, "seed", int(drawn) if values_visible(drawn) else 0)
+        seed = int(drawn) if values_visible(drawn) else 0
+        object.__setattr__(self, "seed", seed)
 
     def _draw(self) -> Callable[..., Tensor]:
         """A source of uniform random numbers of a given shape, on the CPU; always the same sequence."""
