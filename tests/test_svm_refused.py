@@ -84,8 +84,7 @@ def test_the_effort_of_refits_is_counted(monkeypatch):
     monkeypatch.setattr(unlearn, "follow", partial(unlearn.follow, most_events=1))
     held = svm_loo(K, y, 0.5)
     assert bool(held.refitted.any())
-    assert bool((held.kernel_columns[~held.refitted] == 0).all())
-    assert bool((held.kernel_columns[held.refitted] > 0).all())
+    assert not bool(held.kernel_columns.any())  # the exact solver is no SMO
     clusters = svm_lco(K, y, 0.5, torch.arange(24) % 4)
     assert bool((clusters.kernel_columns > 0).all())
     assert bool((clusters.iterations > 0).any())

@@ -14,7 +14,8 @@ from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
 from torchloo.svm.solve.merge import Problem
-from torchloo.svm.without import left_of, solve_without
+from torchloo.svm.solve.smaller import left_of
+from torchloo.svm.without import solve_without
 
 __all__ = ["leave_clusters_out", "svm_lco"]
 
@@ -105,10 +106,10 @@ def _leave_clusters_out_exactly(
     boxes = left_of(problem.box, gone)
     alpha, counts = torch.zeros_like(boxes), torch.zeros(3, len(names), dtype=torch.long, device=y.device)
     both = _both_classes(problem.y, boxes)
-    near = (gone[both] > 0).to(y) @ problem.K
-    first = torch.zeros(len(near), dtype=torch.long, device=y.device)
-    alpha[both], *effort = solve_without(stacked, full, first, boxes[both], near)
-    counts[:, both] = torch.stack(effort)
+    if bool(both.any()):
+        near = (gone[both] > 0).to(y) @ problem.K
+        alpha[both], *effort = solve_without(stacked, full, boxes[both], near)
+        counts[:, both] = torch.stack(effort)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
     machines = Deferred(problem) if trace else None

@@ -75,7 +75,7 @@ class SVMHeldOut(NamedTuple):
     """Events of the path, and pairs of the SMO where there was one, (..., n)."""
 
     kernel_columns: Tensor
-    """Kernel columns read by the SMO; 0 for the path, which shares one tableau, (..., n)."""
+    """Kernel columns read by the SMO; 0 for the path and its refits, (..., n)."""
 
     newton_steps: Tensor
     """Newton steps on the free set that the SMO took beside its pairs, (..., n)."""

@@ -14,8 +14,8 @@ from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
+from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.stacked import Tables, times_vector
-from torchloo.svm.without import left_of, solve_without
 
 __all__ = ["leave_one_out_by_path"]
 
@@ -38,7 +38,7 @@ class _Rows:
             sign = _full_sign(problem.take(in_doubt), full.take(in_doubt)).gather(1, v[in_doubt])
             self.certified[in_doubt] |= sign * self.outputs[in_doubt] > 0
         self.resolved_by = torch.full_like(v, code.UNUSED)
-        self.iterations, self.columns, self.newton = (torch.zeros_like(v) for _ in range(3))
+        self.iterations = torch.zeros_like(v)
 
     def settle(self, mask: Tensor, outputs: Tensor, by: int | Tensor) -> None:
         """Close the rows of a mask with outputs that are certified, all (T, n)."""
@@ -85,15 +85,14 @@ def leave_one_out_by_path(
         target = rows.at(problem.variable, first)
         targets = Targets(first // rows.y.shape[1], target, rows.at(rows.room, first))
         kept = rows.at(rows.kept, first)
-        end = _with_refits(problem, full, targets, kept, unlearn(problem, full, targets, values, trace))
-        paths = _Paths(index, number, targets, end.unlearned, kept)
-        rows.put(index, outputs=end.unlearned.output[number], certified=end.unlearned.proved[number])
-        rows.put(index, iterations=end.unlearned.events[number], resolved_by=end.by[number])
-        rows.put(index, columns=end.columns[number], newton=end.newton[number])
+        end, by = _with_refits(problem, full, targets, kept, unlearn(problem, full, targets, values, trace))
+        paths = _Paths(index, number, targets, end, kept)
+        rows.put(index, outputs=end.output[number], certified=end.proved[number])
+        rows.put(index, iterations=end.events[number], resolved_by=by[number])
     outputs = rows.outputs if values else torch.where(rows.outputs >= 0, 1.0, -1.0).to(rows.outputs)
     machines = [_deferred(problem, full, alone, paths, t) for t in range(len(outputs))] if trace else None
-    counts = rows.iterations, rows.columns, rows.newton
-    return RowOutcome(outputs, rows.certified, rows.resolved_by, *counts, machines)
+    none = torch.zeros_like(rows.iterations)  # kernel columns and Newton steps, of an SMO
+    return RowOutcome(outputs, rows.certified, rows.resolved_by, rows.iterations, none, none, machines)
 
 
 def _distinct(rows: _Rows, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,30 +153,24 @@ def _held(problem: Problem, table: Tensor, alpha: Tensor, target: Tensor, kept: 
     return Held(alpha, u, box, target, rounding, kept, table=table)
 
 
-class _Ended(NamedTuple):
-    """Ends of paths, and of refits where they left a doubt."""
+def _with_refits(
+    problem: Problem, full: Exact, targets: Targets, kept: Tensor, end: Unlearned
+) -> tuple[Unlearned, Tensor]:
+    """Solve without the rows what the paths have left open; and by what each is resolved, (N,).
 
-    unlearned: Unlearned
-    by: Tensor
-    """A code of held_out.RESOLVED_BY, (N,)."""
-    columns: Tensor
-    newton: Tensor
-
-
-def _with_refits(problem: Problem, full: Exact, targets: Targets, kept: Tensor, end: Unlearned) -> _Ended:
-    """Solve without the rows what the paths have left open; `kept` (N,) is what is left of the boxes."""
-    by, none = torch.full_like(targets.table, code.PATH), torch.zeros_like(targets.table)
+    `kept` (N,) is what is left of the boxes.
+    """
+    by = torch.full_like(targets.table, code.PATH)
     left = (~end.solved).nonzero()[:, 0]
     if not len(left):
-        return _Ended(end, by, none, none)
+        return end, by
     table, target, kept = targets.table[left], targets.variable[left], kept[left]
     boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
-    without = solve_without(problem, full, table, boxes, problem.K[table, target])
-    output, proved = judged(problem.K, problem.y[table], _held(problem, table, without.alpha, target, kept))
-    alpha = without.alpha if end.alpha.shape[1] else end.alpha[left]
-    anew = Unlearned(output, proved, proved, end.events[left] + without.iterations, alpha)
-    columns, newton = (none.index_copy(0, left, x) for x in (without.columns, without.newton))
-    return _Ended(end.replaced(left, anew), by.index_fill(0, left, code.REFIT), columns, newton)
+    alpha = solve_smaller(problem, table, boxes, full.alpha[table].clamp_min(0).minimum(boxes))
+    output, proved = judged(problem.K, problem.y[table], _held(problem, table, alpha, target, kept))
+    alpha = alpha if end.alpha.shape[1] else end.alpha[left]
+    anew = Unlearned(output, proved, proved, end.events[left], alpha)
+    return end.replaced(left, anew), by.index_fill(0, left, code.REFIT)
 
 
 class _Paths(NamedTuple):
