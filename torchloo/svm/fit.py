@@ -13,6 +13,7 @@ from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.solve.exact import Exact, duality_gap, relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import Problem, merge_duplicates
+from torchloo.svm.solve.systems import lifted_factor
 from torchloo.svm.stacked import times_vector
 
 __all__ = ["SVMFit", "solve_problems", "svm", "train", "trained"]
@@ -293,6 +294,5 @@ def _is_definite(problem: Problem) -> Tensor:
 
 def _definite(K: Tensor, ridge: Tensor) -> Tensor:
     """Whether each K is positive definite with the ridge (B,) on its diagonal, (B,)."""
-    lifted = K.clone()
-    lifted.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-    return torch.linalg.cholesky_ex(lifted).info == 0
+    L = torch.empty_like(K, memory_format=torch.contiguous_format).mT
+    return lifted_factor(K, ridge[:, None], L) == 0

@@ -185,9 +185,10 @@ class Paths:
         low, high = distance.unbind(1)
         upper = (low == -torch.inf) & (high < torch.inf)  # the range (-inf, 0]
         kept = distance if distances else distance[:, :, :0].clone()
-        *same, _, _ = Ends._fields
-        parts: dict[str, Any] = {name: getattr(self, name).index_select(0, rows) for name in same}
-        return Ends(**parts, upper=upper, distance=kept)
+        same = self.problem_id, self.row, self.target, self.room, self.failed, self.events
+        P, H = self.P[:, : self.used], self.H[:, : self.used, : self.used]
+        taken = [x.index_select(0, rows) for x in (*same, P, H)]
+        return Ends._make([*taken, upper, kept])
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
@@ -224,21 +225,6 @@ class Ends(NamedTuple):
             places = part.shape[1]
             H[:, :places, :places].index_copy_(0, own, part)
         return Ends(H=H, **{name: torch.cat(column)[order] for name, column in columns.items()})
-
-    def split(self, counts: list[int]) -> list["Ends"]:
-        """So many at a time, without places that none of them uses for its change set."""
-        parts = zip(*(x.split(counts) for x in self), strict=True)
-        return [Ends(*part).packed() for part in parts]
-
-    def packed(self) -> "Ends":
-        """Without places that no problem uses for its change set."""
-        used = self.P.ne(self.upper.shape[1] - 2).any(0)
-        used[0] = True
-        if bool(used.all()):
-            return self
-        places = used.nonzero()[:, 0]
-        H = self.H.index_select(1, places).index_select(2, places)
-        return self._replace(P=self.P.index_select(1, places), H=H)
 
 
 def times(H: Tensor, x: Tensor) -> Tensor:

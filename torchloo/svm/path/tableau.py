@@ -117,10 +117,10 @@ def pivot_transform(
     border = torch.ones_like(y) if border is None else border.gather(1, order)
     of_b = _exchange(rows, least, most, is_free, border.masked_fill(is_free, 0))
     y = y.gather(1, order)
-    rows.mul_(y[:, None]).mul_(y[:, :columns, None])
+    rows.mul_(y[:, :columns, None])
     A = K.new_zeros(len(K), m + 2, columns + 2)
-    A[:, :columns, :columns] = rows[:, :, :columns].mT
-    A[:, columns + 2 :, :columns] = rows[:, :, columns:].mT
+    torch.mul(rows[:, :, :columns], y[:, None, :columns], out=A[:, :columns, :columns])  # it is symmetric
+    torch.mul(rows[:, :, columns:].mT, y[:, columns:, None], out=A[:, columns + 2 :, :columns])
     is_free, of_b = is_free[:, :columns], (y * of_b)[:, :columns]
     sign = pad(torch.where(is_free, -1.0, 1.0).to(K), (0, 2), value=1.0)
     return Tableau(A, sign, pad(of_b, (0, 2)), order)

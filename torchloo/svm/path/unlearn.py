@@ -110,12 +110,11 @@ def _unlearn(
     row, column = tableau.find(targets.table, targets.variable)
     base = perturbed_base(problem, full, tableau)
     ends = follow(base, targets.table, row, column, targets.room, not values)
-    parts = _that_fit(targets.table, *problem.y.shape)
-    counts = [last - first for _, first, last in parts]
     done = []
-    for (tables, first, last), end in zip(parts, ends.split(counts), strict=True):
+    for tables, first, last in _that_fit(targets.table, *problem.y.shape):
         own = Targets(*(x[first:last] for x in targets))
         own = own._replace(table=own.table - tables.start)
+        end = Ends(*(x[first:last] for x in ends))
         end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
         stack = Problem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
         done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))

@@ -184,7 +184,9 @@ def _attempt(problem: Problem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     system = Bordered(block_of(K, S), real)
     rows = (~system.regular(tolerance)).nonzero()[:, 0]
     if len(rows):
-        sets = sets.replaced(rows, _drop_dependent(problem.take(rows), sets.take(rows), tolerance))
+        own = sets.take(rows)
+        kept = torch.zeros_like(own.free).scatter_(1, S[rows], system.independent(tolerance, rows))
+        sets = sets.replaced(rows, _drop_dependent(problem.take(rows), own, kept))
         S, real = set_of(sets.free)
         system = Bordered(block_of(K, S), real)
     solution = _active_set_solution(problem, sets, tight, (S, system))
@@ -220,16 +222,14 @@ def _free_one(problem: Problem, sets: Sets) -> Sets:
     return Sets(alpha, s.gather(1, first)[:, 0], free, upper & ~free)
 
 
-def _drop_dependent(problem: Problem, sets: Sets, tolerance: float = _DEPENDENT) -> Sets:
-    """Bound free variables until the equations of the free sets are regular.
+def _drop_dependent(problem: Problem, sets: Sets, kept: Tensor) -> Sets:
+    """Bound free variables until the equations of the free sets are regular, as those of `kept` (B, m) are.
 
     Dependent variables can move along the null space, which changes no margin: all go to their nearest
     bounds at once, and the independent ones respond. Whenever one of these reaches a bound it stays there,
     and the dependent one that it responds to most takes its place.
     """
     K, y, box = problem.K, problem.y, problem.box
-    S, real = set_of(sets.free)
-    kept = torch.zeros_like(sets.free).scatter_(1, S, Bordered(block_of(K, S), real).independent(tolerance))
     dropped, waits = set_of(sets.free & ~kept)  # (B, d)
     if not dropped.shape[1]:  # with pivots in their best order none is too small
         return sets

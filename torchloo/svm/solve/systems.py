@@ -12,9 +12,21 @@ from torch import Tensor
 
 from torchloo.svm.stacked import times_vector
 
-__all__ = ["Bordered", "Dense", "LowRank"]
+__all__ = ["Bordered", "Dense", "LowRank", "lifted_factor"]
 
 _RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
+
+
+def lifted_factor(K: Tensor, theta: Tensor, L: Tensor) -> Tensor:
+    """Write the Cholesky factor of K + diag(theta) to L; returns info, 0 where there is one, (...).
+
+    K (..., m, m) is symmetric, and L laid out as `torch.empty_like(K).mT`, so that it is factorised in place.
+    """
+    L.copy_(K.mT)
+    L.diagonal(dim1=-2, dim2=-1).add_(theta)
+    info = torch.empty(K.shape[:-2], dtype=torch.int32, device=K.device)
+    torch.linalg.cholesky_ex(L, out=(L, info))
+    return info
 
 
 class Dense:
@@ -22,6 +34,7 @@ class Dense:
 
     def __init__(self, K: Tensor) -> None:
         self.K = K
+        self.L = torch.empty_like(K).mT  # every factor in the same memory: pages of the system are costly
 
     def product(self, a: Tensor) -> Tensor:
         """K a."""
@@ -31,28 +44,26 @@ class Dense:
         """Whether it could be done, for several machines (B,)."""
         if self.K.ndim > 2:
             return self._factor_several(theta)
-        for ridge in _RIDGES:
-            self.L, info = self._lifted(self.K, theta, ridge)
-            if not bool(info):
-                return True
-        return False
+        return any(not bool(self._lifted(self.K, theta, ridge, self.L)) for ridge in _RIDGES)
 
     def _factor_several(self, theta: Tensor) -> Tensor:
         """Those that fail are lifted together."""
-        self.L, info = self._lifted(self.K, theta, _RIDGES[0])
+        info = self._lifted(self.K, theta, _RIDGES[0], self.L)
         for ridge in _RIDGES[1:]:
             failed = info.nonzero()[:, 0]
             if not len(failed):
                 break
-            self.L[failed], info[failed] = self._lifted(self.K[failed], theta[failed], ridge)
+            K = self.K[failed]
+            L = torch.empty_like(K).mT
+            info[failed] = self._lifted(K, theta[failed], ridge, L)
+            self.L[failed] = L
         return info == 0
 
     @staticmethod
-    def _lifted(K: Tensor, theta: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-        """The factor of K + theta, with so much of its own diagonal more, and whether that has failed."""
-        M, k = K.clone(), K.diagonal(dim1=-2, dim2=-1)
-        M.diagonal(dim1=-2, dim2=-1).add_(theta if not ridge else theta + ridge * k)
-        return torch.linalg.cholesky_ex(M)
+    def _lifted(K: Tensor, theta: Tensor, ridge: float, L: Tensor) -> Tensor:
+        """`lifted_factor` with so much of the diagonal of K more."""
+        more = theta + ridge * K.diagonal(dim1=-2, dim2=-1) if ridge else theta
+        return lifted_factor(K, more, L)
 
     def solve(self, rhs: Tensor) -> Tensor:
         """Right-hand sides and solutions are the rows, (..., c, m)."""
@@ -120,7 +131,7 @@ class Bordered:
         tiny = torch.finfo(K.dtype).tiny  # copies of the origin have no length
         self.size = (k + self.k_j).clamp_min(tiny)
         self.inner = self.real.scatter(1, self.j, False)  # the points of the centred system
-        G = K - self.K_j[:, None] - self.K_j[:, :, None] + self.k_j[:, :, None]
+        G = (K - self.K_j[:, None]).sub_((self.K_j - self.k_j)[:, :, None])
         G.masked_fill_(~(self.inner[:, :, None] & self.inner[:, None]), 0)
         G.diagonal(dim1=1, dim2=2).add_(self.size.masked_fill(self.inner, 0))
         self.G = G
@@ -131,10 +142,11 @@ class Bordered:
         pivot = self.L.diagonal(dim1=1, dim2=2).square()
         return (self.info == 0) & ((pivot > tolerance * self.size) | ~self.inner).all(1)
 
-    def independent(self, tolerance: float) -> Tensor:
-        """Mask of points, j among them, that pivoted Cholesky keeps, (B, s)."""
-        length = self.size.sqrt()
-        G, done = self.G / length[:, None] / length[:, :, None], ~self.real
+    def independent(self, tolerance: float, rows: Tensor | None = None) -> Tensor:
+        """Mask of points, j among them, that pivoted Cholesky keeps in the matrices at `rows`, (R, s)."""
+        G, size, real = (x if rows is None else x[rows] for x in (self.G, self.size, self.real))
+        length = size.sqrt()
+        G, done = G / length[:, None] / length[:, :, None], ~real
         for _ in range(G.shape[1]):
             pivot, i = G.diagonal(dim1=1, dim2=2).masked_fill(done, -1).max(1, keepdim=True)
             found = pivot > tolerance
@@ -143,7 +155,7 @@ class Bordered:
             done.scatter_(1, i, found | done.gather(1, i))
             column = G.gather(2, i[:, :, None].expand(-1, G.shape[1], 1))  # (B, s, 1)
             G.addcmul_(column, (column / pivot.masked_fill(~found, torch.inf)[:, :, None]).mT, value=-1)
-        return done & self.real
+        return done & real
 
     def solve(self, top: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
         """b (B, c) and a (B, c, s), 0 at points that do not count, for top (B, c) and rhs (B, c, s)."""
