@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchloo.cli.measures import Measure, guess, measures
+from torchloo.cli.measures import Measure, baseline, measures
 from torchloo.held_out import HeldOut
 
 
@@ -26,8 +26,8 @@ def test_measures_of_numbers():
     assert of["RMSE"].value(answers) == pytest.approx(math.sqrt(5 / 3))
     assert of["mean absolute error"].value(answers) == pytest.approx(1.0)
     assert of["R²"].value(answers) == pytest.approx(1 - 5 / 14)
-    assert of["R²"].value(guess(y)) == pytest.approx(0.0)
-    assert of["RMSE"].value(guess(y)) == pytest.approx(y.std(correction=0).item())
+    assert of["R²"].value(baseline(y)) == pytest.approx(0.0)
+    assert of["RMSE"].value(baseline(y)) == pytest.approx(y.std(correction=0).item())
 
 
 def test_measures_of_two_classes():
@@ -37,8 +37,8 @@ def test_measures_of_two_classes():
     assert of["error rate"].value(answers) == 0.5
     assert of["balanced error rate"].value(answers) == pytest.approx((1 / 3 + 1) / 2)
     assert of["area under the ROC curve"].value(answers) == pytest.approx(1 / 3)
-    assert of["error rate"].value(guess(y)) == 0.25
-    assert of["area under the ROC curve"].value(guess(y)) == 0.5
+    assert of["error rate"].value(baseline(y)) == 0.25
+    assert of["area under the ROC curve"].value(baseline(y)) == 0.5
 
 
 def test_measures_of_several_classes():
@@ -49,7 +49,7 @@ def test_measures_of_several_classes():
     assert rate.value(held_out(outputs, y)) == pytest.approx(2 / 5)
     balanced = of["balanced misclassification rate"]
     assert balanced.value(held_out(outputs, y)) == pytest.approx((1 / 3 + 0 + 1) / 3)
-    assert rate.value(guess(y)) == pytest.approx(2 / 5)
+    assert rate.value(baseline(y)) == pytest.approx(2 / 5)
 
 
 def test_squares_are_averaged_before_the_root_is_taken():

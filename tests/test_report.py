@@ -131,9 +131,9 @@ def test_a_regression_tells_its_errors_and_its_relevances(tmp_path):
     assert "a & b.csv" in page.text
     assert "Ignored as constant: 'always'" in page.text
     rmse = np.sqrt(np.mean(held_out["loo_residual"] ** 2))
-    _, guess, inner, outer = page.row("RMSE")
+    _, baseline, inner, outer = page.row("RMSE")
     assert inner == f"{rmse:.4g}"
-    assert float(guess) == pytest.approx(held_out["target"].std(ddof=0), rel=1e-3)
+    assert float(baseline) == pytest.approx(held_out["target"].std(ddof=0), rel=1e-3)
     assert "±" in outer
     assert "5 times, a tenth of the rows was set aside" in page.text
     assert any("<i>z</i>" in "".join(ElementTree.fromstring(svg).itertext()) for svg in page.pictures)
@@ -178,7 +178,7 @@ def test_several_classes_of_every_machine_have_a_whole_report(tmp_path, machine)
     own = outputs[np.arange(N), held_out["target"]]
     outputs[np.arange(N), held_out["target"]] = -np.inf
     lead = own - outputs.max(1)
-    top = next(k for k, row in enumerate(page.rows) if "lead of the true class" in row) + 1
+    top = next(k for k, row in enumerate(page.rows) if "margin of the true class" in row) + 1
     assert [int(row[0]) - 1 for row in page.rows[top : top + 8]] == np.argsort(lead)[:8].tolist()
     assert [float(row[3]) for row in page.rows[top : top + 8]] == pytest.approx(np.sort(lead)[:8], rel=1e-3)
 
@@ -246,6 +246,6 @@ def test_points_of_a_roc_curve_move_ties_together():
 def test_a_flattering_choice_is_told_where_it_is_neither_small_nor_chance(mean, stderr, told):
     measure = Measure("error rate", lambda held_out: held_out.outputs)
     row = MeasureRow(
-        measure, guess=0.5, loo=0.2, lco=None, outer=OuterEstimate(np.array([mean]), mean, stderr)
+        measure, baseline=0.5, loo=0.2, lco=None, outer=OuterEstimate(np.array([mean]), mean, stderr)
     )
     assert performance._overfits(row, row.outer) is told

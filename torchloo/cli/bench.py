@@ -23,14 +23,15 @@ REG = 1.0
 
 def kernel_matrix(n: int, seed: int = 0, device: str = "cpu") -> Tensor:
     """RBF kernel matrix (n, n) of random points."""
-    X = torch.randn(n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    X = targets(n, 8, seed=seed)
     with torch.no_grad():
         return tl.kernels.RBF(lengthscale=2.0)(X).to(device)
 
 
 def targets(*shape: int, seed: int = 1, device: str = "cpu") -> Tensor:
-    """Random targets."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
+    """Standard normal numbers, drawn on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(device)
 
 
 def train(K: Tensor, Y: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class _Comparison(NamedTuple):
     over: Callable[[], object]
     under: Callable[[], object]
     factor: float = 1.0
-    """How often the work of `over` would have to be repeated in full."""
+    """The full work is this many times that of `over`."""
 
 
 def add(commands: Any) -> None:
@@ -124,17 +125,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, float64", flush=True)
     rows = [["", "first (s)", "second (s)", "ratio"]]
     comparisons = list(_comparisons(args.rows, args.device))
-    bar = tqdm(
-        total=len(comparisons) * (args.repeats + 1), desc="timing", unit="turn", disable=not args.progress
-    )
-    with bar:
+    turns = len(comparisons) * (args.repeats + 1)
+    with tqdm(total=turns, desc="timing", unit="turn", disable=not args.progress) as bar:
         for comparison in comparisons:
             sides = {"over": comparison.over, "under": comparison.under}
             times = best_times(sides, args.repeats, on_turn=bar.update)
             over = times["over"] * comparison.factor
-            rows.append(
-                [comparison.what, f"{over:.4f}", f"{times['under']:.4f}", f"{over / times['under']:.1f}"]
-            )
+            under = times["under"]
+            rows.append([comparison.what, f"{over:.4f}", f"{under:.4f}", f"{over / under:.1f}"])
     print(f"\n{table(rows)}")
     return 0
 

@@ -56,7 +56,8 @@ def looks_numeric(values: "pd.Series") -> np.ndarray:
 def fitting(values: "pd.Series") -> list[str]:
     """The decimal marks with which all values of a text column are numbers; none for 1,5 beside 2.5."""
     marks = [mark for mark, reading in _READINGS.items() if all(map(reading.fits, values))]
-    return [] if len(marks) == 2 and _have(values, ",") and _have(values, r"\.") else marks
+    mixed = len(marks) == 2 and _have(values, ",") and _have(values, r"\.")
+    return [] if mixed else marks
 
 
 def _have(values: "pd.Series", pattern: str) -> bool:
@@ -92,15 +93,18 @@ def with_numbers(
         columns are plain numbers or words and `known` is empty.
     """
     kinds = {name: frame[name].dtype.kind for name in frame.columns if name not in text}
-    words = [name for name, kind in kinds.items() if kind == "O"]
-    if not known and not any(_marks_of(frame[name].dropna()) for name in words):
+    unparsed = [name for name, kind in kinds.items() if kind == "O"]
+    if not known and not any(_marks_of(frame[name].dropna()) for name in unparsed):
         return frame, {}, []
     raw = as_text()
-    possible = {name: _marks_of(raw[name].dropna()) for name, kind in kinds.items() if kind in "Of"}
-    marks = _decided({name: found for name, found in possible.items() if found}, words, separator, known)
+    possible = {}
+    for name, kind in kinds.items():
+        if kind in "Of" and (marks_of_column := _marks_of(raw[name].dropna())):
+            possible[name] = marks_of_column
+    marks = _decided(possible, unparsed, separator, known)
     frame = frame.copy()
     for name, mark in marks.items():
-        if name in words or mark == ",":  # others are parsed already
+        if name in unparsed or mark == ",":  # others are parsed already
             frame[name] = raw[name].map(_READINGS[mark].number, na_action="ignore").astype(float)
     return frame, marks, _notes(raw, marks)
 
@@ -112,17 +116,20 @@ def _marks_of(values: "pd.Series") -> list[str]:
 
 
 def _decided(
-    possible: Mapping[str, list[str]], words: Collection[str], separator: str, known: Mapping[str, str]
+    possible: Mapping[str, list[str]], unparsed: Collection[str], separator: str, known: Mapping[str, str]
 ) -> dict[str, str]:
     """One decimal mark for each column; see Note [decimal marks]."""
     certain = {name: marks[0] for name, marks in possible.items() if len(marks) == 1}
     contradicted = any(known.get(name, mark) != mark for name, mark in certain.items())
-    others = set(certain.values())
+    marks_in_file = set(certain.values())
     decided = {}
     for name in possible:
-        by_separator = "," if name in words and separator != "," else "."
-        in_file = others.copy().pop() if len(others) == 1 else by_separator
-        decided[name] = certain.get(name) or (in_file if contradicted else known.get(name, in_file))
+        if len(marks_in_file) == 1:
+            (in_file,) = marks_in_file
+        else:
+            in_file = "," if name in unparsed and separator != "," else "."
+        by_model = in_file if contradicted else known.get(name, in_file)
+        decided[name] = certain.get(name, by_model)
     return decided
 
 

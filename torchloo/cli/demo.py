@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import torchloo as tl
-from torchloo.cli.shell import UserError, add_progress, count, table, writable, write
+from torchloo.cli.shell import UserError, add_out, add_progress, count, table, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,13 +58,7 @@ def add(commands: Any) -> None:
         description="Fit an RBF LS-SVM to the motorcycle data with hyper-parameters selected by gradient "
         "descent on PRESS, compare closed-form leave-one-out with explicit refits, and plot the result.",
     )
-    parser.add_argument(
-        "--out",
-        type=writable(".png"),
-        default="motorcycle.png",
-        metavar="FILE",
-        help="output file (default: %(default)s)",
-    )
+    add_out(parser, "motorcycle.png")
     parser.add_argument(
         "--steps", type=count, default=200, metavar="N", help="optimiser steps (default: %(default)s)"
     )
@@ -140,17 +134,19 @@ def _compare_with_refits(machine: tl.LSSVM, X: Tensor, y: Tensor) -> _Refits:
     def refit_each() -> Tensor:
         outputs = []
         for i in range(len(y)):
-            seen = torch.arange(len(y)) != i
-            outputs.append(refitted.fit(X[seen], y[seen])(X[i : i + 1]))
+            others = torch.arange(len(y)) != i
+            refitted.fit(X[others], y[others])
+            outputs.append(refitted(X[i : i + 1]))
         return torch.cat(outputs)
 
     closed_seconds, closed = _timed(lambda: machine.loo(X, y).outputs, times=100)
     refit_seconds, explicit = _timed(refit_each, times=1)
-    return _Refits(closed_seconds, refit_seconds, (closed - explicit).abs().max().item())
+    difference = (closed - explicit).abs().max().item()
+    return _Refits(closed_seconds, refit_seconds, difference)
 
 
 def _timed(function: Callable[[], Tensor], times: int) -> tuple[float, Tensor]:
-    """The mean time of several calls, and what the last one returned."""
+    """The mean time of several calls, and the result of the last one."""
     start = time.perf_counter()
     for _ in range(times):
         result = function()

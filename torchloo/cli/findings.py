@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchloo as tl
-from torchloo.cli.measures import ClassTable, Measure, OuterEstimate, guess, measures
+from torchloo.cli.measures import ClassTable, Measure, OuterEstimate, baseline, measures
 from torchloo.cli.prepare import PreparedTable
 from torchloo.cli.request import HeldOutPredictions, Request, TrainingData
 from torchloo.cli.uncertainty import Uncertainty
@@ -44,15 +44,15 @@ class MeasureRow(NamedTuple):
     """One measure, estimated in several ways; None where an estimate was not made."""
 
     measure: Measure
-    guess: float
+    baseline: float
     loo: float
     lco: float | None
     outer: OuterEstimate | None
 
     def shown(self) -> list[str]:
         """The available values as text."""
-        values = [self.guess, self.loo] + ([] if self.lco is None else [self.lco])
-        shown = [self.measure.show(value) for value in values]
+        values = [self.baseline, self.loo, self.lco]
+        shown = [self.measure.show(value) for value in values if value is not None]
         if self.outer is not None:
             shown.append(self.measure.show_mean(self.outer.mean, self.outer.stderr))
         return shown
@@ -100,7 +100,7 @@ class Findings:
         return self.loo if self.lco is None else self.lco
 
     @property
-    def way(self) -> str:
+    def scheme(self) -> str:
         """Name of the held-out scheme of `inner`."""
         return "leave-one-out" if self.lco is None else "leave-cluster-out"
 
@@ -112,8 +112,9 @@ class Findings:
             return self.inner.size
         if outputs.ndim == 1:
             return -self.prepared.y * outputs
-        own = self.prepared.y > 0  # (n, c)
-        return np.where(own, -np.inf, outputs).max(1) - outputs[own]
+        true = self.prepared.y > 0  # (n, c)
+        best_of_others = np.where(true, -np.inf, outputs).max(1)
+        return best_of_others - outputs[true]
 
     def predicted(self, predictions: HeldOutPredictions) -> np.ndarray:
         """Predicted targets in the user's terms: numbers or class labels."""
@@ -142,10 +143,14 @@ def choose(data: TrainingData, request: Request) -> SearchResult:
         data.y,
         **_search_arguments(data, request),
     )
-    seconds = selection.evaluations * _seconds_of_one(selection.machine, data, request)
-    history = [float(record.value) for record in selection.history]
-    stopped = selection.table[0]["stopped"]
-    return SearchResult(selection.machine, selection.value, history, selection.evaluations, seconds, stopped)
+    return SearchResult(
+        machine=selection.machine,
+        value=selection.value,
+        history=[float(record.value) for record in selection.history],
+        evaluations=selection.evaluations,
+        seconds=selection.evaluations * _seconds_of_one(selection.machine, data, request),
+        stopped=selection.table[0]["stopped"],
+    )
 
 
 @torch.no_grad()
@@ -156,11 +161,12 @@ def _seconds_of_one(machine: Any, data: TrainingData, request: Request) -> float
         machine.loo(data.X, data.y, data.weight)
     else:
         machine.lco(data.X, data.y, data.clusters, data.weight)
-    return (time.perf_counter() - start) * (3 if request.search == "gradient" else 1)
+    seconds = time.perf_counter() - start
+    return 3 * seconds if request.search == "gradient" else seconds
 
 
 def estimate(
-    data: TrainingData, request: Request, splits: list[Split], of: list[Measure]
+    data: TrainingData, request: Request, splits: list[Split], measures: list[Measure]
 ) -> list[OuterEstimate] | None:
     """The outer estimate of every measure: the whole selection is repeated in every split."""
     if not splits:
@@ -170,7 +176,7 @@ def estimate(
     def metric(held_out: HeldOut) -> Tensor:
         """Keep the test rows of each split, to compute every measure from them afterwards."""
         tested.append(held_out)
-        return of[0].of(held_out)
+        return measures[0].of(held_out)
 
     tl.validate(
         request.spec.build().to(request.device),
@@ -181,7 +187,7 @@ def estimate(
         standardise=request.standardise,
         **_search_arguments(data, request),
     )
-    return [measure.over_splits(tested) for measure in of]
+    return [measure.over_splits(tested) for measure in measures]
 
 
 @torch.no_grad()
@@ -197,10 +203,10 @@ def examine(
     loo = machine.loo(X, y, weight)
     lco = None if data.clusters is None else machine.lco(X, y, data.clusters, weight)
     leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
-    ways = [None if way is None else _of_table(way, y) for way in (loo, lco)]
+    loo_of_table = _of_table(loo, y)
+    lco_of_table = None if lco is None else _of_table(lco, y)
+    inner = loo_of_table if lco_of_table is None else lco_of_table
     classes = len(prepared.schema.labels)
-    inner = ways[0] if ways[1] is None else ways[1]
-    assert inner is not None
     return Findings(
         request=request,
         prepared=prepared,
@@ -211,7 +217,7 @@ def examine(
         loo=data.predictions(loo),
         lco=None if lco is None else data.predictions(lco),
         leverage=None if leverage is None else data.restored(leverage),
-        rows=_rows(measures(y, classes), y, ways, outer),
+        rows=_rows(measures(y, classes), loo_of_table, lco_of_table, outer),
         by_class=ClassTable.of(inner) if classes else None,
         uncertainty=Uncertainty.of(inner, classes, data, request.spec.rows > 0),
     )
@@ -223,17 +229,20 @@ def _of_table(held_out: Any, y: Tensor) -> HeldOut:
 
 
 def _rows(
-    of: list[Measure], y: Tensor, ways: list[HeldOut | None], outer: list[OuterEstimate] | None
+    measures: list[Measure], loo: HeldOut, lco: HeldOut | None, outer: list[OuterEstimate] | None
 ) -> list[MeasureRow]:
     """Every measure, by leave-one-out and, if there are clusters, by leave-cluster-out."""
-    rows = []
-    for k, measure in enumerate(of):
-        inner, clusters = (None if way is None else measure.value(way) for way in ways)
-        assert inner is not None
-        rows.append(
-            MeasureRow(measure, measure.value(guess(y)), inner, clusters, None if outer is None else outer[k])
+    trivial = baseline(loo.targets)
+    return [
+        MeasureRow(
+            measure,
+            baseline=measure.value(trivial),
+            loo=measure.value(loo),
+            lco=None if lco is None else measure.value(lco),
+            outer=None if outer is None else outer[k],
         )
-    return rows
+        for k, measure in enumerate(measures)
+    ]
 
 
 def _parameters(machine: KernelMachine, unit: str) -> list[Parameter]:
@@ -243,11 +252,15 @@ def _parameters(machine: KernelMachine, unit: str) -> list[Parameter]:
         owner, _, leaf = path.rpartition(".")
         declared = Positive.of(machine.get_submodule(owner), leaf)
         if declared is not None:
-            meaning = declared.meaning + f", in {unit}" * (declared.unit == "inputs")
+            meaning = declared.meaning
+            if declared.unit == "inputs":
+                meaning += f", in {unit}"
             found.append(Parameter(path, logarithm.exp().cpu().numpy(), meaning))
-    short = [each.name.rpartition(".")[2].removeprefix("log_") for each in found]
-    pairs = zip(found, short, strict=True)
-    return [each._replace(name=name) if short.count(name) == 1 else each for each, name in pairs]
+    short_names = [each.name.rpartition(".")[2].removeprefix("log_") for each in found]
+    return [
+        each._replace(name=name) if short_names.count(name) == 1 else each
+        for each, name in zip(found, short_names, strict=True)
+    ]
 
 
 def _relevance(kernel: Kernel, X: Tensor) -> np.ndarray | None:
@@ -261,11 +274,13 @@ def _relevance(kernel: Kernel, X: Tensor) -> np.ndarray | None:
     if not per_input:
         return None
     d = X.shape[1]
-    points = torch.cat([X.new_zeros(1, d), torch.eye(d, dtype=X.dtype, device=X.device)])
-    size = kernel.diagonal(points)
-    if not torch.allclose(size, size[:1]):
+    origin = X.new_zeros(1, d)
+    unit_vectors = torch.eye(d, dtype=X.dtype, device=X.device)
+    diagonal = kernel.diagonal(torch.cat([origin, unit_vectors]))
+    if not torch.allclose(diagonal, diagonal[:1]):
         return None  # not stationary: the decrease depends on where it is measured
-    return (1 - kernel(points[:1], points[1:])[0] / size[0]).cpu().numpy()
+    decrease = 1 - kernel(origin, unit_vectors)[0] / diagonal[0]
+    return decrease.cpu().numpy()
 
 
 def _path(data: TrainingData, request: Request, choice: SearchResult) -> tuple[np.ndarray, np.ndarray] | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import torchloo as tl
 from torchloo.held_out import HeldOut
 
-__all__ = ["ClassTable", "Measure", "OuterEstimate", "guess", "measures"]
+__all__ = ["ClassTable", "Measure", "OuterEstimate", "baseline", "measures"]
 
 
 class OuterEstimate(NamedTuple):
@@ -49,18 +49,23 @@ class Measure(NamedTuple):
         """
         values = np.array([float(self.of(part)) for part in parts])
         values = values[~np.isnan(values)]
-        mean = float(values.mean()) if len(values) else np.nan
-        stderr = float(values.std(ddof=1)) / len(values) ** 0.5 if len(values) > 1 else np.nan
+        n = len(values)
+        mean = float(values.mean()) if n else np.nan
+        stderr = float(values.std(ddof=1)) / n**0.5 if n > 1 else np.nan
         if not self.root:
             return OuterEstimate(values, mean, stderr)
         root = mean**0.5
-        return OuterEstimate(np.sqrt(values), root, stderr / (2 * root) if root else 0.0)
+        stderr_of_root = stderr / (2 * root) if root else 0.0
+        return OuterEstimate(np.sqrt(values), root, stderr_of_root)
 
     def show(self, value: float) -> str:
         """A value of the measure as text."""
         if self.percent:
             return f"{100 * value:.1f} %"
-        return f"{value:.4g}" if self.places is None else f"{round(value, self.places) + 0.0:.{self.places}f}"
+        if self.places is None:
+            return f"{value:.4g}"
+        rounded = round(value, self.places) + 0.0  # no minus sign before zero
+        return f"{rounded:.{self.places}f}"
 
     def show_mean(self, mean: float, error: float) -> str:
         """A mean and its standard error as text."""
@@ -127,7 +132,7 @@ def _auc(held_out: HeldOut) -> Tensor:
     return tl.criteria.auc(held_out)
 
 
-def guess(y: Tensor) -> HeldOut:
+def baseline(y: Tensor) -> HeldOut:
     """The trivial predictor: the mean of the targets or, for classes, the most frequent one."""
     outputs = y.mean(0).expand_as(y)
     ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
@@ -139,28 +144,29 @@ class ClassTable(NamedTuple):
 
     confusion: np.ndarray
     """Confusion matrix (c, c): rows are true classes, columns predicted ones; integer counts."""
-    right: np.ndarray
+    accuracy: np.ndarray
     """Accuracy within each class, (c,)."""
-    error: np.ndarray
+    stderr: np.ndarray
     """Standard error of each accuracy, (c,)."""
-    all_right: float
-    all_error: float
+    overall_accuracy: float
+    overall_stderr: float
 
     @classmethod
     def of(cls, held_out: HeldOut) -> "ClassTable":
         """From the columns of several classes, or the single column of two."""
-        several = held_out.targets.ndim > 1
-        criterion = tl.criteria.multiclass_error if several else tl.criteria.error_rate
-        positive = held_out.targets > 0
-        members = positive if several else torch.stack([~positive, positive], -1)  # (n, c)
+        members = held_out.targets > 0  # (n, c)
+        criterion = tl.criteria.multiclass_error
+        if members.ndim == 1:
+            members = torch.stack([~members, members], -1)
+            criterion = tl.criteria.error_rate
         weights = members.to(held_out.outputs.dtype).unbind(-1)
         errors = [float(tl.standard_error(criterion, held_out, weight)) for weight in weights]
         return cls(
-            tl.criteria.confusion(held_out, weight=None).long().cpu().numpy(),
-            tl.criteria.class_accuracy(held_out, weight=None).cpu().numpy(),
-            np.array(errors),
-            1 - float(criterion(held_out, weight=None)),
-            float(tl.standard_error(criterion, held_out, None)),
+            confusion=tl.criteria.confusion(held_out, weight=None).long().cpu().numpy(),
+            accuracy=tl.criteria.class_accuracy(held_out, weight=None).cpu().numpy(),
+            stderr=np.array(errors),
+            overall_accuracy=1 - float(criterion(held_out, weight=None)),
+            overall_stderr=float(tl.standard_error(criterion, held_out, None)),
         )
 
     def mistaken_for(self, k: int, labels: tuple[str, ...], most: int = 3) -> str:
@@ -168,5 +174,7 @@ class ClassTable(NamedTuple):
         counts = self.confusion[k].copy()
         counts[k] = 0
         order = [j for j in np.argsort(-counts, kind="stable") if counts[j]]
-        taken = ", ".join(f"{labels[j]} ({counts[j]})" for j in order[:most])
-        return taken + ", ..." * (len(order) > most) or "·"
+        shown = ", ".join(f"{labels[j]} ({counts[j]})" for j in order[:most])
+        if len(order) > most:
+            shown += ", ..."
+        return shown or "·"

@@ -13,11 +13,12 @@ from torchloo.cli.schema import Schema
 from torchloo.cli.shell import (
     UserError,
     add_device,
+    add_out,
+    add_table,
     comma_separated,
     first_line,
     positive,
     require_other_file,
-    writable,
     write,
 )
 
@@ -38,16 +39,12 @@ def add(commands: Any) -> None:
         "evaluate as a formula, such as =A1, are prefixed with a single quote.",
     )
     parser.add_argument("model", type=Path, metavar="model.pt", help="the model")
-    parser.add_argument("data", type=Path, metavar="new.csv", help="the table: .csv, .parquet or .npz")
+    add_table(parser, "new.csv")
+    add_out(parser, "predictions.csv")
     parser.add_argument(
-        "--out",
-        type=writable(".csv"),
-        default="predictions.csv",
-        metavar="FILE",
-        help="output file (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--ignore-extra", action="store_true", help="ignore columns that are not inputs of the model"
+        "--ignore-extra",
+        action="store_true",
+        help="ignore columns that are not inputs of the model",
     )
     parser.add_argument(
         "--level",
@@ -74,16 +71,18 @@ def run(args: argparse.Namespace) -> int:
         with torch.no_grad():
             outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
         _require_finite(outputs)
-        beside = uncertainty.columns(schema, machine, X, outputs, args.level or 0.9)
+        intervals = uncertainty.columns(schema, machine, X, outputs, args.level or 0.9)
     except (ValueError, RuntimeError) as error:
         raise UserError(first_line(error)) from error
-    compared = []
-    if schema.target in frame.columns and not frame[schema.target].isna().any():
-        compared.append(_comparison(schema, schema.codes(frame[schema.target]), outputs, beside))
-    columns = {"row": np.arange(1, len(frame) + 1), **_columns(schema, outputs), **beside}
-    write(args.out, comma_separated(pd.DataFrame(columns)).encode())
     rows = "1 row" if len(frame) == 1 else f"{len(frame)} rows"
-    print("\n".join([f"{rows} predicted: {args.out}", *(f"  note: {note}" for note in notes), *compared]))
+    lines = [f"{rows} predicted: {args.out}", *(f"  note: {note}" for note in notes)]
+    if schema.target in frame.columns and not frame[schema.target].isna().any():
+        y = schema.codes(frame[schema.target])
+        lines.append(_comparison(schema, y, outputs, intervals))
+    numbers = np.arange(1, len(frame) + 1)
+    columns = {"row": numbers, **_columns(schema, outputs), **intervals}
+    write(args.out, comma_separated(pd.DataFrame(columns)).encode())
+    print("\n".join(lines))
     return 0
 
 
@@ -121,16 +120,18 @@ def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
     return prediction | {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
 
 
-def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray, beside: dict[str, np.ndarray]) -> str:
+def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray, intervals: dict[str, np.ndarray]) -> str:
     """A comparison of the predictions with the target column of the same table."""
+    text = f"compared with column {schema.target!r}:"
     if not schema.labels:
         rmse = np.sqrt(np.mean((y - outputs) ** 2))
-        text = f"compared with column {schema.target!r}: RMSE {rmse:.4g}"
-        if not beside:
+        text += f" RMSE {rmse:.4g}"
+        if not intervals:
             return text
-        inside = (beside["lower"] <= y) & (y <= beside["upper"])
+        inside = (intervals["lower"] <= y) & (y <= intervals["upper"])
         return f"{text}, {int(inside.sum())} of {len(y)} in their intervals ({inside.mean():.1%})"
-    wrong = (y > 0) != (outputs >= 0) if y.ndim == 1 else y.argmax(1) != outputs.argmax(1)
-    return (
-        f"compared with column {schema.target!r}: {int(wrong.sum())} of {len(y)} wrong ({wrong.mean():.1%})"
-    )
+    if y.ndim == 1:
+        wrong = (y > 0) != (outputs >= 0)
+    else:
+        wrong = y.argmax(1) != outputs.argmax(1)
+    return f"{text} {int(wrong.sum())} of {len(y)} wrong ({wrong.mean():.1%})"

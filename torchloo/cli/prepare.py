@@ -81,20 +81,22 @@ def prepare(
     inputs = [name for name in frame.columns if name not in special and name not in roles.drop]
     dates = [name for name in inputs if is_date(frame[name])]
     frame = with_dates(frame, dates)
-    frame, dropped = _with_rows(frame, special, inputs, missing)
-    frame, fills, filled_in = _with_fills(frame, inputs, missing)
+    frame, drop_notes = _complete_rows(frame, special, inputs, missing)
+    frame, fills, fill_notes = _imputed(frame, inputs, missing)
     require_complete(frame, special + inputs, "fill them in, or select with --missing drop or mean")
     labels, notes = _classes(frame[roles.target], roles)
-    columns, raw, left = _inputs(frame, inputs)
-    columns = tuple(replace(c, dates=c.name in dates, fill=fills.get(c.name)) for c in columns)
-    notes += [*dropped, *filled_in, *left]
+    columns, raw, input_notes = _inputs(frame, inputs)
+    columns = tuple(
+        replace(column, dates=column.name in dates, fill=fills.get(column.name)) for column in columns
+    )
+    notes += [*drop_notes, *fill_notes, *input_notes]
     if dates:
         notes.append(f"dates, taken as days since 1970: {listed(dates, 20)}")
-    centre, scale = (
-        (raw.mean(0), raw.std(0, ddof=1)) if standardise else (np.zeros(raw.shape[1]), np.ones(raw.shape[1]))
-    )
-    if not standardise:
+    if standardise:
+        centre, scale = raw.mean(0), raw.std(0, ddof=1)
+    else:
         _require_binary(columns, raw)
+        centre, scale = np.zeros(raw.shape[1]), np.ones(raw.shape[1])
     used = {column.name for column in columns}
     ignored = tuple(name for name in frame.columns if name not in used and name != roles.target)
     schema = Schema(
@@ -110,14 +112,21 @@ def prepare(
     clusters = None if roles.clusters is None else _clusters(frame[roles.clusters])
     weight = None if roles.weights is None else _weights(frame[roles.weights])
     if clusters is None:
-        notes += _copies(frame[[column.name for column in columns] + [roles.target]])
-    y = schema.codes(frame[roles.target])
+        names = [column.name for column in columns]
+        notes += _duplicates(frame[[*names, roles.target]])
     return PreparedTable(
-        schema, (raw - centre) / scale, y, target, clusters, weight, tuple(notes), frame.index.to_numpy() + 1
+        schema=schema,
+        X=(raw - centre) / scale,
+        y=schema.codes(frame[roles.target]),
+        target=target,
+        clusters=clusters,
+        weight=weight,
+        notes=tuple(notes),
+        rows=frame.index.to_numpy() + 1,
     )
 
 
-def _with_rows(
+def _complete_rows(
     frame: "pd.DataFrame", special: list[str], inputs: list[str], missing: str
 ) -> tuple["pd.DataFrame", list[str]]:
     """The rows to train on, with their index in the table, and a note of how many were dropped."""
@@ -126,12 +135,14 @@ def _with_rows(
     kept = int(complete.sum())
     if kept < FEWEST_ROWS:
         raise TableError(f"{kept} rows have no missing values; at least {FEWEST_ROWS} are needed")
-    lost = len(frame) - kept
-    notes = [f"{lost} of {len(frame)} rows are dropped because of missing values"] if lost else []
-    return frame[complete] if lost else frame, notes
+    dropped = len(frame) - kept
+    if not dropped:
+        return frame, []
+    note = f"{dropped} of {len(frame)} rows are dropped because of missing values"
+    return frame[complete], [note]
 
 
-def _with_fills(
+def _imputed(
     frame: "pd.DataFrame", inputs: list[str], missing: str
 ) -> tuple["pd.DataFrame", dict[str, float | str], list[str]]:
     """The table with missing inputs imputed, the fill value of each column, and a note."""
@@ -142,11 +153,12 @@ def _with_fills(
         known = frame[name].dropna()
         if len(known):
             fills[name] = float(numbers(known).mean()) if is_number(known) else str(known.mode().iloc[0])
-    holes = [name for name in fills if frame[name].isna().any()]
-    if not holes:
+    incomplete = [name for name in fills if frame[name].isna().any()]
+    if not incomplete:
         return frame, fills, []
-    note = f"missing values imputed by the mean (text: the most frequent value) in {listed(holes, 20)}"
-    return frame.assign(**{name: frame[name].fillna(fills[name]) for name in holes}), fills, [note]
+    note = f"missing values imputed by the mean (text: the most frequent value) in {listed(incomplete, 20)}"
+    imputed = {name: frame[name].fillna(fills[name]) for name in incomplete}
+    return frame.assign(**imputed), fills, [note]
 
 
 def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
@@ -156,40 +168,48 @@ def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
     for k, (option, name) in enumerate(given):
         if name not in frame.columns:
             raise TableError(f"{option}: no column {name!r}; the table has {listed(list(frame.columns), 12)}")
-        for other, same in given[:k]:
-            if same == name:
-                raise TableError(f"column {name!r} cannot be both {other.split()[0]} and {option.split()[0]}")
+        for earlier, other in given[:k]:
+            if other == name:
+                options = f"{earlier.split()[0]} and {option.split()[0]}"
+                raise TableError(f"column {name!r} cannot be both {options}")
 
 
 def _classes(series: "pd.Series", roles: Roles) -> tuple[tuple[str, ...], list[str]]:
     """The class labels in order, none for a regression; and a note if the task was inferred."""
-    number, distinct = is_number(series), series.nunique()
+    distinct = series.nunique()
     if distinct < 2:
         raise TableError(f"target {series.name!r} has the same value in every row")
-    boolean = series.dtype.kind == "b"
-    if number and not boolean:
-        whole = bool((series % 1 == 0).all())
-        few = distinct == 2 or (whole and distinct <= MOST_NUMBERED_CLASSES and len(series) >= 5 * distinct)
-        if roles.task == REGRESSION or (roles.task is None and not few):
+    numeric = is_number(series) and series.dtype.kind != "b"
+    if numeric:
+        is_regression = not _looks_like_classes(series, distinct)
+        if roles.task == REGRESSION or (roles.task is None and is_regression):
             return (), []
     elif roles.task == REGRESSION:
         raise TableError(f"target {series.name!r} is text, which --task regression cannot predict")
     if distinct > MOST_CLASSES:
-        kind = "numbers" if number else "text"
-        remedy = "for numbers use --task regression" if number else "is it an identifier, or numbers as text?"
+        kind, remedy = "text", "is it an identifier, or numbers as text?"
+        if is_number(series):
+            kind, remedy = "numbers", "for numbers use --task regression"
         raise TableError(
             f"target {series.name!r} is {kind} with {distinct} distinct values, more than {MOST_CLASSES} "
             f"classes; {remedy}"
         )
     labels, counts = np.unique(texts(series), return_counts=True)
     if counts.min() < 2:
-        raise TableError(
-            f"class {str(labels[counts.argmin()])!r} of {series.name!r} has one row; each class needs 2"
-        )
-    inferred = number and not boolean and roles.task is None
-    note = f"{series.name!r} has {distinct} distinct numbers, taken as classes; or use --task regression"
-    order = sorted(labels.tolist(), key=float) if number and not boolean else labels.tolist()
-    return tuple(order), [note] if inferred and distinct > 2 else []
+        rare = str(labels[counts.argmin()])
+        raise TableError(f"class {rare!r} of {series.name!r} has one row; each class needs 2")
+    ordered = tuple(sorted(labels.tolist(), key=float)) if numeric else tuple(labels.tolist())
+    if numeric and roles.task is None and distinct > 2:
+        note = f"{series.name!r} has {distinct} distinct numbers, taken as classes; or use --task regression"
+        return ordered, [note]
+    return ordered, []
+
+
+def _looks_like_classes(series: "pd.Series", distinct: int) -> bool:
+    """Whether numbers are class labels: two distinct ones, or a few integers with several rows each."""
+    integers = bool((series % 1 == 0).all())
+    few = distinct <= MOST_NUMBERED_CLASSES and len(series) >= 5 * distinct
+    return distinct == 2 or (integers and few)
 
 
 def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...], np.ndarray, list[str]]:
@@ -209,7 +229,7 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
             continue
         columns.append(column)
         blocks.append(column.encode(series))
-        if column.levels is None and _counts(blocks[-1][:, 0]):
+        if column.levels is None and _counts_the_rows(blocks[-1][:, 0]):
             notes.append(
                 f"column {name!r} counts the rows; if it is not a measurement, ignore it with --drop"
             )
@@ -225,8 +245,9 @@ def _inputs(frame: "pd.DataFrame", names: list[str]) -> tuple[tuple[Column, ...]
     return tuple(columns), raw, notes
 
 
-def _counts(values: np.ndarray) -> bool:
-    return values[0] in (0, 1) and np.array_equal(values - values[0], np.arange(len(values)))
+def _counts_the_rows(values: np.ndarray) -> bool:
+    row_numbers = values[0] + np.arange(len(values))
+    return values[0] in (0, 1) and np.array_equal(values, row_numbers)
 
 
 def _text_column(series: "pd.Series") -> Column | None:
@@ -265,12 +286,13 @@ def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
         raise TableError(f"this --kernel needs inputs 0 and 1 only; other values in {listed(other)}")
 
 
-def _copies(frame: "pd.DataFrame") -> list[str]:
+def _duplicates(frame: "pd.DataFrame") -> list[str]:
     """A note if rows are duplicated although some column has too many distinct values for chance."""
-    copies = int(frame.duplicated().sum())
-    if not copies or not any(is_number(frame[name]) and frame[name].nunique() > 20 for name in frame):
+    count = int(frame.duplicated().sum())
+    many_values = any(is_number(frame[name]) and frame[name].nunique() > 20 for name in frame)
+    if not count or not many_values:
         return []
-    rows = "1 row is a duplicate" if copies == 1 else f"{copies} rows are duplicates"
+    rows = "1 row is a duplicate" if count == 1 else f"{count} rows are duplicates"
     return [f"{rows} of another; if they are the same case leave-one-out is optimistic, see --clusters"]
 
 

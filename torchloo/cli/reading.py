@@ -89,10 +89,10 @@ def _csv(path: Path, text: Collection[str], decimals: Mapping[str, str]) -> tupl
     if not frame.index.equals(pd.RangeIndex(len(frame))):  # pandas reads unnamed fields as an index
         raise TableError(f"{str(path)!r} has rows with more fields than the header has names")
     _require_distinct(path, [str(name).strip() for name in names])
-    frame, marks, read_so = with_numbers(frame, as_text, text, separator, decimals)
+    frame, marks, number_notes = with_numbers(frame, as_text, text, separator, decimals)
     frame.attrs["decimals"] = marks
-    frame, left = _without_row_numbers(frame)
-    return frame, notes + read_so + left
+    frame, index_notes = _without_row_numbers(frame)
+    return frame, notes + number_notes + index_notes
 
 
 def _separator(path: Path, encoding: str) -> str:
@@ -118,7 +118,9 @@ def _encoding(path: Path) -> tuple[str, list[str]]:
             content.decode(encoding)
         except UnicodeDecodeError:
             continue
-        return encoding, [] if encoding == "utf-8-sig" else ["the file is not UTF-8: read as Windows-1252"]
+        if encoding == "utf-8-sig":
+            return encoding, []
+        return encoding, ["the file is not UTF-8: read as Windows-1252"]
     raise TableError(f"{str(path)!r} is not UTF-8 text")
 
 
@@ -162,17 +164,17 @@ def _npz(path: Path) -> tuple["pd.DataFrame", list[str]]:
     tables = {name: array for name, array in arrays.items() if array.ndim in (1, 2)}
     if not tables:
         raise TableError(f"{str(path)!r} holds no array of one or two dimensions")
-    n = len(tables.get("X", next(iter(tables.values()))))
+    first = next(iter(tables.values()))
+    n = len(tables.get("X", first))
+    used = {name: array for name, array in tables.items() if len(array) == n}
     columns: dict[str, np.ndarray] = {}
-    for name, array in tables.items():
-        if len(array) != n:
-            continue
+    for name, array in used.items():
         for column, values in _columns_of(name, array, arrays.get("feature_names")):
             if column in columns:
                 raise TableError(f"{str(path)!r} has several columns named {column!r}")
             columns[column] = values
-    left = sorted(set(arrays) - {"feature_names"} - {name for name in tables if len(tables[name]) == n})
-    notes = [f"arrays without {n} rows are ignored: {listed(left)}"] if left else []
+    ignored = sorted(set(arrays) - {"feature_names"} - set(used))
+    notes = [f"arrays without {n} rows are ignored: {listed(ignored)}"] if ignored else []
     return pandas().DataFrame(columns), notes
 
 

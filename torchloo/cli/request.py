@@ -1,5 +1,6 @@
 """A request to `torchloo select`: its options, the training data as tensors, and the outer splits."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,10 +36,10 @@ class Spec:
     @classmethod
     def from_dict(cls, plain: object, schema: Schema) -> "Spec":
         """Read a saved specification; ValueError if it is not valid for the schema."""
-        spec = cls(**require_fields("machine", plain, [each.name for each in fields(cls)]))
-        for name, value, known in (("machine", spec.machine, MACHINES), ("kernel", spec.kernel, KERNELS)):
-            if not isinstance(value, str) or value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}")
+        names = [each.name for each in fields(cls)]
+        spec = cls(**require_fields("machine", plain, names))
+        _require_one_of("machine", spec.machine, MACHINES)
+        _require_one_of("kernel", spec.kernel, KERNELS)
         if type(spec.inputs) is not int or spec.inputs != len(schema.inputs):
             raise ValueError(f"machine: inputs must be {len(schema.inputs)}, as in the schema")
         if type(spec.basis) is not int or (spec.basis > 0) != (spec.machine == "sparse"):
@@ -53,6 +54,11 @@ class Spec:
         """The unfitted machine."""
         options = {"basis": self.basis} if self.machine == "sparse" else {}
         return MACHINES[self.machine](KERNELS[self.kernel](self.inputs), **options)
+
+
+def _require_one_of(name: str, value: object, known: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,9 @@ class Request:
     @property
     def time_of_each(self) -> float | None:
         """Seconds for the selection, and the same for the outer estimate if there is one."""
-        return None if self.time_budget is None else self.time_budget / (2 if self.outer else 1)
+        if self.time_budget is None:
+            return None
+        return self.time_budget / 2 if self.outer else self.time_budget
 
     @property
     def standardise(self) -> bool:
@@ -100,8 +108,10 @@ class Request:
     @property
     def score(self) -> Any:
         """The criterion as it is passed to the search."""
-        asked = self.averaged and self.criterion_function.targets == "signs"
-        return partial(self.criterion_function, average="outputs") if asked else self.criterion_function
+        criterion = self.criterion_function
+        if self.averaged and criterion.targets == "signs":
+            return partial(criterion, average="outputs")
+        return criterion
 
 
 class HeldOutPredictions(NamedTuple):
@@ -113,7 +123,9 @@ class HeldOutPredictions(NamedTuple):
     @property
     def size(self) -> np.ndarray:
         """Absolute residual of each row (n,); for several classes the norm of its residuals."""
-        return np.abs(self.residuals) if self.residuals.ndim == 1 else np.linalg.norm(self.residuals, axis=1)
+        if self.residuals.ndim == 1:
+            return np.abs(self.residuals)
+        return np.linalg.norm(self.residuals, axis=1)
 
 
 class TrainingData(NamedTuple):
@@ -136,7 +148,8 @@ class TrainingData(NamedTuple):
         pick = order.numpy()
         clusters = None
         if prepared.clusters is not None:
-            clusters = torch.from_numpy(np.unique(prepared.clusters, return_inverse=True)[1][pick])
+            _, numbers = np.unique(prepared.clusters, return_inverse=True)
+            clusters = torch.from_numpy(numbers[pick])
         weight = None
         if prepared.weight is not None:
             weight = torch.tensor(prepared.weight[pick], device=request.device)
@@ -162,9 +175,10 @@ def outer_splits(prepared: PreparedTable, data: TrainingData, request: Request) 
     """
     if not request.outer:
         return []
-    few = data.clusters is not None and len(data.clusters.unique()) <= request.outer
+    few_clusters = data.clusters is not None and len(data.clusters.unique()) <= request.outer
+    scheme = "leave-cluster-out" if few_clusters else request.outer
     generator = torch.Generator().manual_seed(request.seed)
-    splits = resolve("leave-cluster-out" if few else request.outer, len(data.y), data.clusters, generator)
+    splits = resolve(scheme, len(data.y), data.clusters, generator)
     if MACHINES[request.spec.machine].needs_classes:
         _require_classes(prepared, data, request.spec.machine, splits)
     return splits

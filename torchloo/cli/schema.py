@@ -54,7 +54,13 @@ class Column:
         """Names of the inputs that encode the column."""
         if self.levels is None:
             return [self.name]
-        return [f"{self.name}={level}" for level in self.levels[len(self.levels) == 2 :]]
+        return [f"{self.name}={level}" for level in self._encoded_levels]
+
+    @property
+    def _encoded_levels(self) -> tuple[str, ...]:
+        """Levels with an input of their own: all, or the second of two."""
+        assert self.levels is not None
+        return self.levels[1:] if len(self.levels) == 2 else self.levels
 
     def encode(self, series: "pd.Series") -> np.ndarray:
         """(n, number of inputs), float64."""
@@ -71,7 +77,7 @@ class Column:
                 f"column {self.name!r} has the value {str(text[row])!r} in row "
                 f"{row_number(series, row)}; known: {known}"
             )
-        return (text[:, None] == np.array(self.levels[len(self.levels) == 2 :])).astype(float)
+        return (text[:, None] == np.array(self._encoded_levels)).astype(float)
 
 
 @dataclass(frozen=True)
@@ -123,14 +129,14 @@ class Schema:
         """Targets: numbers (n,); -1 and +1 (n,) for two classes; (n, c) for c classes."""
         if not self.labels:
             return numbers(values)
-        labels, order = texts(values), {label: k for k, label in enumerate(self.labels)}
-        position = np.array([order.get(label, -1) for label in labels])
+        labels = texts(values)
+        known = {label: k for k, label in enumerate(self.labels)}
+        position = np.array([known.get(label, -1) for label in labels])
         if (position < 0).any():
             row = int((position < 0).argmax())
             raise TableError(
                 f"target {self.target!r} has the value {str(labels[row])!r} in row "
-                f"{row_number(values, row)}; "
-                f"known classes: {listed(list(self.labels))}"
+                f"{row_number(values, row)}; known classes: {listed(list(self.labels))}"
             )
         columns = one_vs_rest(position, range(len(self.labels)), dtype=torch.float64).numpy()
         return columns[:, 0] if len(self.labels) == 2 else columns
@@ -139,8 +145,8 @@ class Schema:
         """Outputs (n,), or (n, c) for c classes, as numbers or class labels (n,)."""
         if not self.labels:
             return outputs
-        names = np.array(self.labels)
-        return names[(outputs >= 0).astype(int)] if outputs.ndim == 1 else names[outputs.argmax(1)]
+        classes = (outputs >= 0).astype(int) if outputs.ndim == 1 else outputs.argmax(1)
+        return np.array(self.labels)[classes]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for torch.save."""
@@ -184,7 +190,8 @@ class Schema:
         unexpected = [name for name in frame.columns if name not in allowed]
         parts = [f"missing {listed(missing, 20)}"] if missing else []
         if unexpected and not ignore_extra:
-            parts.append(f"unexpected {listed(unexpected, 20)}" + " (or --ignore-extra)" * (not missing))
+            remedy = "" if missing else " (or --ignore-extra)"
+            parts.append(f"unexpected {listed(unexpected, 20)}{remedy}")
         if parts:
             raise TableError(f"the columns do not match those of the model: {'; '.join(parts)}")
 
@@ -225,8 +232,11 @@ def _column(plain: object) -> Column:
 
 def _require_fill(column: Column) -> None:
     fill = column.fill
-    known = isinstance(fill, float) and np.isfinite(fill) if column.levels is None else fill in column.levels
-    if fill is not None and not known:
+    if column.levels is None:
+        valid = isinstance(fill, float) and np.isfinite(fill)
+    else:
+        valid = fill in column.levels
+    if fill is not None and not valid:
         raise ValueError(f"schema: fill of {column.name!r} must be a value that the column may have")
 
 
@@ -252,16 +262,21 @@ def require_complete(frame: "pd.DataFrame", names: list[str], remedy: str) -> No
             f"{row_number(frame, int(flags.argmax()))}{others}; {remedy}"
         )
     for name in names:
-        if frame[name].dtype.kind == "f" and not np.isfinite(values := frame[name].to_numpy()).all():
-            row = row_number(frame, int((~np.isfinite(values)).argmax()))
+        if frame[name].dtype.kind != "f":
+            continue
+        infinite = ~np.isfinite(frame[name].to_numpy())
+        if infinite.any():
+            row = row_number(frame, int(infinite.argmax()))
             raise TableError(f"column {name!r} is infinite in row {row}")
 
 
 def filled(frame: "pd.DataFrame", columns: Sequence[Column]) -> "pd.DataFrame":
     """The table with missing values imputed in the columns that have a fill value."""
-    values = {column.name: column.fill for column in columns if column.fill is not None}
-    holes = {name: value for name, value in values.items() if frame[name].isna().any()}
-    return frame.assign(**{name: frame[name].fillna(value) for name, value in holes.items()})
+    imputed = {}
+    for column in columns:
+        if column.fill is not None and frame[column.name].isna().any():
+            imputed[column.name] = frame[column.name].fillna(column.fill)
+    return frame.assign(**imputed)
 
 
 _ISO_DATE = r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?"
@@ -290,7 +305,9 @@ def with_dates(frame: "pd.DataFrame", names: list[str]) -> "pd.DataFrame":
 def days(series: "pd.Series") -> np.ndarray:
     """Dates (n,) as days since 1970-01-01, NaN where missing; numbers are taken as days."""
     if is_number(series):
-        return numbers(series) if not series.isna().any() else series.to_numpy(dtype=float, na_value=np.nan)
+        if series.isna().any():
+            return series.to_numpy(dtype=float, na_value=np.nan)
+        return numbers(series)
     moments = _moments(series)
     wrong = (moments.isna() & series.notna()).to_numpy()
     if wrong.any():

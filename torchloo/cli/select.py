@@ -27,6 +27,7 @@ from torchloo.cli.shell import (
     UserError,
     add_device,
     add_progress,
+    add_table,
     comma_separated,
     count,
     first_line,
@@ -61,7 +62,7 @@ def add(commands: Any) -> None:
         "columns read that way. In held_out.csv, text that a spreadsheet would evaluate as a formula, such "
         "as =A1, is prefixed with a single quote.",
     )
-    parser.add_argument("data", type=Path, metavar="data.csv", help="the table: .csv, .parquet or .npz")
+    add_table(parser, "data.csv")
     parser.add_argument("--target", required=True, metavar="COLUMN", help="the column to predict")
     parser.add_argument(
         "--machine",
@@ -79,7 +80,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--search",
         choices=SEARCHES,
-        help="(default: gradient, or nelder-mead if the criterion has none)",
+        help="(default: gradient, or nelder-mead if the criterion is not differentiable)",
     )
     parser.add_argument(
         "--prior",
@@ -140,23 +141,14 @@ def run(args: argparse.Namespace) -> int:
         pictures.require()
     require_device(args.device)
     out = _folder(args)
-    frame, read = read_table(args.data)
-    roles = Roles(args.target, args.clusters, args.weights, tuple(args.drop), args.task)
-    prepared = prepare(frame, roles, not KERNELS[args.kernel].binary, args.missing)
-    args.machine, why = _machine(args, len(prepared.y))
-    prepared = prepared._replace(notes=(*read, *prepared.notes, *why))
-    request = _request(args, prepared)
-    if not prepared.schema.labels and not request.spec.rows:
-        note = f"no prediction intervals: the model would have to keep all {len(prepared.y)} rows"
-        prepared = prepared._replace(notes=(*prepared.notes, note))
+    prepared, request = _prepared(args)
     print(described(args.data, prepared), flush=True)
     with _warnings_printed(), _interruptible() as check:
         findings = _find(prepared, request, check)
-    page = (
-        report.page(findings, report.Source(args.data.name, args.parser.command(args)))
-        if args.report
-        else None
-    )
+    page = None
+    if args.report:
+        source = report.Source(args.data.name, args.parser.command(args))
+        page = report.page(findings, source)
     with new_folder(out) as part:
         model = Model(prepared.schema, findings.choice.machine, findings.uncertainty)
         save(part / "model.pt", request.spec, model)
@@ -166,6 +158,19 @@ def run(args: argparse.Namespace) -> int:
     written = f"written: {out}" if page is None else f"report: {out / 'report.html'}"
     print(f"\n{summary(findings)}\n\n{written}")
     return 0
+
+
+def _prepared(args: argparse.Namespace) -> tuple[PreparedTable, Request]:
+    """Read the table and resolve the options."""
+    frame, notes = read_table(args.data)
+    roles = Roles(args.target, args.clusters, args.weights, tuple(args.drop), args.task)
+    prepared = prepare(frame, roles, not KERNELS[args.kernel].binary, args.missing)
+    args.machine, machine_notes = _machine(args, len(prepared.y))
+    request = _request(args, prepared)
+    notes += [*prepared.notes, *machine_notes]
+    if not prepared.schema.labels and not request.spec.rows:
+        notes.append(f"no prediction intervals: the model would have to keep all {len(prepared.y)} rows")
+    return prepared._replace(notes=tuple(notes)), request
 
 
 def _folder(args: argparse.Namespace) -> Path:
@@ -208,28 +213,32 @@ def _request(args: argparse.Namespace, prepared: PreparedTable) -> Request:
 
 def _require_criterion(args: argparse.Namespace, name: str, classes: int) -> None:
     """Raise if the criterion does not fit the targets, the machine, the clusters or the search."""
-    own = CRITERIA[name]
-    counterpart, smooth = own.counterpart or "another", own.smooth.split()[0] if own.smooth else "another"
-    if not classes and own.targets != "numbers":
-        numbers = ", ".join(sorted(each for each, of in CRITERIA.items() if of.targets == "numbers"))
-        raise UserError(f"--criterion {name} needs classes; for numeric targets use one of {numbers}")
-    if classes > 2 and own.targets == "signs" and own.counterpart:
+    criterion = CRITERIA[name]
+    counterpart = criterion.counterpart or "another"
+    smooth = criterion.smooth.split()[0] if criterion.smooth else "another"
+    if not classes and criterion.targets != "numbers":
+        numeric = sorted(each.__name__ for each in CRITERIA.values() if each.targets == "numbers")
+        raise UserError(
+            f"--criterion {name} needs classes; for numeric targets use one of {', '.join(numeric)}"
+        )
+    if classes > 2 and criterion.targets == "signs" and criterion.counterpart:
         raise UserError(f"--criterion {name} is for two classes; for {classes} use {counterpart}")
-    if classes == 2 and own.targets == "one-vs-rest":
+    if classes == 2 and criterion.targets == "one-vs-rest":
         raise UserError(f"--criterion {name} is for more than two classes; for two use {counterpart}")
     least_squares = issubclass(MACHINES[args.machine], LeastSquares)
-    if (own.needs_variance or own.takes_fit) and not least_squares:
+    if (criterion.needs_variance or criterion.takes_fit) and not least_squares:
         raise UserError(f"--criterion {name} needs a least-squares machine, not {args.machine}")
-    if own.takes_fit and args.clusters is not None:
+    if criterion.takes_fit and args.clusters is not None:
         raise UserError(f"--criterion {name} leaves out pairs, not clusters; use {smooth}")
-    if args.search == "gradient" and not own.differentiable:
+    if args.search == "gradient" and not criterion.differentiable:
         raise UserError(f"--criterion {name} has no gradient; use --search nelder-mead, or {smooth}")
 
 
 def _rows_kept(args: argparse.Namespace, n: int) -> int:
     """Number of rows that a regression model keeps for intervals: all, or none if that is too costly."""
     explicit = args.machine == "sparse" or KERNELS[args.kernel].is_linear
-    return n if n <= MOST_ROWS["explicit" if explicit else "dense"] else 0
+    most = MOST_ROWS["explicit" if explicit else "dense"]
+    return n if n <= most else 0
 
 
 def _basis(args: argparse.Namespace, prepared: PreparedTable) -> int:
@@ -237,12 +246,13 @@ def _basis(args: argparse.Namespace, prepared: PreparedTable) -> int:
         if args.basis is not None:
             raise UserError("--basis needs --machine sparse")
         return 0
-    most = n = len(prepared.y)
-    most //= 2  # so that every outer split has enough rows
+    n = len(prepared.y)
+    most = n // 2  # so that every outer split has enough rows
     if prepared.clusters is not None and args.outer:
-        sizes = np.sort(np.unique(prepared.clusters, return_counts=True)[1])[::-1]
-        held = 1 if len(sizes) <= args.outer else max(1, round(0.1 * len(sizes)))
-        most = min(most, n - int(sizes[:held].sum()))
+        _, sizes = np.unique(prepared.clusters, return_counts=True)
+        largest_first = np.sort(sizes)[::-1]
+        held_out = 1 if len(sizes) <= args.outer else max(1, round(0.1 * len(sizes)))
+        most = min(most, n - int(largest_first[:held_out].sum()))
     if args.basis is not None and args.basis > most:
         raise UserError(
             f"--basis must be at most {most}, so that every outer split has enough rows, got {args.basis}"

@@ -11,7 +11,7 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,9 @@ __all__ = [
     "Parser",
     "UserError",
     "add_device",
+    "add_out",
     "add_progress",
+    "add_table",
     "comma_separated",
     "count",
     "first_line",
@@ -50,13 +52,14 @@ class Parser(argparse.ArgumentParser):
     """A parser with one-line errors that can reconstruct the command line of parsed options."""
 
     def __init__(self, **options: Any) -> None:
-        self._own: list[argparse.Action] = []
+        self._ungrouped: list[argparse.Action] = []
         super().__init__(**options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """As in argparse; options of a group (`add_argument_group`) are not part of `command`."""
-        self._own.append(super().add_argument(*names, **options))
-        return self._own[-1]
+        action = super().add_argument(*names, **options)
+        self._ungrouped.append(action)
+        return action
 
     def error(self, message: str) -> NoReturn:
         """Exit with a one-line message."""
@@ -68,15 +71,37 @@ class Parser(argparse.ArgumentParser):
         A path is reduced to its name, since the command is shown to others.
         """
         words = self.prog.split()
-        for action in self._own:
-            value, flag = getattr(args, action.dest, None), action.option_strings[-1:]
-            if action.nargs == 0:  # a flag, which has no value
-                words += flag if value not in (None, action.default) else []
+        for action in self._ungrouped:
+            value = getattr(args, action.dest, None)
+            option = action.option_strings[-1:]  # empty for a positional argument
+            if value is None:
                 continue
-            for each in value if isinstance(value, list) else [] if value is None else [value]:
+            if action.nargs == 0:  # a flag, which has no value
+                words += option if value != action.default else []
+                continue
+            for each in value if isinstance(value, list) else [value]:
                 text = each.name if isinstance(each, Path) else str(each)
-                words += [f"{flag[0]}={text}"] if flag and text.startswith("-") else [*flag, text]
+                if option and text.startswith("-"):
+                    words.append(f"{option[0]}={text}")
+                else:
+                    words += [*option, text]
         return shlex.join(words)
+
+
+def add_table(parser: argparse.ArgumentParser, metavar: str) -> None:
+    """Declare the argument `data`, a table."""
+    parser.add_argument("data", type=Path, metavar=metavar, help="the table: .csv, .parquet or .npz")
+
+
+def add_out(parser: argparse.ArgumentParser, default: str) -> None:
+    """Declare --out, an output file with the suffix of its default."""
+    parser.add_argument(
+        "--out",
+        type=writable(Path(default).suffix),
+        default=default,
+        metavar="FILE",
+        help="output file (default: %(default)s)",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +139,7 @@ def positive(text: str) -> float:
     return value
 
 
-def writable(suffix: str) -> "type[Path] | object":
+def writable(suffix: str) -> Callable[[str], Path]:
     """The type of an output file argument, checked to be writable before any work is done."""
 
     def check(text: str) -> Path:
@@ -241,12 +266,14 @@ def _take_permissions(part: Path, path: Path) -> None:
 def comma_separated(frame: "pd.DataFrame") -> str:
     """A table as CSV; text that a spreadsheet would evaluate is prefixed with a single quote."""
     frame = frame.rename(columns=_inert)
-    texts = [name for name in frame if frame[name].dtype.kind == "O"]
-    for name in texts:
-        frame[name] = frame[name].map(_inert)
-    cells = [*frame.columns, *(cell for name in texts for cell in frame[name].unique())]
-    # Python before 3.13 does not see by itself that a carriage return must be quoted.
-    quoting = csv.QUOTE_NONNUMERIC if any("\r" in str(cell) for cell in cells) else csv.QUOTE_MINIMAL
+    texts = list(frame.columns)
+    for name in frame:
+        if frame[name].dtype.kind == "O":
+            frame[name] = frame[name].map(_inert)
+            texts += list(frame[name].unique())
+    # Python before 3.13 does not quote a carriage return by itself.
+    has_return = any("\r" in str(text) for text in texts)
+    quoting = csv.QUOTE_NONNUMERIC if has_return else csv.QUOTE_MINIMAL
     return frame.to_csv(index=False, quoting=quoting)
 
 
@@ -272,4 +299,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def listed(names: list[str], most: int = 5) -> str:
     """The first few names, quoted."""
     shown = ", ".join(repr(name) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    if len(names) > most:
+        shown += f" and {len(names) - most} more"
+    return shown

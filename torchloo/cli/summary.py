@@ -24,8 +24,9 @@ def described(path: Path, prepared: PreparedTable) -> str:
     if labels:
         shown = ", ".join(labels[:6]) + (", ..." if len(labels) > 6 else "")
         task = f"{len(labels)} classes of {schema.target!r}: {shown}"
-    lines = [f"{path.name}: {n} rows, {d} input{'s' * (d > 1)}, {task}"]
-    return "\n".join([*lines, *(f"  note: {note}" for note in prepared.notes)])
+    first = f"{path.name}: {n} rows, {d} input{'s' * (d > 1)}, {task}"
+    notes = [f"  note: {note}" for note in prepared.notes]
+    return "\n".join([first, *notes])
 
 
 def held_out(findings: Findings) -> Any:
@@ -57,11 +58,15 @@ def summary(findings: Findings) -> str:
     """The findings in a few lines."""
     choice, request, first = findings.choice, findings.request, findings.rows[0]
     settings = ", ".join(_setting(name, value) for name, value, _ in findings.parameters)
-    name = request.criterion + f" (mean over {findings.classes} classes)" * request.averaged
+    name = request.criterion
+    if request.averaged:
+        name += f" (mean over {findings.classes} classes)"
     chosen = f"selected: {settings}\n{name} {choice.value:.4g} after {choice.evaluations} evaluations"
-    chosen += f", stopped by the {choice.stopped}" if choice.stopped else ""
-    head = ["", "guessing", "leave-one-out"]
-    head += ["leave-cluster-out"] * (first.lco is not None)
+    if choice.stopped:
+        chosen += f", stopped by the {choice.stopped}"
+    head = ["", "baseline", "leave-one-out"]
+    if first.lco is not None:
+        head.append("leave-cluster-out")
     if first.outer is not None:
         splits = len(first.outer.scores)
         head.append(f"outer ({splits} split{'s' * (splits > 1)})")
@@ -76,20 +81,29 @@ def _setting(name: str, value: np.ndarray) -> str:
 
 def _by_class(findings: Findings) -> list[str]:
     """For more than two classes, one line each: rows, held-out accuracy, predicted classes."""
-    of, labels = findings.by_class, findings.prepared.schema.labels
-    if of is None or len(labels) < 3:
+    classes, labels = findings.by_class, findings.prepared.schema.labels
+    if classes is None or len(labels) < 3:
         return []
-    in_full = len(labels) <= _MAX_COLUMNS
-    head = ["class", "rows", f"accuracy ({findings.way})"]
-    rows = [[*head, *([f"predicted {label}" for label in labels] if in_full else ["mistaken for"])]]
+    counts = classes.confusion
+    if len(labels) <= _MAX_COLUMNS:
+        mistakes = [f"predicted {label}" for label in labels]
+        by_class = [[str(count or "·") for count in row] for row in counts]
+        in_all = [str(count) for count in counts.sum(0)]
+    else:
+        mistakes = ["mistaken for"]
+        by_class = [[classes.mistaken_for(k, labels)] for k in range(len(labels))]
+        in_all = [""]
+    rows = [["class", "rows", f"accuracy ({findings.scheme})", *mistakes]]
     for k, label in enumerate(labels):
-        shown = [str(j or "·") for j in of.confusion[k]] if in_full else [of.mistaken_for(k, labels)]
-        rows.append([label, str(of.confusion[k].sum()), _share(of.right[k], of.error[k]), *shown])
-    last = ["all", str(of.confusion.sum()), _share(of.all_right, of.all_error)]
-    rows.append([*last, *([str(j) for j in of.confusion.sum(0)] if in_full else [""])])
+        accuracy = _percent(classes.accuracy[k], classes.stderr[k])
+        rows.append([label, str(counts[k].sum()), accuracy, *by_class[k]])
+    accuracy = _percent(classes.overall_accuracy, classes.overall_stderr)
+    rows.append(["all", str(counts.sum()), accuracy, *in_all])
     return [table(rows)]
 
 
-def _share(share: float, error: float) -> str:
+def _percent(fraction: float, error: float) -> str:
     """A fraction and its standard error in percent."""
-    return f"{100 * share:.1f} %" if np.isnan(error) else f"{100 * share:.1f} ± {100 * error:.1f} %"
+    if np.isnan(error):
+        return f"{100 * fraction:.1f} %"
+    return f"{100 * fraction:.1f} ± {100 * error:.1f} %"

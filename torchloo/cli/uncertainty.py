@@ -54,9 +54,10 @@ class TrainingRows(NamedTuple):
 
     def intervals(self, machine: Any, X: Tensor, level: float) -> np.ndarray:
         """Lower and upper ends of the prediction intervals, (2, q)."""
-        own, targets, weight = (t.to(X.device) for t in (self.X, self.y, self.weight))
-        clusters = None if len(self.clusters.unique()) == len(self.clusters) else self.clusters
-        ends = tl.intervals.jackknife_plus(machine, own, targets, X, level, clusters, weight=weight)
+        inputs, targets, weight = (t.to(X.device) for t in (self.X, self.y, self.weight))
+        all_distinct = len(self.clusters.unique()) == len(self.clusters)
+        clusters = None if all_distinct else self.clusters
+        ends = tl.intervals.jackknife_plus(machine, inputs, targets, X, level, clusters, weight=weight)
         return torch.stack(ends).cpu().numpy()
 
 
@@ -82,11 +83,11 @@ class Uncertainty(NamedTuple):
     def from_dict(cls, plain: object, schema: Schema, rows: int) -> "Uncertainty":
         """The inverse of `as_dict`; ValueError if the dictionary is not valid."""
         values = require_fields("uncertainty", plain, ("calibration", "rows"))
-        of_classes = _calibration(values["calibration"], len(schema.labels))
+        calibration = _calibration(values["calibration"], len(schema.labels))
         if not rows:
             require_fields("rows", values["rows"], ())
-            return cls(of_classes, None)
-        return cls(of_classes, TrainingRows.from_dict(values["rows"], rows, len(schema.inputs)))
+            return cls(calibration, None)
+        return cls(calibration, TrainingRows.from_dict(values["rows"], rows, len(schema.inputs)))
 
     def columns(
         self, schema: Schema, machine: Any, X: Tensor, outputs: np.ndarray, level: float
@@ -97,10 +98,10 @@ class Uncertainty(NamedTuple):
         if self.calibration is None:
             return {}
         with torch.no_grad():
-            chance = self.calibration(torch.from_numpy(outputs)).numpy()
-        if chance.ndim == 1:
-            chance = np.stack([1 - chance, chance], 1)
-        return {f"probability {label}": chance[:, k] for k, label in enumerate(schema.labels)}
+            probability = self.calibration(torch.from_numpy(outputs)).numpy()
+        if probability.ndim == 1:
+            probability = np.stack([1 - probability, probability], 1)
+        return {f"probability {label}": probability[:, k] for k, label in enumerate(schema.labels)}
 
 
 def _calibration(plain: object, classes: int) -> Platt | Temperature | None:

@@ -65,7 +65,7 @@ def _files(findings: Findings, source: Source) -> str:
     words = (
         "<code>model.pt</code> is the machine, for <code>torchloo predict</code>. "
         f"<code>held_out.csv</code> has the held-out prediction of every row, its residual{leverage}. "
-        "The same command gives the same again:"
+        "This command reproduces all of them:"
     )
     command = re.sub(r"(--[a-z-]+)", r'<span class="option">\1</span>', text(source.command))
     return section("Files", paragraph(words), f"<pre><code>{command}</code></pre>\n")

@@ -18,9 +18,11 @@ def data(findings: Findings) -> str:
     """The table that was read."""
     prepared, schema = findings.prepared, findings.prepared.schema
     n, d = prepared.X.shape
-    words = [column for column in schema.columns if column.levels is not None]
-    used = f"{len(schema.columns)}" + (f", {len(words)} of them text" if words else "")
-    rows = [["rows", f"{n}"], ["columns", used]] + ([["inputs after coding", f"{d}"]] if words else [])
+    text_columns = sum(column.levels is not None for column in schema.columns)
+    rows = [["rows", f"{n}"], ["columns", f"{len(schema.columns)}"]]
+    if text_columns:
+        rows[-1][1] += f", {text_columns} of them text"
+        rows.append(["inputs after encoding", f"{d}"])
     if prepared.clusters is not None:
         rows.append(["clusters", _sizes(prepared.clusters)])
     if prepared.weight is not None:
@@ -32,34 +34,27 @@ def data(findings: Findings) -> str:
         rows += [[f"class {label}", f"{size} rows ({size / n:.0%})"] for label, size in sizes]
     else:
         y = prepared.y
-        extent = f"{number(y.min())} to {number(y.max())}"
-        rows.append(
-            [schema.target, f"{extent}, mean {number(y.mean())}, standard deviation {number(y.std())}"]
-        )
+        low, high, mean, deviation = (number(each) for each in (y.min(), y.max(), y.mean(), y.std()))
+        rows.append([schema.target, f"{low} to {high}, mean {mean}, standard deviation {deviation}"])
     notes = [note[0].upper() + note[1:] + "." for note in prepared.notes]
-    return section("The data", table(["", ""], rows, words=True), paragraph(_coding(findings)), items(notes))
+    overview = table(["", ""], rows, words=True)
+    return section("The data", overview, paragraph(_encoding(findings)), items(notes))
 
 
 def _sizes(labels: np.ndarray) -> str:
     """Number of distinct labels, and their numbers of rows."""
     counts = np.unique(labels, return_counts=True)[1]
     fewest, most = counts.min(), counts.max()
-    return (
-        f"{len(counts)}, of {fewest} rows each"
-        if fewest == most
-        else f"{len(counts)}, of {fewest} to {most} rows"
-    )
+    if fewest == most:
+        return f"{len(counts)}, of {fewest} rows each"
+    return f"{len(counts)}, of {fewest} to {most} rows"
 
 
-def _coding(findings: Findings) -> str:
-    text_columns = any(column.levels is not None for column in findings.prepared.schema.columns)
-    scaled = "All inputs were standardised" if findings.request.standardise else "Inputs are 0 and 1"
-    coded = (
-        "Each text column became a 0/1 input for every value that it takes, or a single one for two values. "
-        if text_columns
-        else ""
-    )
-    return f"{coded}{scaled}."
+def _encoding(findings: Findings) -> str:
+    scaled = "All inputs were standardised." if findings.request.standardise else "Inputs are 0 and 1."
+    if not any(column.levels is not None for column in findings.prepared.schema.columns):
+        return scaled
+    return f"Text columns were one-hot encoded, with a single 0/1 input for two values. {scaled}"
 
 
 def machine(findings: Findings) -> str:
@@ -67,21 +62,24 @@ def machine(findings: Findings) -> str:
     request, choice = findings.request, findings.choice
     name = request.criterion_function.label
     meaning = request.criterion_function.meaning
-    meaning += ", each class against the others, on average over the classes" * request.averaged
+    if request.averaged:
+        meaning += ", each class against the others, on average over the classes"
     several = f", one for each of {findings.classes} classes" if findings.classes > 2 else ""
     together = ", its cluster left out with it" if findings.lco is not None else ""
     until = f", until the {choice.stopped} was used up" if choice.stopped else ""
     words = (
         f"A {MACHINES[request.spec.machine].label} with {KERNELS[request.spec.kernel].label}{several}. Its "
-        f"settings were chosen by {name}: {meaning}, each row held out in turn{together}. "
+        f"hyper-parameters were selected by {name}: {meaning}, each row held out in turn{together}. "
         f"{choice.evaluations} settings were tried{until}."
     )
-    scalars = [each for each in findings.parameters if not each.value.ndim]
-    rows = [[name, number(float(value)), meaning] for name, value, meaning in scalars]
+    rows = []
+    for parameter in findings.parameters:
+        if not parameter.value.ndim:
+            rows.append([parameter.name, number(float(parameter.value)), parameter.meaning])
     if request.spec.machine == "sparse":
-        rows.append(["basis", f"{request.spec.basis}", "rows, drawn at random, that the machine is built on"])
+        rows.append(["basis", f"{request.spec.basis}", "number of basis vectors, rows drawn at random"])
     rows.append([name, number(choice.value), f"{meaning}, at these settings"])
-    chosen = table(["setting", "value", "what it is"], rows, words=True)
+    chosen = table(["setting", "value", "meaning"], rows, words=True)
     curves = [_relevance(findings), _search(findings), _path(findings)]
     return section("The machine", paragraph(text(words)), chosen, *curves)
 
@@ -95,8 +93,8 @@ def _relevance(findings: Findings) -> str:
     svg = pictures.bars([names[j] for j in order], relevance[order], "relevance")
     which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
     caption = (
-        f"{which} inputs by relevance: how much the kernel between two rows falls when they differ in this "
-        "input by one standard deviation, from 0 (the input is ignored) to 1 (the rows are unrelated). "
+        f"{which} inputs by relevance: the relative decrease of the kernel between two rows that differ in "
+        "this input by one standard deviation, from 0 (the input is ignored) to 1 (the rows are unrelated). "
         "Inputs that carry the same information share their relevance."
     )
     return figure(svg, caption)
@@ -121,7 +119,7 @@ def _path(findings: Findings) -> str:
     name = findings.request.criterion_function.label
     chosen = next(each.value for each in findings.parameters if each.name == "reg")
     caption = (
-        f"{name} for other values of reg, all else as chosen; the dashed line is the value chosen. Far "
+        f"{name} for other values of reg, all else as selected; the dashed line is the selected value. Far "
         "to the left the machine overfits, far to the right it underfits."
     )
     return figure(pictures.reg_curve(*findings.path, float(chosen), name), caption)

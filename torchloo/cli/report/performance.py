@@ -18,21 +18,23 @@ def summary(findings: Findings) -> str:
     """One sentence and a few numbers."""
     main = findings.rows[0]
     value, way = _best(main)
-    guess = main.measure.show(main.guess)
-    new = "rows of clusters that it has not seen" if findings.lco is not None else "rows that it has not seen"
+    baseline = main.measure.show(main.baseline)
+    new = "rows of new clusters" if findings.lco is not None else "new rows"
     if findings.classes:
         lead = (
             f"On {new}, the machine is wrong in <strong>{text(value)}</strong> of the cases; "
-            f"always predicting the most frequent class would be wrong in {text(guess)}."
+            f"the baseline, always predicting the most frequent class, would be wrong in {text(baseline)}."
         )
     else:
         lead = (
-            f"On {new}, the machine is off by about <strong>{text(value)}</strong> (root mean square); "
-            f"always predicting the mean would be off by {text(guess)}."
+            f"On {new}, the root mean square error of the machine is about <strong>{text(value)}</strong>; "
+            f"that of the baseline, always predicting the mean, would be {text(baseline)}."
         )
     tiles = [tile(value, f"{main.measure.name}, {way}", main=True)]
-    tiles += [tile(_best(row)[0], f"{row.measure.name}, {_best(row)[1]}") for row in findings.rows[1:]]
-    tiles.append(tile(guess, f"{main.measure.name}, guessing"))
+    for row in findings.rows[1:]:
+        value, way = _best(row)
+        tiles.append(tile(value, f"{row.measure.name}, {way}"))
+    tiles.append(tile(baseline, f"{main.measure.name}, baseline"))
     return paragraph(lead, "lead") + f'<ul class="tiles">\n{"".join(tiles)}</ul>\n'
 
 
@@ -48,30 +50,30 @@ def _best(row: MeasureRow) -> tuple[str, str]:
 def estimates(findings: Findings) -> str:
     """The outer estimate beside the optimistic inner one."""
     outer = findings.rows[0].outer
-    inner = findings.way
+    inner = findings.scheme
     if outer is None:
         words = (
-            "No outer estimate was requested. The hyper-parameters were chosen on the very rows that these "
-            f"numbers come from, so {inner} is a little optimistic."
+            "No outer estimate was requested. The hyper-parameters were selected on the same rows that these "
+            f"numbers are computed from, so {inner} is a little optimistic."
         )
         return section(_TITLE, _estimate_table(findings), paragraph(words))
     name, number = findings.rows[0].measure.name, len(outer.scores)
     words = (
         f"The <strong>outer estimate</strong> is the one to quote. {_set_aside(findings, number)}, all "
-        "steps were repeated on the rest (standardising, choosing the hyper-parameters, training), and the "
+        "steps were repeated on the rest (standardising, selecting the hyper-parameters, training), and the "
         "rows set aside were predicted. ± is the standard error of the mean. The inner estimate, by "
-        f"{inner} at the chosen settings, is optimistic, as the settings were chosen to make it good."
+        f"{inner} at the selected hyper-parameters, is optimistic, as they were selected to optimise it."
     )
     if _overfits(findings.rows[0], outer):
         words += (
-            " Here the two lie far apart: the hyper-parameters overfit these rows. A kernel with fewer of "
+            " Here the two differ greatly: the hyper-parameters overfit these rows. A kernel with fewer of "
             "them (<code>--kernel rbf</code>), or a prior on them (<code>--prior 1</code>), may generalise "
             "better."
         )
     caption = (
         f"The {name} in each of the {number} splits. Solid: the outer estimate, over all of them. Dashed: "
-        f"the inner estimate, by {inner}. The further the dashed line lies on the better "
-        "side, the more the hyper-parameters overfit."
+        f"the inner estimate, by {inner}. The better the inner estimate is than the outer one, the more "
+        "the hyper-parameters overfit."
     )
     svg = pictures.outer_scores(outer.scores, outer.mean, _inner(findings.rows[0]), name)
     return section(_TITLE, _estimate_table(findings), paragraph(words), figure(svg, caption))
@@ -94,10 +96,14 @@ def _set_aside(findings: Findings, splits: int) -> str:
 
 def _estimate_table(findings: Findings) -> str:
     first = findings.rows[0]
-    head = ["", "guessing", "leave-one-out"]
-    head += ["leave-cluster-out"] * (first.lco is not None) + ["outer estimate"] * (first.outer is not None)
+    head = ["", "baseline", "leave-one-out"]
+    if first.lco is not None:
+        head.append("leave-cluster-out")
+    if first.outer is not None:
+        head.append("outer estimate")
     rows = [[row.measure.name, *row.shown()] for row in findings.rows]
-    return table(head, rows, {(i, len(head) - 1): "best" for i in range(len(rows))})
+    last = len(head) - 1
+    return table(head, rows, {(i, last): "best" for i in range(len(rows))})
 
 
 def _inner(row: MeasureRow) -> float:
@@ -121,12 +127,12 @@ def clusters(findings: Findings) -> str:
     label = "error rate" if findings.classes else "root mean square of the residuals"
     rows = [f"{names[k]} ({counts[k]})" for k in order]
     svg = pictures.bars(rows, lco[order], label, ("leave-cluster-out", "leave-one-out"), loo[order])
-    which = (
-        f"The {len(order)} hardest of {len(names)} clusters" if len(order) < len(names) else "The clusters"
-    )
+    which = "The clusters"
+    if len(order) < len(names):
+        which = f"The {len(order)} hardest of {len(names)} clusters"
     caption = (
-        f"{which}, their numbers of rows in brackets. Blue: predicted by the machine that had seen no row "
-        "of the cluster; grey: by the machines that had seen all but the row itself. The longer, the worse."
+        f"{which}, with their numbers of rows. Blue: predicted by a machine trained without the cluster; "
+        "grey: by machines trained without the row only. Longer bars are worse."
     )
     return section("Clusters", paragraph(text(words)), figure(svg, caption))
 

@@ -58,7 +58,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def require() -> None:
-    """Find out whether pictures can be drawn, before any work is done."""
+    """Raise, before any work is done, if pictures cannot be drawn."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -99,12 +99,17 @@ class _Canvas(AbstractContextManager["_Canvas"]):
 def _points(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str = BLUE, label: str | None = None) -> None:
     """Points that stay legible, and files that stay small, when there are many."""
     n = len(x)
-    size, alpha = (18, 0.75) if n <= 300 else (10, 0.5) if n <= 2000 else (5, 0.3)
+    if n <= 300:
+        size, alpha = 18, 0.75
+    elif n <= 2000:
+        size, alpha = 10, 0.5
+    else:
+        size, alpha = 5, 0.3
     axes.scatter(x, y, s=size, color=color, alpha=alpha, linewidth=0, rasterized=n > 1500, label=label)
 
 
 def _plain_numbers(axis: "Axis") -> None:
-    """Plain numbers beside a logarithmic axis, as few as are needed."""
+    """Label a logarithmic axis with a few plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(numticks=9))
@@ -113,7 +118,7 @@ def _plain_numbers(axis: "Axis") -> None:
 
 
 def _logarithmic_if_wide(axes: "Axes", values: np.ndarray) -> None:
-    """A logarithmic axis upwards for positive values of very different sizes."""
+    """Make the vertical axis logarithmic for positive values of very different sizes."""
     finite = values[np.isfinite(values)]
     if finite.min() > 0 and finite.max() > 20 * finite.min():
         axes.set_yscale("log")
@@ -121,11 +126,12 @@ def _logarithmic_if_wide(axes: "Axes", values: np.ndarray) -> None:
 
 
 def criterion_curve(values: Sequence[float], name: str, lower_is_better: bool) -> str:
-    """Every value that the search looked at, and the best so far."""
+    """The criterion at every evaluation, and the best so far."""
     tried = np.array(values, dtype=float)
     tried[~np.isfinite(tried)] = np.nan  # settings for which there was no solution
-    gather = np.fmin if lower_is_better else np.fmax
-    best, steps = gather.accumulate(tried), np.arange(1, len(tried) + 1)
+    better = np.fmin if lower_is_better else np.fmax
+    best = better.accumulate(tried)
+    steps = np.arange(1, len(tried) + 1)
     with _Canvas(6.4, 3.4) as canvas:
         axes = canvas.axes
         axes.scatter(steps, tried, s=12, color=GREY, linewidth=0, label="tried")
@@ -177,7 +183,7 @@ def roc(curves: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> str:
     """ROC curves: for each its label, the labels as booleans and the scores."""
     with _Canvas(5.2, 5.0) as canvas:
         axes = canvas.axes
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=(0, (4, 3)), label="guessing")
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=(0, (4, 3)), label="chance")
         for k, (label, positive, score) in enumerate(curves):
             false_rate, true_rate = roc_points(positive, score)
             axes.plot(false_rate, true_rate, color=SEVERAL[k % 8], linewidth=1.8, label=label)
@@ -195,14 +201,18 @@ def roc_points(positive: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.
     order = np.argsort(-score, kind="stable")
     positive, score = positive[order], score[order]
     last = np.append(np.diff(score) != 0, True)  # the last row of each run of equal scores
-    hits, misses = positive.cumsum()[last], (~positive).cumsum()[last]
-    return np.append(0, misses / max(1, misses[-1])), np.append(0, hits / max(1, hits[-1]))
+    true_positives = positive.cumsum()[last]
+    false_positives = (~positive).cumsum()[last]
+    true_rate = true_positives / max(1, true_positives[-1])
+    false_rate = false_positives / max(1, false_positives[-1])
+    return np.append(0, false_rate), np.append(0, true_rate)
 
 
 def score_histogram(groups: Sequence[tuple[str, np.ndarray]], xlabel: str) -> str:
-    """Held-out scores of each group; the decision falls at zero."""
-    together = np.concatenate([scores for _, scores in groups])
-    bins = np.histogram_bin_edges(together, bins=min(40, max(10, len(together) // 15)))
+    """Held-out scores of each group; the decision threshold is zero."""
+    all_scores = np.concatenate([scores for _, scores in groups])
+    count = min(40, max(10, len(all_scores) // 15))
+    bins = np.histogram_bin_edges(all_scores, bins=count)
     with _Canvas(6.4, 3.6) as canvas:
         axes = canvas.axes
         for k, (label, scores) in enumerate(groups):
@@ -217,7 +227,7 @@ def score_histogram(groups: Sequence[tuple[str, np.ndarray]], xlabel: str) -> st
 
 
 def residuals(output: np.ndarray, residual: np.ndarray) -> str:
-    """Held-out residuals against outputs: trends and funnels show here."""
+    """Held-out residuals against outputs, which show trends and unequal noise."""
     with _Canvas(6.4, 3.6) as canvas:
         axes = canvas.axes
         axes.axhline(0, color=ORANGE, linewidth=1.2, zorder=0)
@@ -228,7 +238,7 @@ def residuals(output: np.ndarray, residual: np.ndarray) -> str:
 
 
 def leverage(values: np.ndarray, residual: np.ndarray, numbers: np.ndarray) -> str:
-    """Size of the held-out residual against the leverage, the farthest rows by their numbers."""
+    """Size of the held-out residual against the leverage; extreme rows are labelled by their numbers."""
     size = np.abs(residual)
     with _Canvas(6.4, 3.6) as canvas:
         axes = canvas.axes
@@ -250,10 +260,12 @@ def leverage(values: np.ndarray, residual: np.ndarray, numbers: np.ndarray) -> s
 
 
 def _farthest(x: np.ndarray, y: np.ndarray, most: int = 6) -> list[int]:
-    """Rows far from the origin, but none whose number would cover that of another."""
-    x, y = x / max(x.max(), 1e-300), y / max(y.max(), 1e-300)
+    """The rows farthest from the origin whose labels do not overlap."""
+    x = x / max(x.max(), 1e-300)
+    y = y / max(y.max(), 1e-300)
+    farthest_first = np.argsort(-(x + y)).tolist()
     chosen: list[int] = []
-    for row in np.argsort(-(x + y))[: 5 * most].tolist():
+    for row in farthest_first[: 5 * most]:
         if all(abs(x[row] - x[k]) > 0.06 or abs(y[row] - y[k]) > 0.06 for k in chosen):
             chosen.append(row)
     return chosen[:most]
@@ -280,7 +292,7 @@ def bars(
     labels: tuple[str, str] | None = None,
     others: np.ndarray | None = None,
 ) -> str:
-    """Horizontal bars, the first on top; with thin ones below them for other values."""
+    """Horizontal bars, the first on top, each with a thin bar below it if there are other values."""
     with _Canvas(6.4, 0.9 + 0.27 * len(names)) as canvas:
         axes = canvas.axes
         positions = np.arange(len(names))[::-1]
@@ -291,7 +303,8 @@ def bars(
             axes.barh(positions + 0.1, values, color=BLUE, height=0.48, label=first)
             axes.barh(positions - 0.27, others, color=GREY, height=0.2, label=second)
             axes.legend(loc="lower right")
-        axes.set_yticks(positions, [name if len(name) <= 32 else name[:31] + "…" for name in names])
+        short_names = [name if len(name) <= 32 else name[:31] + "…" for name in names]
+        axes.set_yticks(positions, short_names)
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel(xlabel)
         axes.set_ylim(-0.6, len(names) - 0.4)

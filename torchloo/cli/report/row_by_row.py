@@ -18,32 +18,35 @@ def agreement(findings: Findings) -> str:
     if not findings.classes:
         svg = pictures.agreement(findings.prepared.y, findings.inner.outputs)
         caption = (
-            "Each point is a row: its true value on the horizontal axis, the prediction by a machine that "
-            f"had not seen it{_cluster(findings)} on the vertical one ({findings.way}). The closer to the "
-            "line, the better."
+            "Each point is a row: its true value on the horizontal axis, its held-out prediction, by a "
+            f"machine trained without it{_cluster(findings)}, on the vertical one ({findings.scheme}). The "
+            "closer to the line, the better."
         )
         return section("Row by row", figure(svg, caption, square=True))
     return section("Row by row", _confusion(findings), _curves(findings))
 
 
 def _cluster(findings: Findings) -> str:
-    return "" if findings.lco is None else ", or any row of its cluster"
+    return "" if findings.lco is None else " and the other rows of its cluster"
 
 
 def _confusion(findings: Findings) -> str:
     """True classes against predicted ones."""
-    labels, of = findings.prepared.schema.labels, findings.by_class
-    assert of is not None
+    labels, classes = findings.prepared.schema.labels, findings.by_class
+    assert classes is not None
     if len(labels) > _MAX_COLUMNS:
         return _mistakes(findings)
     rows, kinds = [], {}
     for i, true in enumerate(labels):
-        counts = of.confusion[i].tolist()
-        rows.append([true, *(str(k or "·") for k in counts), f"{1 - counts[i] / sum(counts):.0%}"])
-        kinds.update({(i, j + 1): "hit" if i == j else "miss" for j, k in enumerate(counts) if k})
+        counts = classes.confusion[i].tolist()
+        wrong = 1 - counts[i] / sum(counts)
+        rows.append([true, *(str(count or "·") for count in counts), f"{wrong:.0%}"])
+        for j, count in enumerate(counts):
+            if count:
+                kinds[i, j + 1] = "hit" if i == j else "miss"
     words = (
-        f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
-        "Each line is a true class, each column a predicted one: correct predictions are blue, errors orange."
+        f"{_predicted_without(findings)} Each line is a true class, each column a predicted one: correct "
+        "predictions are blue, errors orange."
     )
     head = ["true class", *(f"predicted {label}" for label in labels), "wrong"]
     return paragraph(words) + table(head, rows, kinds)
@@ -51,27 +54,40 @@ def _confusion(findings: Findings) -> str:
 
 def _mistakes(findings: Findings) -> str:
     """For many classes: how often each is mistaken, and for which others."""
-    labels, of, rows = findings.prepared.schema.labels, findings.by_class, []
-    assert of is not None
+    labels, classes = findings.prepared.schema.labels, findings.by_class
+    assert classes is not None
+    rows = []
     for k, true in enumerate(labels):
-        rows.append([true, f"{of.confusion[k].sum()}", f"{1 - of.right[k]:.0%}", of.mistaken_for(k, labels)])
+        count, wrong = classes.confusion[k].sum(), 1 - classes.accuracy[k]
+        rows.append([true, f"{count}", f"{wrong:.0%}", classes.mistaken_for(k, labels)])
     words = (
-        f"Every row was predicted by a machine that had not seen it{_cluster(findings)} ({findings.way}). "
-        "Each line is a true class; the last column lists the classes that its rows were mistaken for."
+        f"{_predicted_without(findings)} Each line is a true class; the last column lists the classes that "
+        "its rows were mistaken for."
     )
     return paragraph(words) + table(["true class", "rows", "wrong", "mistaken for"], rows)
 
 
+def _predicted_without(findings: Findings) -> str:
+    return f"Every row was predicted by a machine trained without it{_cluster(findings)} ({findings.scheme})."
+
+
 def _curves(findings: Findings) -> str:
-    labels, out = findings.prepared.schema.labels, findings.inner.outputs
-    scores = [(labels[1], out)] if out.ndim == 1 else [(name, out[:, k]) for k, name in enumerate(labels)]
+    labels, outputs = findings.prepared.schema.labels, findings.inner.outputs
+    if outputs.ndim == 1:
+        scores = [(labels[1], outputs)]
+    else:
+        scores = list(zip(labels, outputs.T, strict=True))
     shown = scores[:_MAX_CURVES]
     curves = [(label, findings.prepared.target == label, score) for label, score in shown]
-    which = "ROC curves of the" if len(shown) > 1 else f"ROC curve of class {labels[1]} by the"
-    which = f"ROC curves of the first {len(shown)} classes by the" if len(shown) < len(scores) else which
+    if len(shown) < len(scores):
+        which = f"ROC curves of the first {len(shown)} classes by the"
+    elif len(shown) > 1:
+        which = "ROC curves of the"
+    else:
+        which = f"ROC curve of class {labels[1]} by the"
     caption = (
-        f"{which} {findings.way} outputs. A lower threshold finds more rows of a class, at the price of "
-        "more false positives. The nearer to the upper left corner, the better; the dashed line is guessing."
+        f"{which} {findings.scheme} outputs. A lower threshold finds more rows of a class, at the price of "
+        "more false positives. The nearer to the upper left corner, the better; the dashed line is chance."
     )
     return figure(pictures.roc(curves), caption, square=True)
 
@@ -81,9 +97,9 @@ def residuals(findings: Findings) -> str:
     parts = [_spread(findings)]
     if findings.leverage is not None:
         caption = (
-            f"Size of the residual against leverage, by {findings.way}; the most extreme rows are labelled "
-            "with their numbers. A row with a leverage near 1 mostly determines its own fit. If its residual "
-            "is large too, it deserves a look."
+            f"Size of the residual against leverage, by {findings.scheme}; the most extreme rows are "
+            "labelled with their numbers. A row with a leverage near 1 mostly determines its own fit. If its "
+            "residual is large too, it is worth checking."
         )
         svg = pictures.leverage(findings.leverage, findings.inner.size, findings.prepared.rows)
         parts.append(figure(svg, caption))
@@ -103,16 +119,16 @@ def _spread(findings: Findings) -> str:
     if len(labels) == 2:
         groups = [(f"class {label}", outputs[target == label]) for label in labels]
         caption = (
-            f"Outputs for the rows of each class, by {findings.way}. Above zero the machine predicts "
+            f"Outputs for the rows of each class, by {findings.scheme}. Above zero the machine predicts "
             f"{labels[1]}, below zero {labels[0]}; where the colours overlap, "
             "the classes are hard to tell apart."
         )
-        return figure(pictures.score_histogram(groups, f"{findings.way} output"), caption)
+        return figure(pictures.score_histogram(groups, f"{findings.scheme} output"), caption)
     caption = (
-        f"By how much the true class of each row leads over the next best one, by {findings.way}. Rows "
-        "left of zero are predicted wrongly; those near zero are close calls."
+        f"The margin of each row, its output for the true class minus the largest other output, by "
+        f"{findings.scheme}. Rows left of zero are misclassified."
     )
-    svg = pictures.score_histogram([("rows", -findings.misfit)], "lead of the true class over the next best")
+    svg = pictures.score_histogram([("rows", -findings.misfit)], "margin of the true class")
     return figure(svg, caption)
 
 
@@ -122,15 +138,19 @@ def _worst(findings: Findings) -> str:
     target, leverage = findings.prepared.target, findings.leverage
     name, values = "size of residual", findings.inner.size
     if findings.classes > 2:
-        name, values = "lead of the true class", -findings.misfit
-    head = ["row", "true", "held-out prediction", name] + ["leverage"] * (leverage is not None)
+        name, values = "margin of the true class", -findings.misfit
+    head = ["row", "true", "held-out prediction", name]
+    if leverage is not None:
+        head.append("leverage")
+    show = str if findings.classes else number
     rows = []
     for i in order:
-        pair = [str(value[i]) if findings.classes else number(value[i]) for value in (target, predicted)]
-        cells = [str(findings.prepared.rows[i]), *pair, number(values[i])]
-        rows.append(cells if leverage is None else [*cells, f"{leverage[i]:.2f}"])
+        cells = [str(findings.prepared.rows[i]), show(target[i]), show(predicted[i]), number(values[i])]
+        if leverage is not None:
+            cells.append(f"{leverage[i]:.2f}")
+        rows.append(cells)
     words = (
-        "The rows that were predicted worst; row 1 is the first below the column names. "
-        "Mistakes in the data often show here."
+        "The rows with the largest held-out errors; row 1 is the first below the column names. "
+        "Mistakes in the data are often found among them."
     )
     return paragraph(words) + table(head, rows)
