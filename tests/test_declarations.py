@@ -295,7 +295,7 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
     assert "own_error 0." in capsys.readouterr().out
     for said in (
         "A least-squares support vector machine with a Laplace kernel. ",
-        "chosen by mean absolute error: the mean size of the residuals, each row held out",
+        "selected by mean absolute error: the mean size of the residuals, each row held out",
         "how fast rows cease to inform one another, in standard deviations",
         "best mean absolute error so far. Lower is better",
         "--kernel</span> laplace",

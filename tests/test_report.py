@@ -170,7 +170,7 @@ def test_several_classes_of_every_machine_have_a_whole_report(tmp_path, machine)
         counts = [int((own["loo_class"] == said).sum()) for said in range(3)]
         assert page.row(str(label))[1:4] == [str(k or "·") for k in counts]
     assert "one for each of 3 classes" in page.text
-    assert any("leads over the next best one" in caption for caption in page.captions)
+    assert any("minus the largest other output" in caption for caption in page.captions)
     assert any("against leverage" in caption for caption in page.captions) == (machine == "kfd")
     assert ("everage" in page.text) == (machine == "kfd")
     assert "each class against the others, on average over the classes" in page.text
@@ -208,7 +208,7 @@ def test_many_classes_tell_what_they_are_mistaken_for(tmp_path):
         assert (rows, wrong) == ("10", f"{(own != label).mean():.0%}")
         most = own[own != label].value_counts()
         assert mistaken == "·" if most.empty else f"({most.iloc[0]})" in mistaken
-    assert any("splits" in caption and "better side" in caption for caption in page.captions)
+    assert any("splits" in caption and "overfit" in caption for caption in page.captions)
 
 
 def test_several_classes_with_clusters_compare_both_ways_of_leaving_out(tmp_path):
@@ -220,7 +220,7 @@ def test_several_classes_with_clusters_compare_both_ways_of_leaving_out(tmp_path
     assert lco > loo
     assert "Each of the 6 clusters was set aside in turn" in page.text
     assert "one for each of 3 classes" in page.text
-    assert any("no row of the cluster" in caption for caption in page.captions)
+    assert any("trained without the cluster" in caption for caption in page.captions)
 
 
 def test_a_sparse_weighted_machine_is_described(tmp_path):

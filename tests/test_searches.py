@@ -8,9 +8,9 @@ from torch import nn
 
 import torchloo as tl
 from torchloo.criteria.score import Score
-from torchloo.search.lbfgs import descend
-from torchloo.search.nelder_mead import walk
-from torchloo.search.objective import Objective, Outset
+from torchloo.search.lbfgs import minimise as lbfgs
+from torchloo.search.nelder_mead import minimise as nelder_mead
+from torchloo.search.objective import Objective, RunSetup
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
 from torchloo.search.problem_batch import stack
@@ -43,7 +43,7 @@ def search(method, function, starts, limit=5, evaluations=2000, tolerance=1e-12)
     objective = Known(function, len(starts))
     box = torch.stack([torch.full_like(starts, -limit), torch.full_like(starts, limit)])
     unit = torch.ones(starts.shape[1], dtype=DOUBLE)
-    method(objective, Outset(starts, torch.arange(len(starts)), box, unit, evaluations, tolerance))
+    method(objective, RunSetup(starts, torch.arange(len(starts)), box, unit, evaluations, tolerance))
     return objective
 
 
@@ -60,14 +60,14 @@ def cliff(t, _):
     return torch.where(t[0] > 1, torch.inf, 1.0) * (1 + (t[0] - 0.9) ** 2 + t[1] ** 2)
 
 
-@pytest.mark.parametrize("method", [descend, walk])
+@pytest.mark.parametrize("method", [lbfgs, nelder_mead])
 def test_search_finds_the_bottom_of_a_curved_valley(method):
     objective = search(method, rosenbrock, [[-1.2, 1.0]])
     torch.testing.assert_close(objective.best[0][1], torch.ones(2, dtype=DOUBLE), atol=1e-3, rtol=0)
-    assert objective.asked < (150 if method is descend else 400)
+    assert objective.asked < (150 if method is lbfgs else 400)
 
 
-@pytest.mark.parametrize("method", [descend, walk])
+@pytest.mark.parametrize("method", [lbfgs, nelder_mead])
 def test_runs_of_one_batch_do_not_touch_each_other(method):
     starts = [[2.0, -1.0, 0.5], [-3.0, 0.0, 1.0], [0.1, 0.2, 0.3]]
     together = search(method, bowl, starts)
@@ -79,7 +79,7 @@ def test_runs_of_one_batch_do_not_touch_each_other(method):
         torch.testing.assert_close(together.best[k][1], bottom, atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize("method", [descend, walk])
+@pytest.mark.parametrize("method", [lbfgs, nelder_mead])
 def test_search_stays_in_its_box_and_finds_the_minimum_on_its_face(method):
     def outside(t, _):
         assert t.abs().max() <= 2
@@ -91,7 +91,7 @@ def test_search_stays_in_its_box_and_finds_the_minimum_on_its_face(method):
     )
 
 
-@pytest.mark.parametrize("method", [descend, walk])
+@pytest.mark.parametrize("method", [lbfgs, nelder_mead])
 def test_search_steps_back_from_where_nothing_is_feasible(method):
     objective = search(method, cliff, [[-2.0, 2.0]])
     torch.testing.assert_close(
@@ -99,7 +99,7 @@ def test_search_steps_back_from_where_nothing_is_feasible(method):
     )
 
 
-@pytest.mark.parametrize("method", [descend, walk])
+@pytest.mark.parametrize("method", [lbfgs, nelder_mead])
 def test_search_stops_by_itself_and_keeps_to_its_limit(method):
     assert search(method, bowl, [[2.0, -1.0, 0.5]], evaluations=10_000).asked < 1000
     assert search(method, rosenbrock, [[-1.2, 1.0]], evaluations=12).asked <= 12 + 3

@@ -456,7 +456,7 @@ def test_threshold_maximises_what_is_better_higher_and_refuses_what_it_cannot_us
 
 @pytest.mark.parametrize("metric", ["auc", "balanced_error_rate", "kendall_tau", "log_density"])
 def test_a_metric_that_test_rows_cannot_have_is_refused_before_any_search(monkeypatch, metric):
-    monkeypatch.setattr("torchloo.search.outer_loop.contest", lambda *args: pytest.fail("searched"))
+    monkeypatch.setattr("torchloo.search.outer_loop.search_all", lambda *args: pytest.fail("searched"))
     X, y = labelled()
     negative = (y < 0).nonzero()[:4, 0].tolist()
     pair = ([i for i in range(50) if i not in negative], negative)

@@ -11,7 +11,7 @@ from torchloo.criteria.score import Score, usual_criterion
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine, LeastSquares
 from torchloo.search.compared import Outcome, best_of, compared, require_comparable
-from torchloo.search.joined import check_join, joined_contest
+from torchloo.search.joined import check_join, search_joined
 from torchloo.search.objective import Evaluation
 from torchloo.search.parameters import Space
 from torchloo.search.problem_batch import (
@@ -24,7 +24,7 @@ from torchloo.search.problem_batch import (
     weight_of,
 )
 from torchloo.search.run import Search, warn_stopped
-from torchloo.search.starts import given_matrix, warn_of_scales
+from torchloo.search.starts import takes_kernel_matrix, warn_of_scales
 from torchloo.splits import Split, resolve
 from torchloo.streaming.stream import Stream
 from torchloo.text_table import rendered
@@ -144,7 +144,7 @@ def select(
     if isinstance(X, Stream) and score.takes_fit:
         raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     require_comparable(score, rivals)
-    outcomes = joined_contest(join, rivals, [own.splits for own in rows], score, deadline)
+    outcomes = search_joined(join, rivals, [own.splits for own in rows], score, deadline)
     reasons = [outcome.stopped for outcome in outcomes]
     warn_stopped("select", reasons, plan.time_budget, "this is the best so far")
     found = best_of(outcomes, 0)
@@ -222,7 +222,7 @@ def _rows(
         scored = weight_of("select", "criterion_weight", criterion_weight, y, targets, train)
         inputs, outputs, labels = X, targets, clusters
         if train is not None:
-            inputs = X[train][:, train] if given_matrix(machine) else X[train]
+            inputs = X[train][:, train] if takes_kernel_matrix(machine) else X[train]
             outputs = targets[train]
             labels = None if clusters is None else host_labels("select", clusters, len(X))[train.cpu()]
         return stack("select", [inputs], [outputs], [own], [scored], [labels])

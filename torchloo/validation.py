@@ -127,7 +127,7 @@ def validate(
     if plan.callback is not None:
         raise TypeError("validate: callback must be None, since many splits are searched as one batch")
     deadline, rivals = plan.deadline(), compared(plan, machine)
-    targets, columns = _seen_alike(rivals, X, y, standardise)
+    targets, columns = _common_targets(rivals, X, y, standardise)
     if criterion is None:
         criterion = usual_criterion(plan.method, is_label(y), columns=targets.ndim > 1)
     score = Score("validate", "criterion", criterion)
@@ -191,7 +191,7 @@ def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Valid
     return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
 
 
-def _seen_alike(
+def _common_targets(
     rivals: list[Rival], X: Tensor, y: Tensor, standardise: bool | Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
     """The encoded targets, which must be the same for all machines, and the columns to standardise."""

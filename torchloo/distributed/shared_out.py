@@ -10,7 +10,7 @@ from torch import Tensor
 from torchloo.distributed.processes import Processes
 from torchloo.machine import KernelMachine
 from torchloo.search.compared import NoCandidateError, settings_of
-from torchloo.search.parameters import named_so
+from torchloo.search.parameters import matching_names
 from torchloo.selection import Selection
 from torchloo.selection import select as select_alone
 from torchloo.splits import resolve
@@ -101,7 +101,7 @@ def _axes(machine: KernelMachine, grid: Mapping[str, Iterable[Any]]) -> dict[str
         raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {grid!r}")
     if not isinstance(machine, KernelMachine):
         raise TypeError(f"distributed.select: machine must be one machine, got {type(machine).__name__}")
-    settings = [name for name in axes if named_so(name, settings_of(machine))]
+    settings = [name for name in axes if matching_names(name, settings_of(machine))]
     if settings:
         raise ValueError(
             f"distributed.select: grid must name parameters, got the settings {', '.join(settings)}; search "

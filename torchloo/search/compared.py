@@ -20,10 +20,10 @@ from torchloo.criteria.score import Score
 from torchloo.fisher import KFD
 from torchloo.kernels import Kernel
 from torchloo.search.objective import Best, Evaluation, Objective
-from torchloo.search.parameters import Space, named_so, the_one
+from torchloo.search.parameters import Space, matching_names, unique_name
 from torchloo.search.problem_batch import ProblemBatch
 from torchloo.search.run import CALLBACK, INTERRUPTED, TIME_BUDGET, Search, StopSearch, run
-from torchloo.search.starts import given_matrix
+from torchloo.search.starts import takes_kernel_matrix
 
 __all__ = [
     "NoCandidateError",
@@ -31,9 +31,9 @@ __all__ = [
     "Rival",
     "best_of",
     "compared",
-    "contest",
     "require_comparable",
     "require_found",
+    "search_all",
     "settings_of",
 ]
 
@@ -85,18 +85,20 @@ def compared(plan: Search, machine: Any, batched: bool = True) -> list[Rival]:
             f"{plan.function}: machine must be a machine or a list of machines, got an empty list"
         )
     spaces = [Space(plan.function, each, batched) for each in machines]
-    if len({given_matrix(space.machine) for space in spaces}) > 1:
+    if len({takes_kernel_matrix(space.machine) for space in spaces}) > 1:
         raise ValueError(
             f"{plan.function}: machines with a Precomputed kernel can only be compared with one another, "
             "since X holds their kernel values"
         )
     parameters = [[entry.name for entry in space.entries if entry.log] for space in spaces]
-    known = [[*own, *settings_of(space.machine)] for own, space in zip(parameters, spaces, strict=True)]
-    bounds = _shared_out(plan.function, "bounds", plan.bounds, parameters)
-    grids = _shared_out(plan.function, "grid", _listed(plan), known)
+    settings = [list(settings_of(space.machine)) for space in spaces]
+    grid_names = [names + more for names, more in zip(parameters, settings, strict=True)]
+    bounds = _for_each_machine(plan.function, "bounds", plan.bounds, parameters)
+    grids = _for_each_machine(plan.function, "grid", _listed(plan), grid_names)
     rivals = []
     for space, own_bounds, own_grid in zip(spaces, bounds, grids, strict=True):
-        rivals += _with_settings(replace(plan, bounds=own_bounds), space, own_grid, batched)
+        own_plan = replace(plan, bounds=own_bounds)
+        rivals += _with_settings(own_plan, space, own_grid, batched)
     return rivals
 
 
@@ -106,32 +108,41 @@ def _listed(plan: Search) -> dict[str, list[Any]] | None:
         return None
     if not isinstance(plan.grid, Mapping) or not plan.grid:
         raise ValueError(f"{plan.function}: grid must be a dict of name -> values, got {plan.grid!r}")
-    grid = {name: list(v) if isinstance(v, Iterable) else [] for name, v in plan.grid.items()}
-    for name, values in grid.items():
-        if not values:
-            raise ValueError(
-                f"{plan.function}: grid of {name} must be a list of values, got {plan.grid[name]!r}"
-            )
+    grid = {}
+    for name, values in plan.grid.items():
+        grid[name] = list(values) if isinstance(values, Iterable) else []
+        if not grid[name]:
+            raise ValueError(f"{plan.function}: grid of {name} must be a list of values, got {values!r}")
     return grid
 
 
-def _shared_out(
+def _for_each_machine(
     function: str, argument: str, given: Mapping[str, Any] | None, known: list[list[str]]
 ) -> list[dict[str, Any] | None]:
-    """For each machine the given values of its parameters, by full name; ValueError for unknown names."""
+    """For each machine the given values of its parameters, by full name; ValueError for unknown names.
+
+    `known` are the names of the parameters of each machine.
+    """
     if given is None:
         return [None] * len(known)
     for name in given:
-        if not any(named_so(name, own) for own in known):
-            the_one(function, argument, name, list(dict.fromkeys(itertools.chain(*known))))
-    shares: list[dict[str, Any] | None] = []
-    for own in known:
-        meant = [the_one(function, argument, name, own) for name in given if named_so(name, own)]
-        if len(set(meant)) < len(meant):
-            raise ValueError(f"{function}: {argument} must name each parameter once, got {', '.join(given)}")
-        values = [value for name, value in given.items() if named_so(name, own)]
-        shares.append(dict(zip(meant, values, strict=True)))
-    return shares
+        if not any(matching_names(name, names) for names in known):
+            all_names = list(dict.fromkeys(itertools.chain(*known)))
+            unique_name(function, argument, name, all_names)  # raises
+    by_machine: list[dict[str, Any] | None] = []
+    for names in known:
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if not matching_names(name, names):
+                continue
+            full_name = unique_name(function, argument, name, names)
+            if full_name in values:
+                raise ValueError(
+                    f"{function}: {argument} must name each parameter once, got {', '.join(given)}"
+                )
+            values[full_name] = value
+        by_machine.append(values)
+    return by_machine
 
 
 def _with_settings(plan: Search, space: Space, grid: dict[str, Any] | None, batched: bool) -> list[Rival]:
@@ -150,14 +161,14 @@ def _with_settings(plan: Search, space: Space, grid: dict[str, Any] | None, batc
             f"{plan.function}: grid must name a parameter of every machine, but it names none of "
             f"{Rival(plan, space).name}"
         )
-    plan, rivals = replace(plan, grid=axes or None), []
+    plan = replace(plan, grid=axes or None)
+    rivals = []
     for values in itertools.product(*(grid[name] for name in settings)):
-        twin = copy.deepcopy(space.machine)
-        chosen = {
-            name: _chosen(plan.function, twin, name, value)
-            for name, value in zip(settings, values, strict=True)
-        }
-        rivals.append(Rival(plan, Space(plan.function, twin, batched, chosen)))
+        machine = copy.deepcopy(space.machine)
+        chosen = {}
+        for name, value in zip(settings, values, strict=True):
+            chosen[name] = _chosen(plan.function, machine, name, value)
+        rivals.append(Rival(plan, Space(plan.function, machine, batched, chosen)))
     return rivals
 
 
@@ -173,15 +184,15 @@ def _chosen(function: str, machine: nn.Module, name: str, value: Any) -> Any:
 
 def require_comparable(score: Score, rivals: Sequence[Rival]) -> None:
     """Raise if residuals of KFD, which codes its targets, are compared with those of other machines."""
-    own = {isinstance(rival.space.machine, KFD) for rival in rivals}
-    if len(own) > 1 and score.targets == "numbers":
+    is_kfd = {isinstance(rival.space.machine, KFD) for rival in rivals}
+    if len(is_kfd) > 1 and score.targets == "numbers":
         raise ValueError(
             f"{score.function}: {score.argument} must be for classes to compare KFD with other machines, "
             f"since it codes its targets; got {score.name}, use smooth_error or error_rate"
         )
 
 
-def contest(
+def search_all(
     rivals: Sequence[Rival],
     problems: Sequence[ProblemBatch],
     score: Score,
@@ -201,15 +212,16 @@ def contest(
     outcomes: list[Outcome] = []
     generator = rivals[0].plan.generator
     state = None if generator is None else generator.get_state()
-    for number, (rival, own) in enumerate(zip(rivals, problems, strict=True)):
+    for number, (rival, data) in enumerate(zip(rivals, problems, strict=True)):
         if generator is not None and state is not None:
             generator.set_state(state)  # every machine starts from the same random state
         now = time.monotonic()
         until = now + (deadline - now) / (len(rivals) - number)
         done = before + sum(len(outcome.history) for outcome in outcomes)
         watch = _Watch(until, rival.plan.callback, number, done)
-        objective, stopped = run(rival.plan, rival.space, own, score, watch, names)
-        outcomes.append(Outcome(rival, objective, stopped, watch.numbered(objective.history)))
+        objective, stopped = run(rival.plan, rival.space, data, score, watch, names)
+        history = watch.numbered(objective.history)
+        outcomes.append(Outcome(rival, objective, stopped, history))
         if stopped in (INTERRUPTED, CALLBACK):
             break
     require_found(outcomes, names)
@@ -222,7 +234,8 @@ class _Watch:
     def __init__(
         self, until: float, callback: Callable[[Evaluation], Any] | None, machine: int, done: int
     ) -> None:
-        self.until, self.callback, self.machine, self.done = until, callback, machine, done
+        self.until, self.callback = until, callback
+        self.machine, self.done = machine, done
 
     def numbered(self, steps: list[Evaluation]) -> list[Evaluation]:
         """Evaluations of this machine, numbered after those of earlier machines."""
@@ -231,10 +244,9 @@ class _Watch:
     def __call__(self, steps: list[Evaluation]) -> None:
         """Raise StopSearch if the search is to end after these evaluations."""
         if self.callback is not None:
-            answers = [
-                self.callback(step) for step in self.numbered(steps)
-            ]  # for the whole batch, even if the first says stop
-            if any(answers):
+            # Called for all of the batch, even if the first call returns True.
+            stop = [self.callback(step) for step in self.numbered(steps)]
+            if any(stop):
                 raise StopSearch(CALLBACK)
         if time.monotonic() >= self.until:
             raise StopSearch(TIME_BUDGET)
@@ -242,9 +254,15 @@ class _Watch:
 
 def best_of(outcomes: Sequence[Outcome], problem: int) -> tuple[Outcome, Best] | None:
     """The machine with the best criterion in a problem, and its best candidate; None if there is none."""
-    found = [(outcome, outcome.objective.best[problem]) for outcome in outcomes]
-    found = [(outcome, best) for outcome, best in found if best.theta is not None]
-    return min(found, key=lambda pair: pair[0].objective.score.sign * pair[1].value) if found else None
+    found = [outcome for outcome in outcomes if outcome.objective.best[problem].theta is not None]
+    if not found:
+        return None
+
+    def loss(outcome: Outcome) -> float:
+        return outcome.objective.score.sign * outcome.objective.best[problem].value
+
+    winner = min(found, key=loss)
+    return winner, winner.objective.best[problem]
 
 
 def require_found(outcomes: list[Outcome], names: Sequence[str]) -> None:
@@ -258,6 +276,8 @@ def require_found(outcomes: list[Outcome], names: Sequence[str]) -> None:
     first = outcomes[0]
     failure = first.objective.failures.get(missing[0])
     reason = failure or "the criterion is not finite"
-    within = " within the time budget" if TIME_BUDGET in stopped else ""
-    message = f"{first.rival.space.function}: no candidate could be evaluated{names[missing[0]]}{within}: "
-    raise NoCandidateError(f"{message}{reason}") from failure
+    where = names[missing[0]]
+    if TIME_BUDGET in stopped:
+        where += " within the time budget"
+    function = first.rival.space.function
+    raise NoCandidateError(f"{function}: no candidate could be evaluated{where}: {reason}") from failure

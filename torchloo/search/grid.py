@@ -25,8 +25,7 @@ def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
         entry = space.find(name, "grid")
         size = max(1, math.prod(entry.shape))
         try:
-            values = [torch.as_tensor(value, dtype=torch.float64, device="cpu").detach() for value in listed]
-            points = torch.stack([value.reshape(-1).expand(size) for value in values])
+            points = torch.stack([_vector(value, size) for value in listed])
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
                 f"{space.function}: grid of {name} must be a list of numbers or of {size} numbers each, "
@@ -38,16 +37,21 @@ def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
     return axes
 
 
+def _vector(value: Any, size: int) -> Tensor:
+    """A number, or `size` of them, as a vector (size,)."""
+    tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
+    return tensor.reshape(-1).expand(size)
+
+
 def default_axes(space: Space) -> Axes:
     """Steps around the first start: 25 half decades of reg or C, 9 factors of 2 of other parameters."""
     axes = []
     for entry in space.entries:
         if entry.log:
-            steps = (
-                torch.arange(-4, 5, device="cpu") * math.log(2)
-                if entry.kernel
-                else torch.arange(-12, 13, device="cpu") * math.log(10) / 2
-            )
+            if entry.kernel:
+                steps = torch.arange(-4, 5, device="cpu") * math.log(2)
+            else:
+                steps = torch.arange(-12, 13, device="cpu") * math.log(10) / 2
             axes.append((entry, steps.double().unsqueeze(-1)))
     points = math.prod(len(values) for _, values in axes)
     if points > 1e5:
@@ -64,7 +68,7 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
     Args:
         first: the first start of each problem, (P, p); parameters without an axis stay there.
         relative: whether the axes hold steps from the first start, as the default ones do.
-        box: (2, P, p), which cuts the default grid.
+        box: (2, P, p), to which the default grid is clipped.
     """
     by_path = [axis for axis in axes if has_path(objective.space, objective.score, axis[0])]
     others = [axis for axis in axes if axis not in by_path]
@@ -78,11 +82,13 @@ def scan(objective: Objective, first: Tensor, axes: Axes, relative: bool, box: T
     problem = torch.arange(len(first), device=first.device).repeat_interleave(len(candidates))
     if not by_path:
         objective(theta.flatten(0, 1), problem)
-    elif not relative:
-        objective.along_reg(theta.flatten(0, 1), problem, by_path[0][1].exp())
-    else:  # every problem has regularisations of its own
-        part = by_path[0][0].part
-        for number, own in enumerate(first):
-            logs = torch.clamp(own[part] + by_path[0][1], box[0, number, part], box[1, number, part])
-            problem = torch.full((len(candidates),), number, device="cpu")
-            objective.along_reg(theta[number], problem, logs.exp())
+        return
+    entry, logs = by_path[0]
+    if not relative:
+        objective.along_reg(theta.flatten(0, 1), problem, logs.exp())
+        return
+    for number, start in enumerate(first):  # every problem has its own regularisations
+        low, high = box[:, number, entry.part]
+        regs = torch.clamp(start[entry.part] + logs, low, high).exp()
+        problem = torch.full((len(candidates),), number, device="cpu")
+        objective.along_reg(theta[number], problem, regs)

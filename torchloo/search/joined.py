@@ -2,10 +2,10 @@
 
 Note [several splits]
 join "mean" is one search, of the mean of the criterion over the splits (Franc, Laskov and Mueller 2008).
-join "median" searches every split by itself and takes the median of each parameter, between two middle ones
+join "median" searches every split separately and takes the median of each parameter, between two middle ones
 their geometric mean (Raetsch, Onoda and Mueller 2001; Cawley and Talbot 2003); the criterion need not be
-comparable between splits. Either way the value of what was chosen is the mean of its criterion over the
-splits, and by it machines are compared.
+comparable between splits. In both cases the value of the result is the mean of its criterion over the
+splits, by which machines are compared.
 """
 
 import time
@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from torchloo.criteria.score import Score
-from torchloo.search.compared import Outcome, Rival, contest, require_found
+from torchloo.search.compared import Outcome, Rival, require_found, search_all
 from torchloo.search.objective import Objective
 from torchloo.search.prior import HyperPrior
 from torchloo.search.problem_batch import ProblemBatch
 from torchloo.search.run import CALLBACK, INTERRUPTED
 
-__all__ = ["JOINS", "check_join", "joined_contest"]
+__all__ = ["JOINS", "check_join", "search_joined"]
 
 JOINS = ("mean", "median")
 
@@ -32,7 +32,8 @@ def check_join(function: str, join: str, several: bool, rivals: Sequence[Rival])
         raise ValueError(f"{function}: join must be one of {', '.join(JOINS)}, got {join!r}")
     if join == "median" and not several:
         raise ValueError(f"{function}: join='median' needs several splits, got splits=None")
-    for entry in (entry for rival in rivals for entry in rival.space.entries):
+    entries = [entry for rival in rivals for entry in rival.space.entries]
+    for entry in entries:
         if join == "median" and not entry.log:
             raise ValueError(
                 f"{function}: join='median' needs positive parameters, and {entry.name} is not one; use "
@@ -40,7 +41,7 @@ def check_join(function: str, join: str, several: bool, rivals: Sequence[Rival])
             )
 
 
-def joined_contest(
+def search_joined(
     join: str,
     rivals: Sequence[Rival],
     splits: Sequence[Sequence[ProblemBatch]],
@@ -52,19 +53,24 @@ def joined_contest(
     Args:
         splits: for every machine its data sets, each a single problem.
     """
+    several = len(splits[0]) > 1
     for number, data in enumerate(splits[0]):
-        score.require_targets(data.y[0], f" in split {number}" if len(splits[0]) > 1 else "")
-    together = [own[0]._replace(joined=tuple(own[1:])) for own in splits]
+        score.require_targets(data.y[0], f" in split {number}" if several else "")
+    joined_data = [data[0]._replace(joined=tuple(data[1:])) for data in splits]
     if join == "mean":
-        return contest(rivals, together, score, deadline)
+        return search_all(rivals, joined_data, score, deadline)
     searched = _each_split(rivals, splits, score, deadline)
-    done = sum(len(outcome.history) for outcomes in searched for outcome in outcomes)
+    done = _evaluations(searched)
     joined = []
     for k in range(len(searched[0])):  # machines that were searched before an early stop
-        own = [outcomes[k] for outcomes in searched if k < len(outcomes)]
-        joined.append(_at_medians(own, together[k], score, done + k + 1))
+        of_machine = [outcomes[k] for outcomes in searched if k < len(outcomes)]
+        joined.append(_at_medians(of_machine, joined_data[k], score, done + k + 1))
     require_found(joined, [""])
     return joined
+
+
+def _evaluations(searched: list[list[Outcome]]) -> int:
+    return sum(len(outcome.history) for outcomes in searched for outcome in outcomes)
 
 
 def _each_split(
@@ -75,9 +81,9 @@ def _each_split(
     for number, data in enumerate(zip(*splits, strict=True)):
         now = time.monotonic()
         until = now + (deadline - now) / (len(splits[0]) - number)
-        done = sum(len(outcome.history) for outcomes in searched for outcome in outcomes)
+        name = f" in split {number}"
         try:
-            outcomes = contest(rivals, data, score, until, [f" in split {number}"], done)
+            outcomes = search_all(rivals, data, score, until, [name], _evaluations(searched))
         except KeyboardInterrupt:
             if not searched:
                 raise

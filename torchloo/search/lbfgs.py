@@ -1,13 +1,13 @@
 """Search by gradients: L-BFGS in a box, many runs at once, each with a line search of its own.
 
 Note [runs in step]
-Every run holds a point, a direction and a step length, and asks for one trial point at a time; the trial
-points of all runs are one batch, with gradients. A run whose trial point descends enough (Armijo) moves
-there and takes the direction that L-BFGS says; one whose does not shortens its step, by a parabola through
-what it knows. So no run waits for the line search of another, and every evaluation is used. A line search is
-over where a shorter step could gain no more than the rounding of the value.
+Every run holds a point, a direction and a step length, and evaluates one trial point at a time; the trial
+points of all runs are one batch, with gradients. A run whose trial point decreases the objective enough
+(Armijo) moves there and takes the next L-BFGS direction; otherwise it shortens its step, by a parabola
+through the known values. So no run waits for the line search of another, and every evaluation is used. A
+line search ends where a shorter step could gain no more than the rounding error of the value.
 
-Parameters at a bound that their gradient points out of are held there; a step is cut at the box.
+Parameters at a bound that their negative gradient points out of are held there; steps are clipped to the box.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchloo.search.objective import Objective, Outset
+from torchloo.search.objective import Objective, RunSetup
 
-__all__ = ["descend"]
+__all__ = ["minimise"]
 
 _MEMORY = 10  # pairs that L-BFGS remembers
 _FIRST = 0.5  # the largest change of a number in the first step, in its unit
@@ -43,42 +43,50 @@ class _Runs:
     step: Tensor
     """Step lengths, (R,)."""
     idle: Tensor
-    """How many steps in a row brought next to nothing, (R,)."""
+    """Number of consecutive steps with almost no gain, (R,)."""
     reach: Tensor
     """The largest change of a number in a step along the gradient itself, in its unit, (R,)."""
     direction: Tensor
     rounding: float
-    """Relative change of a value that may be rounding."""
+    """Relative rounding error of a value."""
 
     def free(self) -> Tensor:
         """Which numbers are not held at a bound, (R, p)."""
-        held = ((self.x <= self.lower) & (self.g > 0)) | ((self.x >= self.upper) & (self.g < 0))
-        return ~held
+        held_below = (self.x <= self.lower) & (self.g > 0)
+        held_above = (self.x >= self.upper) & (self.g < 0)
+        return ~(held_below | held_above)
 
     def slope(self) -> Tensor:
         """The largest entry of the projected gradient, in units, (R,)."""
         return (self.g * self.unit * self.free()).abs().amax(-1)
 
     def turn(self, which: Tensor) -> None:
-        """A new direction for the runs `which`: L-BFGS, or steepest descent where that does not descend."""
+        """A new direction for the runs `which`: L-BFGS, or steepest descent where that does not minimise."""
         free, metric = self.free(), self.unit.square()
         direction = -_two_loops(self.g * free, self.s, self.z, metric) * free
         steepest = -metric * self.g * free
-        known = self.s.abs().amax((0, -1)) > 0  # (R,)
         descent = (direction * self.g).sum(-1)
-        enough = descent < -1e-8 * _norm(direction) * _norm(self.g * free)
-        good = (known & enough).unsqueeze(-1)
-        size = ((steepest / self.unit).abs().amax(-1, keepdim=True)).clamp(min=1e-300)
-        direction = torch.where(good, direction, steepest * (self.reach.unsqueeze(-1) / size))
-        longest = (direction / self.unit).abs().amax(-1, keepdim=True)
-        direction = direction * (_LONGEST / longest.clamp(min=_LONGEST))
+        descends = descent < -1e-8 * _norm(direction) * _norm(self.g * free)
+        use_lbfgs = (self.remembers() & descends).unsqueeze(-1)
+        length = self.length(steepest).clamp(min=1e-300)
+        direction = torch.where(use_lbfgs, direction, steepest * (self.reach.unsqueeze(-1) / length))
+        direction = direction * (_LONGEST / self.length(direction).clamp(min=_LONGEST))
         self.direction = torch.where(which.unsqueeze(-1), direction, self.direction)
         self.step = torch.where(which, torch.ones_like(self.step), self.step)
 
+    def length(self, direction: Tensor) -> Tensor:
+        """The largest change of a number, in its unit, (R, 1)."""
+        return (direction / self.unit).abs().amax(-1, keepdim=True)
+
+    def remembers(self) -> Tensor:
+        """Runs that have pairs of steps and gradients, (R,)."""
+        return self.s.abs().amax((0, -1)) > 0
+
     def forget(self, which: Tensor) -> None:
-        """Drop what L-BFGS remembers of the runs `which`."""
+        """Drop the pairs of the runs `which`."""
         keep = (~which).unsqueeze(-1)
-        self.s, self.z = self.s * keep, self.z * keep
+        self.s = self.s * keep
+        self.z = self.z * keep
 
 
 def _norm(v: Tensor) -> Tensor:
@@ -103,20 +111,32 @@ def _two_loops(g: Tensor, s: Tensor, z: Tensor, metric: Tensor) -> Tensor:
     return q
 
 
-def descend(objective: Objective, outset: Outset) -> None:
+def minimise(objective: Objective, setup: RunSetup) -> None:
     """Minimise from R starts, each in its box; the objective keeps the best.
 
     A run stops when the projected gradient falls below `tolerance` of the value, when three steps in a row
     gain less than `tolerance` of it, when no step along the gradient itself descends, or after so many
     `evaluations`.
     """
-    start, problem, box, unit, evaluations, tolerance, rounding = outset
+    start, problem, box, unit, evaluations, tolerance, rounding = setup
     tolerance = max(tolerance, rounding)
     f, g = objective(start, problem, gradient=True)
     memory = start.new_zeros(_MEMORY, *start.shape)
-    blank = torch.zeros_like(f)
-    state = (start, f, g, box[0], box[1], unit, memory, memory, blank, blank, blank + _FIRST)
-    runs = _Runs(*state, torch.zeros_like(g), rounding)
+    runs = _Runs(
+        x=start,
+        f=f,
+        g=g,
+        lower=box[0],
+        upper=box[1],
+        unit=unit,
+        s=memory,
+        z=memory,
+        step=torch.zeros_like(f),
+        idle=torch.zeros_like(f),
+        reach=torch.full_like(f, _FIRST),
+        direction=torch.zeros_like(g),
+        rounding=rounding,
+    )
     active = f.isfinite()
     runs.turn(active)
     for _ in range(evaluations - 1):
@@ -134,42 +154,48 @@ def _advance(objective: Objective, runs: _Runs, problem: Tensor, active: Tensor,
     f[active], g[active] = objective(trial[active], problem[active], gradient=True)
     moved = trial - runs.x
     expected = (runs.g * moved).sum(-1)
-    accepted = active & (expected < 0) & (f <= runs.f + _ARMIJO * expected) & g.isfinite().all(-1)
-    small = runs.f - f <= tolerance * runs.f.abs()
-    runs.idle = torch.where(accepted, torch.where(small, runs.idle + 1, 0), runs.idle)
+    decreased = (expected < 0) & (f <= runs.f + _ARMIJO * expected)
+    accepted = active & decreased & g.isfinite().all(-1)
+    small_gain = runs.f - f <= tolerance * runs.f.abs()
+    idle = torch.where(small_gain, runs.idle + 1, 0)
+    runs.idle = torch.where(accepted, idle, runs.idle)
     _remember(runs, accepted, moved, g - runs.g)
-    refused = active & ~accepted
-    _shorten(runs, refused, f, expected)
+    rejected = active & ~accepted
+    _shorten(runs, rejected, f, expected)
     column = accepted.unsqueeze(-1)
-    runs.x, runs.f = torch.where(column, trial, runs.x), torch.where(accepted, f, runs.f)
+    runs.x = torch.where(column, trial, runs.x)
+    runs.f = torch.where(accepted, f, runs.f)
     runs.g = torch.where(column, g, runs.g)
-    lost = refused & (runs.step <= _SHORTEST) & (runs.s.abs().amax((0, -1)) > 0)
-    runs.forget(lost)  # once more, along the gradient
-    runs.turn(accepted | lost)
+    restarted = rejected & (runs.step <= _SHORTEST) & runs.remembers()
+    runs.forget(restarted)  # they go on along the gradient
+    runs.turn(accepted | restarted)
 
 
 def _remember(runs: _Runs, accepted: Tensor, moved: Tensor, change: Tensor) -> None:
-    """Keep the pairs of the accepted steps along which the gradient grew.
+    """Keep the pairs of accepted steps with positive curvature.
 
-    Where it fell, the valley is not yet in sight and what is remembered says nothing of it: the run goes
-    on along the gradient, twice as far each time.
+    Where the curvature is negative, the pairs do not describe the minimum ahead: the run forgets them and
+    goes on along the gradient, twice as far each time.
     """
     curved = (moved * change).sum(-1) > 1e-10 * _norm(moved) * _norm(change)
-    over = accepted & ~curved
-    length = (2 * (moved / runs.unit).abs().amax(-1)).clamp(_FIRST, _LONGEST)
-    runs.reach = torch.where(over, length, torch.where(accepted, _FIRST, runs.reach))
-    runs.forget(over)
+    not_curved = accepted & ~curved
+    doubled = (2 * runs.length(moved)[..., 0]).clamp(_FIRST, _LONGEST)
+    reach = torch.where(accepted, _FIRST, runs.reach)
+    runs.reach = torch.where(not_curved, doubled, reach)
+    runs.forget(not_curved)
     keep = (accepted & curved).unsqueeze(-1)
     runs.s = torch.where(keep, torch.cat([runs.s[1:], moved.unsqueeze(0)]), runs.s)
     runs.z = torch.where(keep, torch.cat([runs.z[1:], change.unsqueeze(0)]), runs.z)
 
 
-def _shorten(runs: _Runs, refused: Tensor, f: Tensor, expected: Tensor) -> None:
-    """The step at the bottom of the parabola through value, slope and trial value, a tenth to a half.
+def _shorten(runs: _Runs, rejected: Tensor, f: Tensor, expected: Tensor) -> None:
+    """Shorten steps to the minimum of the parabola through value, slope and trial value, 0.1 to 0.5 of it.
 
-    Where it would gain no more than rounding, none: the slope promises more than any step gains.
+    A step that would gain no more than rounding becomes 0: the slope promises more than any step gains.
     """
     rise = f - runs.f - expected
-    factor = torch.where(rise > 0, -expected / (2 * rise), 0.5).nan_to_num(0.1).clamp(0.1, 0.5)
-    factor = torch.where(-expected * factor > runs.rounding * runs.f.abs(), factor, 0.0)
-    runs.step = torch.where(refused, runs.step * factor, runs.step)
+    factor = torch.where(rise > 0, -expected / (2 * rise), 0.5)
+    factor = factor.nan_to_num(0.1).clamp(0.1, 0.5)
+    gains = -expected * factor > runs.rounding * runs.f.abs()
+    factor = torch.where(gains, factor, 0.0)
+    runs.step = torch.where(rejected, runs.step * factor, runs.step)

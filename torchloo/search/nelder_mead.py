@@ -2,29 +2,29 @@
 
 Note [simplexes in step]
 All simplexes take their steps together, in at most three batched evaluations: every reflection; for those
-that ask for it, an expansion or a contraction; and for the few where that failed, all points of a shrunken
-simplex. Points outside the box count as infinite and are not evaluated: cutting them off at its faces would
-flatten the simplex.
+that need it, an expansion or a contraction; and for the few where that failed, all points of a shrunken
+simplex. The objective is infinite outside the box, and not evaluated there: clipping points to the faces
+would flatten the simplex.
 """
 
 import torch
 from torch import Tensor
 
-from torchloo.search.objective import Objective, Outset
+from torchloo.search.objective import Objective, RunSetup
 
-__all__ = ["walk"]
+__all__ = ["minimise"]
 
 _STEP = 1.0  # edge of the first simplex, in units: a factor e in a positive parameter
 _SMALL = 1e-2  # edge at which a simplex may stop
 
 
-def walk(objective: Objective, outset: Outset) -> None:
+def minimise(objective: Objective, setup: RunSetup) -> None:
     """Minimise from R starts, each in its box; the objective keeps the best.
 
     Reflection 1, expansion 2, contraction and shrinkage 1/2. A simplex stops when its values differ by less
     than `tolerance` of the best and its edges are below 1 % of a unit, or after so many `evaluations`.
     """
-    start, problem, box, unit, evaluations, tolerance, rounding = outset
+    start, problem, box, unit, evaluations, tolerance, rounding = setup
     tolerance = max(tolerance, rounding)
     runs, p = start.shape
     simplex = _first_simplex(start.unsqueeze(1), box.unsqueeze(2), unit)  # (R, p + 1, p)
@@ -34,23 +34,25 @@ def walk(objective: Objective, outset: Outset) -> None:
         order = f.argsort(dim=1, stable=True)
         f = f.gather(1, order)
         simplex = simplex.gather(1, order.unsqueeze(-1).expand_as(simplex))
+        best, worst = f[:, 0], f[:, -1]
         edge = ((simplex[:, 1:] - simplex[:, :1]) / unit).abs().amax((1, 2))
-        level = f[:, -1] - f[:, 0] <= tolerance * f[:, 0].abs()
-        done = (level & (edge <= _SMALL)) | f[:, 0].isinf() | (used >= evaluations)
+        converged = (worst - best <= tolerance * best.abs()) & (edge <= _SMALL)
+        done = converged | best.isinf() | (used >= evaluations)
         active = (~done).nonzero()[:, 0]
         if not len(active):
             return
-        stepped = _step(_Boxed(objective, box[:, active]), simplex[active], f[active], problem[active])
-        simplex[active], f[active], asked = stepped
-        used[active] += asked
+        boxed = _Boxed(objective, box[:, active])
+        simplex[active], f[active], more = _step(boxed, simplex[active], f[active], problem[active])
+        used[active] += more
 
 
 def _first_simplex(start: Tensor, box: Tensor, unit: Tensor) -> Tensor:
     """A step along every axis from starts (R, 1, p); if that leaves the box, to its farther face."""
+    lower, upper = box
     step = _STEP * torch.diag(unit)  # (p, p)
-    up = (start + step <= box[1]) | (box[1] - start >= start - box[0])  # (R, p, p)
+    up = (start + step <= upper) | (upper - start >= start - lower)  # (R, p, p)
     corners = start + torch.where(up, step, -step)
-    return torch.clamp(torch.cat([start, corners], 1), box[0], box[1])
+    return torch.clamp(torch.cat([start, corners], 1), lower, upper)
 
 
 class _Boxed:
@@ -71,30 +73,38 @@ class _Boxed:
 
 
 def _step(boxed: _Boxed, simplex: Tensor, f: Tensor, problem: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of simplexes (A, p + 1, p), best corner first; and how many evaluations each asked for."""
+    """One step of simplexes (A, p + 1, p), best corner first; and the number of evaluations of each."""
     centre = simplex[:, :-1].mean(1)
     away = centre - simplex[:, -1]
     point = centre + away
     value = boxed(point, problem, torch.arange(len(f), device=f.device))
-    expand, contract, inside = value < f[:, 0], value >= f[:, -2], value >= f[:, -1]
-    again = (expand | contract).nonzero()[:, 0]
-    asked = 1 + (expand | contract).long()
+    expand = value < f[:, 0]
+    contract = value >= f[:, -2]
+    inside = value >= f[:, -1]  # of the simplex, where a contraction goes to
+    second_try = expand | contract
+    evaluations = 1 + second_try.long()
+    again = second_try.nonzero()[:, 0]
     shrink = torch.zeros_like(expand)
     if len(again):
-        length = torch.where(expand, 2.0, torch.where(inside, -0.5, 0.5))[again].to(f.dtype)
+        contraction = torch.where(inside, -0.5, 0.5)
+        length = torch.where(expand, 2.0, contraction)[again].to(f.dtype)
         second = centre[again] + length.unsqueeze(-1) * away[again]
-        other = boxed(second, problem, again)
-        better = torch.where(inside[again], other < f[again, -1], other <= value[again])
+        second_value = boxed(second, problem, again)
+        better_than_worst = second_value < f[again, -1]
+        better_than_first = second_value <= value[again]
+        better = torch.where(inside[again], better_than_worst, better_than_first)
         point[again] = torch.where(better.unsqueeze(-1), second, point[again])
-        value[again] = torch.where(better, other, value[again])
+        value[again] = torch.where(better, second_value, value[again])
         shrink[again] = contract[again] & ~better
     simplex, f = simplex.clone(), f.clone()
-    simplex[~shrink, -1], f[~shrink, -1] = point[~shrink], value[~shrink]
+    moved = ~shrink
+    simplex[moved, -1] = point[moved]
+    f[moved, -1] = value[moved]
     if bool(shrink.any()):
         which = shrink.nonzero()[:, 0]
         simplex[which], f[which] = _shrunken(boxed, simplex[which], f[which], problem, which)
-        asked[which] += simplex.shape[-1]
-    return simplex, f, asked
+        evaluations[which] += simplex.shape[-1]
+    return simplex, f, evaluations
 
 
 def _shrunken(

@@ -27,10 +27,10 @@ from torchloo.criteria.score import Score
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
 from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order
-from torchloo.search.starts import given_matrix
+from torchloo.search.starts import takes_kernel_matrix
 from torchloo.streaming.stream import Stream
 
-__all__ = ["Best", "Evaluation", "Objective", "Outset"]
+__all__ = ["Best", "Evaluation", "Objective", "RunSetup"]
 
 ENTRIES = {"cpu": 1 << 18, "cuda": 1 << 26}
 
@@ -62,7 +62,7 @@ class Best:
     value: float = float("nan")
 
 
-class Outset(NamedTuple):
+class RunSetup(NamedTuple):
     """Starts, bounds and limits of R runs."""
 
     start: Tensor
@@ -106,8 +106,9 @@ class Objective:
         bar: "tqdm[Any]",
         watch: Callable[[list[Evaluation]], None] | None = None,
     ) -> None:
-        self.space, self.problems, self.score, self.prior, self.bar = space, problems, score, prior, bar
-        self.watch = watch
+        self.space, self.problems = space, problems
+        self.score, self.prior = score, prior
+        self.bar, self.watch = bar, watch
         self.joined = (problems, *problems.joined)
         count = len(problems.X)
         self.best = [Best() for _ in range(count)]
@@ -116,20 +117,22 @@ class Objective:
         self.failures: dict[int, Exception] = {}
 
     def __call__(self, theta: Tensor, problem: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Values (B,) and gradients (B, p), zeros unless asked for, of theta (B, p) in problem (B,)."""
+        """Values (B,) and gradients (B, p), zeros unless `gradient`, of theta (B, p) in problem (B,)."""
         width = self._width()
-        parts = [
-            self._chunk(*part, gradient)
-            for part in zip(theta.split(width), problem.split(width), strict=True)
-        ]
-        values, gradients = (torch.cat(part) for part in zip(*parts, strict=True))
-        return values, gradients
+        values, gradients = [], []
+        for theta_part, problem_part in zip(theta.split(width), problem.split(width), strict=True):
+            value, slope = self._chunk(theta_part, problem_part, gradient)
+            values.append(value)
+            gradients.append(slope)
+        return torch.cat(values), torch.cat(gradients)
 
     def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
         """Values (B, R) for regularisations (R,), or (R, c), instead of each candidate's own, by `path`."""
-        width, outputs = self._width(), self.problems.X.shape[1] * self.problems.y[0, 0].numel()
-        parts = regs.split(max(1, _PATH // (min(width, len(theta)) * outputs)))
-        return torch.cat([self._along_reg(theta, problem, part, width) for part in parts], 1)
+        width = self._width()
+        outputs = self.problems.X.shape[1] * self.problems.y[0, 0].numel()
+        together = max(1, _PATH // (min(width, len(theta)) * outputs))
+        chunks = [self._along_reg(theta, problem, some, width) for some in regs.split(together)]
+        return torch.cat(chunks, 1)
 
     def _along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor, width: int) -> Tensor:
         own = self.space.find("reg", "grid").part
@@ -145,7 +148,7 @@ class Objective:
             except (ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 objective, _ = self(*each)
             else:
-                objective = self._enter(*each, values.flatten())
+                objective = self._record(*each, values.flatten())
             rows.append(objective.view(len(part), -1))
         return torch.cat(rows)
 
@@ -167,15 +170,15 @@ class Objective:
         except (ValueError, torch.linalg.LinAlgError) as failure:  # type: ignore[attr-defined]
             if len(theta) > 1:
                 half = len(theta) // 2
-                parts = [
-                    self._chunk(theta[part], problem[part], gradient)
-                    for part in (slice(None, half), slice(half, None))
-                ]
-                return torch.cat([v for v, _ in parts]), torch.cat([g for _, g in parts])
+                first = self._chunk(theta[:half], problem[:half], gradient)
+                second = self._chunk(theta[half:], problem[half:], gradient)
+                return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
             self.failures[int(problem)] = failure
-            values, gradients = torch.full((1,), torch.nan, dtype=torch.float64), torch.zeros_like(theta)
+            values = torch.full((1,), torch.nan, dtype=torch.float64)
+            gradients = torch.zeros_like(theta)
         penalty, slope = self.prior(theta, problem, gradient)
-        return self._enter(theta, problem, values, penalty), self.score.sign * gradients + slope
+        objective = self._record(theta, problem, values, penalty)
+        return objective, self.score.sign * gradients + slope
 
     def _evaluate(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """Criterion values (B,) and their gradients (B, p): means over the data sets that are joined."""
@@ -212,21 +215,23 @@ class Objective:
     def _scored(self, data: ProblemBatch, theta: Tensor, problem: Tensor, regs: Tensor | None) -> Tensor:
         """Criterion values for problem () or (B,)."""
         *tensors, clusters, _ = data
-        own = _Rows(*(_of(values, problem) for values in tensors))
+        rows = _Rows(*(_of(values, problem) for values in tensors))
         if clusters is None or clusters.order is None:
-            answer = self._answer(theta, own, regs, None if clusters is None else clusters.shared)
-            return self.score(answer, own.criterion_weight)
-        rows = self._sorted(own, clusters.order[problem])
-        answer = self._answer(theta, rows, regs, clusters.shared, among=own[:3])
+            labels = None if clusters is None else clusters.shared
+            held_out = self._held_out(theta, rows, regs, labels)
+            return self.score(held_out, rows.criterion_weight)
+        ordered = self._sorted(rows, clusters.order[problem])
+        held_out = self._held_out(theta, ordered, regs, clusters.shared, among=rows[:3])
         if self.score.batched:
-            return self.score(answer, rows.criterion_weight)
-        return self.score(clusters.own_order(answer, problem), own.criterion_weight)
+            return self.score(held_out, ordered.criterion_weight)
+        return self.score(clusters.own_order(held_out, problem), rows.criterion_weight)
 
-    def _answer(
+    def _held_out(
         self, theta: Tensor, rows: _Rows, regs: Tensor | None, labels: Tensor | None, among: Any = None
     ) -> Any:
         """The argument of the criterion: a HeldOut, or a Fit."""
-        call, (X, y, weight, _) = functools.partial(self.space.call, theta, among=among), rows
+        call = functools.partial(self.space.call, theta, among=among)
+        X, y, weight, _ = rows
         if isinstance(X, Stream):  # includes targets and weights
             if regs is not None:
                 return call("path", X, None, regs.to(theta), labels)
@@ -242,21 +247,24 @@ class Objective:
     def _sorted(self, rows: _Rows, order: Tensor) -> _Rows:
         """Rows in the given order (..., n); for a Precomputed kernel the columns too."""
         axis = order.ndim - 1
-        in_place: list[Any] = [in_order(t, order, axis) if isinstance(t, Tensor) else t for t in rows]
-        ordered = _Rows(*in_place)
-        if not given_matrix(self.space.machine):
+        fields: list[Any] = [
+            in_order(value, order, axis) if isinstance(value, Tensor) else value for value in rows
+        ]
+        ordered = _Rows(*fields)
+        if not takes_kernel_matrix(self.space.machine):
             return ordered
         return ordered._replace(X=in_order(ordered.X.mT, order, axis).mT)
 
-    def _enter(self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None) -> Tensor:
+    def _record(
+        self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None
+    ) -> Tensor:
         """Record candidates and their values; returns the objective, infinite where it is undefined."""
         if penalty is None:
             penalty, _ = self.prior(theta, problem)
         objective = self.score.sign * values + penalty
         objective = torch.where(objective.isfinite(), objective, torch.inf)
-        for i, (number, total, value) in enumerate(
-            zip(problem.tolist(), objective.tolist(), values.tolist(), strict=True)
-        ):
+        candidates = zip(problem.tolist(), objective.tolist(), values.tolist(), strict=True)
+        for i, (number, total, value) in enumerate(candidates):
             self.evaluations[number] += 1
             if len(self.best) == 1:
                 shown = value if total < float("inf") else self.score.sign * float("inf")

@@ -12,9 +12,9 @@ from tqdm import tqdm
 from torchloo.criteria.score import Score, as_held_out
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine
-from torchloo.search.compared import Rival, best_of, contest
+from torchloo.search.compared import Rival, best_of, search_all
 from torchloo.search.problem_batch import stack, weight_of
-from torchloo.search.starts import given_matrix
+from torchloo.search.starts import takes_kernel_matrix
 from torchloo.splits import Split
 from torchloo.thresholds import shifted, threshold
 
@@ -65,7 +65,7 @@ class OuterLoop:
             [part.clusters for part in parts],
         )
         names = [f" in split {part.number}" for part in parts]
-        outcomes = contest(self.rivals, [problems] * len(self.rivals), self.score, deadline, names)
+        outcomes = search_all(self.rivals, [problems] * len(self.rivals), self.score, deadline, names)
         quiet = not self.rivals[0].plan.progress
         for k, part in enumerate(tqdm(parts, "scores", unit="split", leave=False, disable=quiet)):
             found = best_of(outcomes, k)
@@ -74,7 +74,11 @@ class OuterLoop:
             winner, best = found
             assert best.theta is not None
             space = winner.rival.space
-            row: dict[str, Any] = {"split": part.number, "train": len(part.y), "test": len(part.y_test)}
+            row: dict[str, Any] = {
+                "split": part.number,
+                "train": len(part.y),
+                "test": len(part.y_test),
+            }
             with _named(part.number):
                 row |= self._scores(space.machine_at(best.theta), part)
             row["criterion"] = best.value
@@ -96,21 +100,29 @@ class OuterLoop:
 
     def _part(self, number: int, split: Split) -> _Part:
         train, test = (index.to(self.X.device) for index in split)
-        if given_matrix(self.rivals[0].space.machine):
-            X, X_test = self.X[train][:, train], self.X[test][:, train]
-        else:
-            X, X_test = self.X[train], self.X[test]
+        X, X_test = self.X[train], self.X[test]
+        if takes_kernel_matrix(self.rivals[0].space.machine):
+            X, X_test = X[:, train], X_test[:, train]
         if self.columns is not None:
             X, X_test = _standardised(X, X_test, self.columns)
 
-        def own(name: str, weight: Any) -> Any:
+        def of_training_rows(name: str, weight: Any) -> Any:
             return weight_of("validate", name, weight, self.given, self.y, train)
 
-        labels = None
+        clusters = None
         if self.clusters is not None:
-            labels = host_labels("validate", self.clusters, len(self.X))[split.train.numpy()]
-        weights = own("weight", self.weight), own("criterion_weight", self.criterion_weight)
-        return _Part(number, X, self.y[train], X_test, self.y[test], *weights, labels)
+            labels = host_labels("validate", self.clusters, len(self.X))
+            clusters = labels[split.train.numpy()]
+        return _Part(
+            number,
+            X=X,
+            y=self.y[train],
+            X_test=X_test,
+            y_test=self.y[test],
+            weight=of_training_rows("weight", self.weight),
+            criterion_weight=of_training_rows("criterion_weight", self.criterion_weight),
+            clusters=clusters,
+        )
 
     def _scores(self, machine: Any, part: _Part) -> dict[str, Any]:
         """The metric on the test rows, with the threshold fitted to the training rows."""
@@ -124,8 +136,9 @@ class OuterLoop:
                 held_out = machine.loo(part.X, part.y, part.weight)
             else:
                 held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
-            once = held_out._replace(weight=torch.ones_like(held_out.weight))  # unweighted, as on test rows
-            shift = threshold(once, self.shift_metric.criterion)
+            # Unweighted, as on the test rows.
+            unweighted = held_out._replace(weight=torch.ones_like(held_out.weight))
+            shift = threshold(unweighted, self.shift_metric.criterion)
             score = float(self.metric(shifted(tested, shift)))
         return {"score": score, "unshifted": plain, "shift": shift.tolist()}
 
@@ -151,7 +164,7 @@ def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, T
 
 def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | None:
     """Numbers of the columns to standardise; None for none."""
-    if standardise is False or given_matrix(machine):
+    if standardise is False or takes_kernel_matrix(machine):
         return None
     if getattr(machine, "basis", None) is not None:
         raise ValueError(
@@ -162,7 +175,8 @@ def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | 
     if standardise is True:
         return torch.arange(d, device=X.device)
     columns = torch.as_tensor(standardise, device=X.device)
-    if columns.ndim != 1 or columns.is_floating_point() or not bool(((columns >= 0) & (columns < d)).all()):
+    is_index = columns.ndim == 1 and not columns.is_floating_point()
+    if not is_index or not bool(((columns >= 0) & (columns < d)).all()):
         raise ValueError(
             f"validate: standardise must be True, False or numbers of columns under {d}, got {standardise!r}"
         )

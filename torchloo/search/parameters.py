@@ -15,12 +15,12 @@ from torchloo.machine import KernelMachine
 from torchloo.positive import Positive
 from torchloo.sparse import SparseLSSVM
 
-__all__ = ["Entry", "Space", "named_so", "the_one"]
+__all__ = ["Entry", "Space", "matching_names", "unique_name"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one parameter of the machine lies in the vector."""
+    """One parameter of the machine and its place in the vector."""
 
     path: str
     """Name in named_parameters()."""
@@ -37,7 +37,7 @@ class Entry:
     batch: tuple[int, ...] | None
     """Shape beside a batch dimension; None where the module takes no batch."""
     declared: Positive | None
-    """What its module declares of it."""
+    """Its declaration in the class of its module."""
 
 
 class _Network(nn.Module):
@@ -49,18 +49,19 @@ class _Network(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """(n, d) or (B, n, d) -> (B, n, p)."""
-        stacked: dict[str, Tensor] = {
-            name: p for name, p in self.network.named_parameters() if name in self.names
-        }
+        parameters = dict(self.network.named_parameters())
+        stacked: dict[str, Tensor] = {name: parameters[name] for name in self.names}
 
-        def one(weights: dict[str, Tensor], rows: Tensor) -> Tensor:
+        def evaluate(weights: dict[str, Tensor], rows: Tensor) -> Tensor:
             return functional_call(self.network, weights, (rows,))
 
-        return torch.vmap(one, in_dims=(0, None if X.ndim == 2 else 0), randomness="different")(stacked, X)
+        axis_of_rows = None if X.ndim == 2 else 0
+        batched = torch.vmap(evaluate, in_dims=(0, axis_of_rows), randomness="different")
+        return batched(stacked, X)
 
 
 class _Method(nn.Module):
-    """Any method of a machine as a forward, which is what functional_call calls."""
+    """Any method of a machine as a forward, as functional_call needs it."""
 
     def __init__(self, machine: KernelMachine) -> None:
         super().__init__()
@@ -76,8 +77,8 @@ class _Method(nn.Module):
 class Space:
     """All trainable parameters of a machine as vectors of p numbers in float64.
 
-    Positive ones (`log_...`) are logarithms; weights of networks and trainable basis vectors are taken as
-    they are. The machine itself is never changed. Settings are what a grid has chosen for it, by name.
+    Positive ones (`log_...`) are logarithms; weights of networks and trainable basis vectors are used
+    directly. The machine itself is never changed. Settings are values that a grid has chosen for it, by name.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Space:
     ) -> None:
         if not isinstance(machine, KernelMachine):
             raise TypeError(f"{function}: machine must be a torchloo machine, got {type(machine).__name__}")
-        self.function, self.machine, self.settings = function, _unfitted(machine), dict(settings or {})
+        self.function = function
+        self.machine = _unfitted(machine)
+        self.settings = dict(settings or {})
         self.entries: list[Entry] = []
         self.size = 0
         for path, parameter in self.machine.named_parameters():
@@ -106,29 +109,38 @@ class Space:
         parent, _, leaf = path.rpartition(".")
         owner = self.machine.get_submodule(parent)
         name = (parent + "." if parent else "") + leaf.removeprefix("log_")
-        network = ".features." in f".{path}"
-        log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not network
+        in_network = ".features." in f".{path}"
+        log = leaf.startswith("log_") and isinstance(owner, Kernel | KernelMachine) and not in_network
         declared = Positive.of(owner, leaf)
-        vectors = declared is None or declared.per_input
         if owner is self.machine:
-            vectors = getattr(owner, "reg_per_output", False)
-        if log and parameter.ndim > vectors:
+            may_be_vector = getattr(owner, "reg_per_output", False)
+        else:
+            may_be_vector = declared is None or declared.per_input
+        if log and parameter.ndim > int(may_be_vector):
             raise ValueError(
                 f"{self.function}: {name} must belong to one machine, got the batch shape "
                 f"{tuple(parameter.shape)}"
             )
-        part = slice(self.size, self.size + parameter.numel())
-        batch = _batch_shape(self.machine, path, declared, parameter)
-        kernel = path.startswith("kernel.")
-        return Entry(path, name, part, parameter.shape, parameter.dtype, log, kernel, batch, declared)
+        return Entry(
+            path=path,
+            name=name,
+            part=slice(self.size, self.size + parameter.numel()),
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            log=log,
+            kernel=path.startswith("kernel."),
+            batch=_batch_shape(self.machine, path, declared, parameter),
+            declared=declared,
+        )
 
     def _stacking(self) -> KernelMachine:
         """A copy whose feature networks take a batch of weights."""
         machine = copy.deepcopy(self.machine)
+        paths = [entry.path for entry in self.entries]
         for prefix, kernel in list(machine.named_modules()):
             if isinstance(kernel, Kernel) and kernel.features is not None:
                 within = f"{prefix}.features."
-                names = {e.path.removeprefix(within) for e in self.entries if e.path.startswith(within)}
+                names = {path.removeprefix(within) for path in paths if path.startswith(within)}
                 if names:
                     kernel.features = _Network(kernel.features, names)
         return machine
@@ -136,7 +148,7 @@ class Space:
     def call(self, theta: Tensor, method: str, *args: Any, among: tuple[Any, ...] | None = None) -> Any:
         """machine.method(*args) for theta (B, p) as one batch, or for one theta (p,).
 
-        Where `among` is given, rows (X, y, weight), a basis is chosen among these and not those of the call.
+        If `among`, rows (X, y, weight), is given, a basis is chosen among these instead of those of the call.
         """
         parameters = {}
         for entry in self.entries:
@@ -150,10 +162,10 @@ class Space:
         return functional_call(machine, parameters, (method, *args), {"among": among})
 
     def vector(self) -> Tensor:
-        """The machine's own values, (p,)."""
+        """The current values of the machine, (p,)."""
         parameters = dict(self.machine.named_parameters())
-        own = [parameters[e.path].detach().double().flatten().cpu() for e in self.entries]
-        return torch.cat(own)
+        values = [parameters[entry.path].detach().double() for entry in self.entries]
+        return torch.cat([value.flatten().cpu() for value in values])
 
     def machine_at(self, theta: Tensor) -> KernelMachine:
         """A new machine with the parameters theta (p,), not fitted."""
@@ -174,22 +186,24 @@ class Space:
         return values
 
     def units(self) -> Tensor:
-        """A natural step for every number, (p,): 1 for logarithms, the size of its tensor for weights."""
-        theta, units = self.vector(), torch.ones(self.size, dtype=torch.float64, device="cpu")
+        """A natural step for every number, (p,): 1 for logarithms, the root mean square for weights."""
+        theta = self.vector()
+        units = torch.ones(self.size, dtype=torch.float64, device="cpu")
         for entry in self.entries:
             if not entry.log:
-                units[entry.part] = theta[entry.part].square().mean().sqrt().clamp(min=0.01)
+                mean_square = theta[entry.part].square().mean()
+                units[entry.part] = mean_square.sqrt().clamp(min=0.01)
         return units
 
     def find(self, name: str, argument: str) -> Entry:
-        """The positive parameter of a name, which may be shortened as long as it is the only one."""
-        positive = {e.name: e for e in self.entries if e.log}
-        return positive[the_one(self.function, argument, name, list(positive))]
+        """The positive parameter of a name, which may be shortened as long as it is unique."""
+        positive = {entry.name: entry for entry in self.entries if entry.log}
+        return positive[unique_name(self.function, argument, name, list(positive))]
 
     def bounds(
         self, first: Tensor, given: Mapping[str, tuple[float, float]] | None, decades: float
     ) -> Tensor:
-        """Lower and upper bounds (2, ..., p) for first starts (..., p): so many decades around them."""
+        """Lower and upper bounds (2, ..., p) for first starts (..., p): this many decades around them."""
         reach = torch.full((self.size,), torch.inf, dtype=torch.float64, device="cpu")
         for entry in self.entries:
             if entry.log:
@@ -198,40 +212,45 @@ class Space:
         for name, pair in (given or {}).items():
             low, high = _pair(self.function, name, pair)
             part = self.find(name, "bounds").part
-            box[0, ..., part], box[1, ..., part] = low.log(), high.log()
+            box[0, ..., part] = low.log()
+            box[1, ..., part] = high.log()
         return box
 
 
-def named_so(name: str, known: Iterable[str]) -> list[str]:
-    """Which of these names are meant by one that may be shortened: itself, or all that end in it."""
+def matching_names(name: str, known: Iterable[str]) -> list[str]:
+    """The full names that a shortened name may stand for: itself, or all that end in it."""
     known = list(known)
-    return [name] if name in known else [each for each in known if each.endswith("." + name)]
+    if name in known:
+        return [name]
+    return [each for each in known if each.endswith("." + name)]
 
 
-def the_one(function: str, argument: str, name: str, known: list[str]) -> str:
-    """The only name that is meant by one that may be shortened; ValueError where there is no such name."""
-    meant = named_so(name, known)
-    if len(meant) == 1:
-        return meant[0]
-    fault = "is ambiguous" if meant else "is unknown"
+def unique_name(function: str, argument: str, name: str, known: list[str]) -> str:
+    """The full name that a shortened name stands for; ValueError if it is unknown or ambiguous."""
+    matching = matching_names(name, known)
+    if len(matching) == 1:
+        return matching[0]
+    fault = "is ambiguous" if matching else "is unknown"
     raise ValueError(f"{function}: {argument} must name parameters ({', '.join(known)}), {name!r} {fault}")
 
 
 def _unfitted(machine: KernelMachine) -> KernelMachine:
-    """A copy without coefficients, which would only be carried about."""
-    kept = {id(t): None for name in machine.fitted_buffers if (t := getattr(machine, name)) is not None}
-    return copy.deepcopy(machine, kept)
+    """A copy without coefficients, which a search does not need."""
+    buffers = [getattr(machine, name) for name in machine.fitted_buffers]
+    replaced_by_none = {id(buffer): None for buffer in buffers if buffer is not None}
+    return copy.deepcopy(machine, replaced_by_none)
 
 
 def _batch_shape(
     machine: KernelMachine, path: str, declared: Positive | None, parameter: Tensor
 ) -> tuple[int, ...] | None:
     """The shape of a parameter beside a batch dimension, or None where its module takes none."""
-    before, network, _ = path.partition(".features.")
-    if network:  # one with a state, such as running means, cannot be run for many weights at once
-        state = machine.get_submodule(before + ".features").buffers()
-        rows = machine.get_submodule(before).event_dim == 1  # nor one that gets all inputs as one batch
-        return tuple(parameter.shape) if rows and next(state, None) is None else None
+    before, in_network, _ = path.partition(".features.")
+    if in_network:
+        # Not for a network with buffers, such as running means, or one that gets all inputs as one batch.
+        has_buffers = any(True for _ in machine.get_submodule(before + ".features").buffers())
+        one_batch = machine.get_submodule(before).event_dim != 1
+        return None if has_buffers or one_batch else tuple(parameter.shape)
     if "." not in path:
         return tuple(parameter.shape)
     if declared is None or not declared.batched:

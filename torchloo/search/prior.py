@@ -38,18 +38,19 @@ class HyperPrior:
 
     def anchor(self, centre: Tensor, values: Tensor) -> None:
         """First starts (P, p) of the problems and the objective there, (P,)."""
-        self.centre, self.scale = centre, torch.where(values.isfinite(), values.abs(), 1.0)
+        self.centre = centre
+        self.scale = torch.where(values.isfinite(), values.abs(), 1.0)
 
     def __call__(self, theta: Tensor, problem: Tensor, gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Penalties (B,) of theta (B, p) and their gradients (B, p), zeros unless asked for."""
-        nothing = torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
+        """Penalties (B,) of theta (B, p) and their gradients (B, p), zeros unless `gradient`."""
+        no_slope = torch.zeros_like(theta)
         if self.prior is None or (self.wants_centre and self.centre is None):
-            return nothing
+            return no_slope[:, 0].clone(), no_slope
         with torch.set_grad_enabled(gradient):
             theta = theta.clone().requires_grad_(gradient)
             penalty = self._given(theta) if callable(self.prior) else self._gaussian(theta, problem)
             if not penalty.requires_grad:
-                return penalty.double(), nothing[1]
+                return penalty.double(), no_slope
             (slope,) = torch.autograd.grad(penalty.sum(), theta)
         return penalty.detach().double(), slope
 
@@ -57,16 +58,20 @@ class HyperPrior:
         assert self.centre is not None
         assert self.scale is not None
         assert isinstance(self.prior, float | int)
-        away = theta - self.centre[problem]
-        counted = torch.zeros_like(away[0])
+        distance = theta - self.centre[problem]
+        has_prior = torch.zeros_like(distance[0])
         for entry in self.space.entries:
             if entry.log and entry.kernel:
-                counted[entry.part] = 1
-        return self.prior * self.scale[problem] / self.rows * (counted * away.square()).sum(-1)
+                has_prior[entry.part] = 1
+        strength = self.prior * self.scale[problem] / self.rows
+        return strength * (has_prior * distance.square()).sum(-1)
 
     def _given(self, theta: Tensor) -> Tensor:
         assert callable(self.prior)
-        logs = {e.name: theta[:, e.part].reshape(-1, *e.shape) for e in self.space.entries if e.log}
+        logs = {}
+        for entry in self.space.entries:
+            if entry.log:
+                logs[entry.name] = theta[:, entry.part].reshape(-1, *entry.shape)
         penalty = self.prior(logs)
         if not isinstance(penalty, Tensor) or penalty.shape != (len(theta),):
             got = tuple(penalty.shape) if isinstance(penalty, Tensor) else type(penalty).__name__

@@ -52,20 +52,21 @@ class Clusters(NamedTuple):
     @classmethod
     def of(cls, function: str, clusters: Sequence[object], rows: int) -> "Clusters":
         """From labels (n,) of each problem, whose `sizes` must agree."""
-        labels = np.stack([host_labels(function, own, rows) for own in clusters])
+        labels = np.stack([host_labels(function, given, rows) for given in clusters])
         if len(labels) == 1:
             return cls(torch.from_numpy(labels), None, torch.from_numpy(labels[0]))
-        order = np.stack([_order(own) for own in labels])
+        order = np.stack([_order(of_problem) for of_problem in labels])
         counts = np.array(sizes(labels[0]))
         shared = np.repeat(np.arange(len(counts)), counts)
-        return cls(*(torch.from_numpy(array) for array in (labels, order, shared)))
+        return cls(torch.from_numpy(labels), torch.from_numpy(order), torch.from_numpy(shared))
 
     def own_order(self, held_out: Any, problem: Tensor) -> Any:
         """A HeldOut (..., B, n) of sorted rows in their original order, B for problem (B,)."""
         assert self.order is not None
-        back, batch = self.order[problem].argsort(-1), held_out.weight.shape[:-1]
+        original = self.order[problem].argsort(-1)
+        batch = held_out.weight.shape[:-1]
         fields = {
-            name: in_order(value, back, len(batch))
+            name: in_order(value, original, len(batch))
             for name, value in held_out._asdict().items()
             if isinstance(value, Tensor) and name != "clusters"
         }
@@ -75,7 +76,8 @@ class Clusters(NamedTuple):
 
 def sizes(labels: np.ndarray) -> tuple[int, ...]:
     """Sizes of all clusters, ascending."""
-    return tuple(np.sort(np.unique(labels, return_counts=True)[1]).tolist())
+    _, counts = np.unique(labels, return_counts=True)
+    return tuple(sorted(counts.tolist()))
 
 
 def _order(labels: np.ndarray) -> np.ndarray:
@@ -86,8 +88,10 @@ def _order(labels: np.ndarray) -> np.ndarray:
 
 def in_order(values: Tensor, order: Tensor, axis: int) -> Tensor:
     """Entries of values (..., n, ...) along an axis, by numbers (n,) or (B, n) with B the axis before."""
-    order = order.to(values.device).reshape(*order.shape, *[1] * (values.ndim - axis - 1))
-    return values.take_along_dim(order.expand(*[1] * (values.ndim - order.ndim), *order.shape), axis)
+    axes_behind = [1] * (values.ndim - axis - 1)
+    order = order.to(values.device).reshape(*order.shape, *axes_behind)
+    axes_before = [1] * (values.ndim - order.ndim)
+    return values.take_along_dim(order.expand(*axes_before, *order.shape), axis)
 
 
 class StreamRows:
@@ -163,8 +167,8 @@ def weight_of(
 ) -> Any:
     """Weights (n,), given or computed by a function of y; "own" and None are returned as they are.
 
-    y are the given targets, possibly class labels, `targets` the encoded ones. Where
-    `rows` (m,) are given, the weights of these, (m,), of which alone a function gets the y.
+    y are the given targets, possibly class labels, `targets` the encoded ones. If `rows` (m,) are given, the
+    weights (m,) of these rows; a function of y is called with the y of these rows only.
     """
     if rows is not None:
         if isinstance(weight, Tensor):
@@ -186,7 +190,12 @@ def weight_of(
 
 
 def stack(
-    function: str, X: list[Tensor], y: list[Tensor], weight: list[Any], of: list[Any], clusters: list[Any]
+    function: str,
+    X: list[Tensor],
+    y: list[Tensor],
+    weight: list[Any],
+    criterion_weight: list[Any],
+    clusters: list[Any],
 ) -> ProblemBatch:
     """One batch of problems of one shape, with clusters for all or for none; a single one is not copied."""
 
@@ -196,7 +205,13 @@ def stack(
         return values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
 
     labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
-    return ProblemBatch(together(X), together(y), together(weight), together(of), labels)
+    return ProblemBatch(
+        X=together(X),
+        y=together(y),
+        weight=together(weight),
+        criterion_weight=together(criterion_weight),
+        clusters=labels,
+    )
 
 
 # Rows of a stream that determine the start of a search.

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from torchloo.criteria.score import Score
 from torchloo.search import grid, lbfgs, nelder_mead
 from torchloo.search.along_reg import only_reg, search_reg
-from torchloo.search.objective import Evaluation, Objective, Outset
+from torchloo.search.objective import Evaluation, Objective, RunSetup
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior, Prior
 from torchloo.search.problem_batch import ProblemBatch
@@ -32,9 +32,9 @@ __all__ = [
     "warn_stopped",
 ]
 
-_FROM_STARTS: dict[str, Callable[[Objective, Outset], None]] = {
-    "gradient": lbfgs.descend,
-    "nelder-mead": nelder_mead.walk,
+_FROM_STARTS: dict[str, Callable[[Objective, RunSetup], None]] = {
+    "gradient": lbfgs.minimise,
+    "nelder-mead": nelder_mead.minimise,
 }
 SEARCHES = (*_FROM_STARTS, "grid")
 """Names of the search methods."""
@@ -113,9 +113,9 @@ class Search:
                 raise TypeError(
                     f"{function}: unknown argument {name!r}; the options of a search are {', '.join(known)}"
                 )
-        own = search if isinstance(search, Search) else cls()
-        method = own.method if isinstance(search, Search) else search
-        return replace(own, method=method, function=function, **options)
+        if isinstance(search, Search):
+            return replace(search, function=function, **options)
+        return replace(cls(), method=search, function=function, **options)
 
     def __post_init__(self) -> None:
         if self.method not in SEARCHES:
@@ -217,13 +217,18 @@ def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> N
     if plan.method == "gradient" and only_reg(space, objective.score):
         search, count = search_reg, 1  # covers the whole box from one start
     starts = further_starts(space, first, count, plan.generator)  # (P, S, p)
-    starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1)).flatten(0, 1)
-    problem = torch.arange(len(first), device=first.device).repeat_interleave(count)
-    limit, rounding = plan.evaluations(space.size), objective.rounding
-    outset = Outset(
-        starts, problem, box.repeat_interleave(count, 1), space.units(), limit, plan.tolerance, rounding
+    starts = torch.clamp(starts, box[0].unsqueeze(1), box[1].unsqueeze(1))
+    problem = torch.arange(len(first), device=first.device)
+    setup = RunSetup(
+        start=starts.flatten(0, 1),
+        problem=problem.repeat_interleave(count),
+        box=box.repeat_interleave(count, 1),
+        unit=space.units(),
+        evaluations=plan.evaluations(space.size),
+        tolerance=plan.tolerance,
+        rounding=objective.rounding,
     )
-    search(objective, outset)
+    search(objective, setup)
 
 
 def warn_stopped(function: str, stopped: Iterable[str], time_budget: float | None, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a search begins, without being asked.
+"""The default start of a search, computed from the data.
 
 Note [first start]
 On up to 300 rows, evenly spread over the training rows:
@@ -8,13 +8,13 @@ On up to 300 rows, evenly spread over the training rows:
   the median distance of the standardised rows times the input's standard deviation;
 * the regularisation is q k, with k the mean diagonal of the centred kernel matrix and q the noise of the
   targets relative to their variance, where half the mean squared difference between each row's target and
-  that of its nearest neighbour in the kernel's metric stands for the noise; q is kept within 0.01 and 10.
-  A least-squares machine is linear in its targets, so their unit plays no part; that of the weights does,
+  that of its nearest neighbour in the kernel's metric estimates the noise; q is clipped to 0.01 and 10.
+  A least-squares machine is linear in its targets, so their unit does not matter; that of the weights does,
   and q k is multiplied by their mean. Where every output has its own regularisation, each has its own q.
   C of an SVM is the inverse.
 
-All other parameters begin at the machine's own values. Further starts are N(0, 1) away in every logarithm,
-and half their size away in the weights of networks.
+All other parameters start at the values of the machine. Further starts are drawn around the first one, from
+N(0, 1) in every logarithm, and with half their size in the weights of networks.
 """
 
 import warnings
@@ -29,7 +29,7 @@ from torchloo.machine import KernelMachine
 from torchloo.positive import Positive, log_of
 from torchloo.search.parameters import Entry, Space
 
-__all__ = ["first_start", "further_starts", "given_matrix", "warn_of_scales"]
+__all__ = ["first_start", "further_starts", "takes_kernel_matrix", "warn_of_scales"]
 
 _ROWS = 300
 _WILD = 100.0  # ratio of standard deviations that is worth a warning
@@ -40,8 +40,11 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
     theta = space.vector()
     machine = space.machine_at(theta)
     entries = {entry.path: entry for entry in space.entries}
-    rows, n = _spread_rows(len(X), X.device), len(X)
-    X, y = X[rows][:, rows] if given_matrix(machine) else X[rows], y[rows]
+    n = len(X)
+    rows = _spread_rows(n, X.device)
+    X, y = X[rows], y[rows]
+    if takes_kernel_matrix(machine):
+        X = X[:, rows]
     with torch.no_grad():
         for path, kernel, Z in _embedded("kernel", machine.kernel, X):
             for name, log in kernel.named_parameters(recurse=False):
@@ -53,10 +56,11 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
                 theta[entry.part] = start.cpu()
         K = machine.kernel(X).double()
         if isinstance(machine, KFD):
-            K = K @ K.mT * (n / len(rows))  # what all n columns would give
-        per_output = getattr(machine, "reg_per_output", False)
-        columns = y.double().reshape(len(y), -1).split(1, -1) if per_output else (y.double(),)
-        reg = torch.stack([_regularisation(K, targets) for targets in columns])  # (1,) or (c,)
+            K = K @ K.mT * (n / len(rows))  # an estimate for all n columns
+        targets = (y.double(),)
+        if getattr(machine, "reg_per_output", False):
+            targets = y.double().reshape(len(y), -1).split(1, -1)
+        reg = torch.stack([_regularisation(K, each) for each in targets])  # (1,) or (c,)
         if weight is not None:
             reg = reg * weight.double().mean()
     for path, entry in entries.items():
@@ -66,10 +70,12 @@ def first_start(space: Space, X: Tensor, y: Tensor, weight: Tensor | None = None
 
 
 def _start_of(function: str, entry: Entry, log: Tensor, Z: Tensor) -> Tensor:
-    """The logarithm at which a parameter of a kernel begins, from the rows (m, d) that reach the kernel."""
+    """The logarithm at which a parameter of a kernel starts, from the rows (m, d) that reach the kernel."""
     assert entry.declared is not None
     assert entry.declared.start is not None
-    start = log_of(function, f"start of {entry.name}", entry.declared.start(Z.double(), log.numel() > 1))
+    per_input = log.numel() > 1
+    value = entry.declared.start(Z.double(), per_input)
+    start = log_of(function, f"start of {entry.name}", value)
     if start.ndim and start.shape != log.shape:
         raise ValueError(
             f"{function}: start of {entry.name} must have shape {tuple(log.shape)}, got {tuple(start.shape)}"
@@ -78,41 +84,44 @@ def _start_of(function: str, entry: Entry, log: Tensor, Z: Tensor) -> Tensor:
 
 
 def further_starts(space: Space, first: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """Starts (P, count, p) around the first ones (P, p), which come first; alike in all problems."""
+    """Starts (P, count, p) around the first ones (P, p), which come first; the same in all problems."""
     unit = space.units()
     for entry in space.entries:
         if not entry.log:
             unit[entry.part] *= 0.5
     device = generator.device if generator is not None else "cpu"
-    away = torch.randn(count - 1, space.size, dtype=torch.float64, generator=generator, device=device).cpu()
-    return first.unsqueeze(1) + torch.cat([away.new_zeros(1, space.size), away * unit])
+    shape = (count - 1, space.size)
+    normal = torch.randn(shape, dtype=torch.float64, generator=generator, device=device).cpu()
+    steps = torch.cat([normal.new_zeros(1, space.size), normal * unit])
+    return first.unsqueeze(1) + steps
 
 
-def given_matrix(machine: KernelMachine) -> bool:
+def takes_kernel_matrix(machine: KernelMachine) -> bool:
     """Whether X holds kernel values, so that its columns are rows too."""
     return any(isinstance(module, Precomputed) for module in machine.modules())
 
 
 def warn_of_scales(space: Space, X: Tensor, stacklevel: int = 3) -> None:
-    """Warn where columns of X on scales far apart meet a kernel that takes them all alike.
+    """Warn if columns of X have very different scales and the kernel does not scale them separately.
 
-    Kernels that do not: those with one lengthscale for each input, with features of their own, and
-    Precomputed.
+    Kernels that do, and are not warned about: those with one lengthscale for each input, with features of
+    their own, and Precomputed.
     """
     for kernel in space.machine.modules():
-        own_parameters = kernel.named_parameters(recurse=False)
-        several = [name for name, value in own_parameters if value.numel() > 1]
-        each = any(own.per_input for name in several if (own := Positive.of(kernel, name)))
-        if each or isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
+        if isinstance(kernel, Precomputed) or getattr(kernel, "features", None) is not None:
             return
+        for name, value in kernel.named_parameters(recurse=False):
+            declared = Positive.of(kernel, name)
+            if value.numel() > 1 and declared is not None and declared.per_input:
+                return
     deviation = X.double().flatten(1).std(0)  # (d,)
     deviation = deviation[deviation > 0]
     if len(deviation) and deviation.max() > _WILD * deviation.min():
         span = f"from {deviation.min().item():.3g} to {deviation.max().item():.3g}"
         warnings.warn(
-            f"{space.function}: the columns of X have standard deviations {span}, and the largest rule this "
-            "kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel one lengthscale for "
-            "each column",
+            f"{space.function}: the columns of X have standard deviations {span}, and the largest dominate "
+            "this kernel; standardise them, (X - X.mean(0)) / X.std(0), or give the kernel one lengthscale "
+            "for each column",
             UserWarning,
             stacklevel=stacklevel,
         )
@@ -127,9 +136,9 @@ def _embedded(path: str, kernel: Kernel, X: Tensor) -> Iterator[tuple[str, Kerne
     """Every kernel of a composition with its path in the machine, and the inputs that reach it."""
     Z = kernel.embed(X)
     yield path, kernel, Z
-    own = {id(part): name for name, part in kernel.named_modules()}
+    names = {id(part): name for name, part in kernel.named_modules()}
     for operand in kernel.operands:
-        yield from _embedded(f"{path}.{own[id(operand)]}", operand, Z)
+        yield from _embedded(f"{path}.{names[id(operand)]}", operand, Z)
 
 
 def _regularisation(K: Tensor, y: Tensor) -> Tensor:
