@@ -313,9 +313,9 @@ def test_every_row_is_tested_once_by_folds_and_clusters():
         ),
         ({"splits": "leave-cluster-out"}, ValueError, "splits must be a number, 'leave-cluster-out'"),
         ({"splits": []}, ValueError, "splits must hold one pair"),
-        ({"splits": [([0, 1, 2], [2])]}, ValueError, "split 0 tests on rows that it trains on"),
+        ({"splits": [([0, 1, 2], [2])]}, ValueError, "split 0 has test rows among its training rows"),
         ({"splits": [([0, 1], [2])]}, ValueError, "split 0 must have 3 rows to train on"),
-        ({"splits": [([0, 1, 99], [2])]}, ValueError, "row numbers must lie between 0 and 49"),
+        ({"splits": [([0, 1, 99], [2])]}, ValueError, "row numbers must be between 0 and 49"),
         ({"splits": [([0.0, 1.0, 3.0], [2])]}, ValueError, "expected integer row numbers"),
         ({"splits": 3.5}, ValueError, "splits must be pairs"),
         ({"metric": "best"}, ValueError, "metric must be one of"),
@@ -335,7 +335,7 @@ def test_bad_options_are_named(options, error, message):
 def test_bad_splits_are_named():
     with pytest.raises(ValueError, match="hold_out: repeats must be a whole number"):
         tl.splits.hold_out(10, 0)
-    with pytest.raises(ValueError, match="hold_out: fraction must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="hold_out: fraction must be between 0 and 1"):
         tl.splits.hold_out(10, 1, 1.0)
     with pytest.raises(ValueError, match="hold_out: needs at least 2 rows or clusters, got 1"):
         tl.splits.hold_out(5, 1, clusters=[1] * 5)

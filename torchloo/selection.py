@@ -50,23 +50,23 @@ class Selection(NamedTuple):
 
     table: list[dict[str, Any]]
     """A row for each machine compared, in order: number, machine (in short), value, evaluations, parameters
-    (those of its best, by name), stopped (why its search ended early, or ""), chosen. Machines that a stop
-    came before have none."""
+    (of its best candidate, by name), stopped (why its search ended early, or ""), chosen. Machines that were
+    not reached before an early stop have no row."""
 
     def __str__(self) -> str:
-        best = (
-            f"{self.machine}\ncriterion {self.value:.6g} after {self.evaluations} leave-one-out evaluations"
-        )
+        value = f"criterion {self.value:.6g} after {self.evaluations} leave-one-out evaluations"
+        best = f"{self.machine}\n{value}"
         if len(self.table) == 1:
             return best
-        return "\n".join([best, "", *rendered([_shown(row) for row in self.table], most=len(self.table))])
+        rows = [_shown(row) for row in self.table]
+        return "\n".join([best, "", *rendered(rows, most=len(rows))])
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row of the table with its parameters in one cell."""
-    values = ((name, v) for name, v in row["parameters"].items() if not isinstance(v, list))
-    cell = ", ".join(f"{name} {value:.4g}" for name, value in values)
-    return {**row, "parameters": cell, "chosen": "*" if row["chosen"] else ""}
+    scalars = {name: value for name, value in row["parameters"].items() if not isinstance(value, list)}
+    parameters = ", ".join(f"{name} {value:.4g}" for name, value in scalars.items())
+    return {**row, "parameters": parameters, "chosen": "*" if row["chosen"] else ""}
 
 
 def select(
@@ -104,11 +104,11 @@ def select(
         weight: training weights (n,), or a function of y, such as tl.balanced_weight.
         criterion_weight: weights of the rows in the criterion: "own" for the training weights, None for equal
             weights; or as `weight`.
-        splits: hyper-parameters that serve several training sets, given as in `validate`: pairs (train, test)
-            of row numbers, or a number of random hold-outs. The rows to train on count, by leave-one-out
-            among themselves; those to test on are not looked at, until the final fit to all rows.
-        join: of splits, "mean": one search of the mean criterion; "median": one in each, then the median of
-            each parameter (Note [several splits] in search/joined.py).
+        splits: select one set of hyper-parameters for several training sets, given as in `validate`: pairs
+            (train, test) of row numbers, or a number of random hold-outs. The criterion is leave-one-out
+            within the training rows of each split; test rows are used only in the final fit to all rows.
+        join: with splits, "mean": one search of the mean criterion; "median": a search in each split, then
+            the median of each parameter (Note [several splits] in search/joined.py).
         options: fields of `Search`, by name: starts, start, bounds, grid, prior, max_evaluations, tolerance,
             time_budget, callback, generator, progress.
 
@@ -117,9 +117,9 @@ def select(
         A candidate whose factorisation fails is infeasible and has an infinite value in the history.
 
     Cost: one `loo` for each evaluation, or one in each split, small problems in batches, large ones one by
-    one (Note [one batched evaluation] in search/objective.py); memory that of one `loo`. Where reg alone is
-    to be chosen, paths of 25, 8 and 1 regularisations, and more for a criterion that is not smooth, with up
-    to 2^24 outputs in memory at once.
+    one (Note [one batched evaluation] in search/objective.py); memory that of one `loo`. If reg is the only
+    parameter, paths of 25, 8 and 1 regularisations, and more for a criterion that is not smooth, with up to
+    2^24 outputs in memory at once.
 
     Reference: Cawley 2006, IV (Nelder and Mead on PRESS); Cawley and Talbot 2007 (hyper-prior).
 
@@ -137,14 +137,16 @@ def select(
     pairs = _pairs(splits, X, clusters, plan)
     rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight, pairs) for rival in rivals]
     if criterion is None:
-        criterion = usual_criterion(plan.method, rows[0].labelled, columns=rows[0].splits[0].y.ndim > 2)
+        several_columns = rows[0].splits[0].y.ndim > 2
+        criterion = usual_criterion(plan.method, rows[0].labelled, columns=several_columns)
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
     check_clusters("select", score, clusters)
     if isinstance(X, Stream) and score.takes_fit:
         raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     require_comparable(score, rivals)
-    outcomes = search_joined(join, rivals, [own.splits for own in rows], score, deadline)
+    problems = [each.splits for each in rows]
+    outcomes = search_joined(join, rivals, problems, score, deadline)
     reasons = [outcome.stopped for outcome in outcomes]
     warn_stopped("select", reasons, plan.time_budget, "this is the best so far")
     found = best_of(outcomes, 0)
@@ -153,24 +155,32 @@ def select(
     assert best.theta is not None
     fitted: Any = winner.rival.space.machine_at(best.theta)
     fitted.fit(X, y, rows[outcomes.index(winner)].weight)
-    table = [_reached(number, outcome, outcome is winner) for number, outcome in enumerate(outcomes)]
+    table = [_table_row(number, outcome, outcome is winner) for number, outcome in enumerate(outcomes)]
     steps = (step for outcome in outcomes for step in outcome.history)
     history = sorted(steps, key=lambda step: step.number)
     return Selection(fitted, best.value, history, len(history), table)
 
 
-def _reached(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
-    """One machine's row of the table of a selection."""
-    objective, space = outcome.objective, outcome.rival.space
-    best, stopped = objective.best[0], outcome.stopped
-    row = {"number": number, "machine": outcome.rival.name, "value": best.value}
-    if best.theta is None:
-        row["value"] = objective.score.sign * math.inf
+def _table_row(number: int, outcome: Outcome, chosen: bool) -> dict[str, Any]:
+    """The row of one machine in the table of a selection."""
+    objective, stopped = outcome.objective, outcome.stopped
+    best = objective.best[0]
+    value, parameters = best.value, {}
+    if best.theta is not None:
+        parameters = outcome.rival.space.named(best.theta)
+    else:
+        value = objective.score.sign * math.inf
         failure = objective.failures.get(0, "the criterion is not finite")
         stopped = stopped or f"no candidate could be evaluated: {failure}"
-    row |= {"evaluations": objective.evaluations[0]}
-    named = {} if best.theta is None else space.named(best.theta)
-    return row | {"parameters": named, "stopped": stopped, "chosen": chosen}
+    return {
+        "number": number,
+        "machine": outcome.rival.name,
+        "value": value,
+        "evaluations": objective.evaluations[0],
+        "parameters": parameters,
+        "stopped": stopped,
+        "chosen": chosen,
+    }
 
 
 class _Rows(NamedTuple):
@@ -185,7 +195,7 @@ class _Rows(NamedTuple):
 
 
 def _pairs(splits: Any, X: Any, clusters: object | None, plan: Search) -> list[Split] | None:
-    """The splits that were asked for, checked."""
+    """The splits, checked; None if there are none."""
     if splits is None:
         return None
     if isinstance(X, Stream):
@@ -215,20 +225,23 @@ def _rows(
     check_rows("select", machine.kernel, X, targets)
     warn_of_scales(space, X, stacklevel=4)
 
-    of_all_rows = weight_of("select", "weight", weight, y, targets)
+    all_weights = weight_of("select", "weight", weight, y, targets)
 
     def problem(train: Tensor | None) -> ProblemBatch:
-        own = of_all_rows if train is None else weight_of("select", "weight", weight, y, targets, train)
+        """The problem of some rows, or of all."""
         scored = weight_of("select", "criterion_weight", criterion_weight, y, targets, train)
-        inputs, outputs, labels = X, targets, clusters
-        if train is not None:
-            inputs = X[train][:, train] if takes_kernel_matrix(machine) else X[train]
-            outputs = targets[train]
-            labels = None if clusters is None else host_labels("select", clusters, len(X))[train.cpu()]
-        return stack("select", [inputs], [outputs], [own], [scored], [labels])
+        if train is None:
+            return stack("select", [X], [targets], [all_weights], [scored], [clusters])
+        weights = weight_of("select", "weight", weight, y, targets, train)
+        inputs = X[train][:, train] if takes_kernel_matrix(machine) else X[train]
+        labels = None if clusters is None else host_labels("select", clusters, len(X))[train.cpu()]
+        return stack("select", [inputs], [targets[train]], [weights], [scored], [labels])
 
-    splits = [problem(None)] if pairs is None else [problem(pair.train.to(X.device)) for pair in pairs]
-    return _Rows(splits, is_label(y), of_all_rows)
+    if pairs is None:
+        problems_of_splits = [problem(None)]
+    else:
+        problems_of_splits = [problem(pair.train.to(X.device)) for pair in pairs]
+    return _Rows(problems_of_splits, is_label(y), all_weights)
 
 
 def _require_stream(machine: Any, y: object, weight: object, criterion_weight: object) -> None:

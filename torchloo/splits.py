@@ -1,4 +1,4 @@
-"""Splits of an outer loop: pairs of row numbers, to train on and to test on.
+"""Splits of an outer loop: pairs of training and test row numbers.
 
 >>> [test.tolist() for train, test in k_fold(5, 5, generator=torch.Generator().manual_seed(0))]
 [[1], [2], [4], [3], [0]]
@@ -28,14 +28,14 @@ __all__ = [
 
 
 class LeaveOut(NamedTuple):
-    """Rows to predict and rows to leave out, the former among them, int64 on the host: a set of `lso`."""
+    """A set of `lso`: rows to predict, and rows to leave out, which include them; int64 on the host."""
 
     predict: Tensor
     leave_out: Tensor
 
 
 class Split(NamedTuple):
-    """Rows to train on and rows to test on, int64 on the host."""
+    """Training rows and test rows, int64 on the host."""
 
     train: Tensor
     test: Tensor
@@ -49,18 +49,22 @@ def hold_out(
     clusters: object | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Split]:
-    """Repeated hold-out: so many times, a random `fraction` of the n rows is tested on (Cawley 2006, IV).
+    """Repeated hold-out: `repeats` splits with a random `fraction` of the n rows as test rows.
 
     Args:
-        clusters: labels (n,); where given, that fraction of the clusters is held out, each as a whole, so
-            that no row is tested by a machine that saw its cluster. Splits then differ in size.
-        generator: source of randomness; None takes torch's global one.
+        clusters: labels (n,); if given, this fraction of the clusters is held out, each as a whole, so that
+            no test row has its cluster in the training rows. Splits then differ in size.
+        generator: random number generator; None uses torch's global one.
+
+    Reference: Cawley (2006), IV.
     """
-    n, repeats = whole_number("hold_out", "n", n, 0), whole_number("hold_out", "repeats", repeats)
+    n = whole_number("hold_out", "n", n, 0)
+    repeats = whole_number("hold_out", "repeats", repeats)
     if not 0 < fraction < 1:
-        raise ValueError(f"hold_out: fraction must lie between 0 and 1, got {fraction!r}")
+        raise ValueError(f"hold_out: fraction must be between 0 and 1, got {fraction!r}")
     labels = np.arange(n) if clusters is None else host_labels("hold_out", clusters, n)
-    member = torch.from_numpy(np.unique(labels, return_inverse=True)[1])  # (n,)
+    _, inverse = np.unique(labels, return_inverse=True)
+    member = torch.from_numpy(inverse)  # (n,)
     units = int(member.max()) + 1 if n else 0
     if units < 2:
         raise ValueError(f"hold_out: needs at least 2 rows or clusters, got {units}")
@@ -74,13 +78,14 @@ def hold_out(
 
 
 def k_fold(n: int, k: int, repeats: int = 1, *, generator: torch.Generator | None = None) -> list[Split]:
-    """Every row is tested on once: k random folds whose sizes differ by at most one; so many times."""
-    labels = [folds(n, k, generator) for _ in range(whole_number("k_fold", "repeats", repeats))]
+    """`repeats` times k-fold: every row is a test row once; the sizes of the folds differ by at most one."""
+    repeats = whole_number("k_fold", "repeats", repeats)
+    labels = [folds(n, k, generator) for _ in range(repeats)]
     return [_split(label == fold) for label in labels for fold in range(k)]
 
 
 def leave_cluster_out(clusters: object) -> list[Split]:
-    """Every cluster is tested on once, by labels (n,)."""
+    """Every cluster is the test set once, by labels (n,)."""
     rows = len(clusters) if hasattr(clusters, "__len__") else 0
     labels = torch.from_numpy(host_labels("leave_cluster_out", clusters, rows))
     distinct = labels.unique()
@@ -90,15 +95,15 @@ def leave_cluster_out(clusters: object) -> list[Split]:
 
 
 def h_block(times: Any, buffer: float) -> list[LeaveOut]:
-    """Sets for `machine.lso`: each row is predicted without all rows that are near it (h-block).
+    """Sets for `machine.lso`: each row is left out together with all rows near it (h-block).
 
-    Rows close in time or space resemble each other, so that leave-one-out, which sees the neighbours of the
-    row that it leaves out, is optimistic about what lies farther away.
+    Rows close in time or space resemble each other, so that leave-one-out, which trains on the neighbours of
+    the held-out row, is optimistic for predictions farther away.
 
     Args:
         times: times (n,) or coordinates (n, d) of the rows, in any order; tensor, array or list.
         buffer: a row is left out with all rows at this distance or nearer (Euclidean, to rounding); 0
-            leaves out only those of the same time or place.
+            leaves out only rows of the same time or place.
 
     Returns:
         n sets in the order of the rows: set i predicts row i.
@@ -112,26 +117,28 @@ def h_block(times: Any, buffer: float) -> list[LeaveOut]:
         [[0, 1], [0, 1, 2], [1, 2], [3]]
     """
     places = torch.as_tensor(times, device="cpu").detach().double()
-    if places.ndim not in (1, 2) or not len(places) or not bool(places.isfinite().all()):
-        raise ValueError(
-            f"h_block: times must be finite, (n,) or (n, d), got shape {tuple(places.shape)}"
-            + ("" if bool(places.isfinite().all()) else " with NaN or infinity")
-        )
+    finite = bool(places.isfinite().all())
+    if places.ndim not in (1, 2) or not len(places) or not finite:
+        received = f"shape {tuple(places.shape)}"
+        if not finite:
+            received += " with NaN or infinity"
+        raise ValueError(f"h_block: times must be finite, (n,) or (n, d), got {received}")
     if isinstance(buffer, bool) or not isinstance(buffer, numbers.Real) or not 0 <= buffer < math.inf:
         raise ValueError(f"h_block: buffer must be a number, 0 or more, got {buffer!r}")
-    reach = float(buffer) * (1 + 1e-12) + 4 * torch.finfo(places.dtype).eps * float(places.abs().max())
+    rounding = 4 * torch.finfo(places.dtype).eps * float(places.abs().max())
+    reach = float(buffer) * (1 + 1e-12) + rounding
     near = _near_times(places, reach) if places.ndim == 1 else _near_places(places, reach)
     for row, rows in enumerate(near):
         if len(rows) == len(places):
             raise ValueError(
-                f"h_block: buffer must leave some rows to learn from, but all {len(places)} are within "
-                f"{buffer} of row {row}"
+                f"h_block: buffer must leave some training rows, but all {len(places)} are within {buffer} "
+                f"of row {row}"
             )
     return [LeaveOut(torch.tensor([row], device="cpu"), rows) for row, rows in enumerate(near)]
 
 
 def _near_times(times: Tensor, reach: float) -> list[Tensor]:
-    """The rows (s,) near each of n times, in their order."""
+    """The rows (s,) near each of n times, ascending."""
     order = times.argsort(stable=True)
     ordered = times[order]
     first = torch.searchsorted(ordered, times - reach)
@@ -142,7 +149,8 @@ def _near_times(times: Tensor, reach: float) -> list[Tensor]:
 def _near_places(places: Tensor, reach: float) -> list[Tensor]:
     """The rows (s,) near each of n places (n, d)."""
     near: list[Tensor] = []
-    for some in places.split(max(1, (1 << 22) // len(places))):
+    rows_at_once = max(1, (1 << 22) // len(places))
+    for some in places.split(rows_at_once):
         distance = torch.cdist(some, places, compute_mode="donot_use_mm_for_euclid_dist")
         near += [row.nonzero()[:, 0] for row in distance <= reach]
     return near
@@ -155,7 +163,7 @@ def resolve(
     generator: torch.Generator | None,
     function: str = "validate",
 ) -> list[Split]:
-    """The splits that the argument of a function stands for, checked."""
+    """The splits given by an argument `splits`, checked."""
     if is_whole(splits):
         return hold_out(n, splits, clusters=clusters, generator=generator)
     if isinstance(splits, str):
@@ -170,40 +178,38 @@ def resolve(
     except (TypeError, ValueError) as fault:
         raise ValueError(f"{function}: splits must be pairs (train, test) of row numbers: {fault}") from None
     if not pairs:
-        raise ValueError(f"{function}: splits must hold one pair (train, test) at least, got none")
+        raise ValueError(f"{function}: splits must hold at least one pair (train, test), got none")
     for number, pair in enumerate(pairs):
         if len(pair.train) < 3 or not len(pair.test):
-            raise ValueError(
-                f"{function}: split {number} must have 3 rows to train on and 1 to test on at least"
-            )
+            raise ValueError(f"{function}: split {number} must have at least 3 training rows and 1 test row")
         if bool(torch.isin(pair.test, pair.train).any()):
-            raise ValueError(f"{function}: split {number} tests on rows that it trains on")
+            raise ValueError(f"{function}: split {number} has test rows among its training rows")
         if clusters is None:
             _require_distinct(function, number, pair.train)
     return pairs
 
 
 def _require_distinct(function: str, number: int, train: Tensor) -> None:
-    """Refuse rows that are trained on twice where each is left out alone, in the sight of its copy."""
+    """Raise for duplicate training rows without clusters: a row would be predicted from its own copy."""
     rows, counts = train.unique(return_counts=True)
     repeated = rows[counts > 1]
     if len(repeated):
         raise ValueError(
-            f"{function}: split {number} must train on each row once, but repeats row {int(repeated[0])}, "
-            "and leave-one-out would see its copy; with clusters=torch.arange(n) all copies are left out "
-            "together"
+            f"{function}: split {number} must contain each training row once, but repeats row "
+            f"{int(repeated[0])}, so that leave-one-out would train on its copy; with "
+            "clusters=torch.arange(n) all copies are left out together"
         )
 
 
 def require_whole_clusters(pairs: list[Split], clusters: object, n: int) -> None:
-    """Raise where a split of `validate` has rows of one cluster on both sides."""
+    """Raise if a split of `validate` has a cluster with both training and test rows."""
     labels = host_labels("validate", clusters, n)
     for number, pair in enumerate(pairs):
         cut = np.intersect1d(labels[pair.train.numpy()], labels[pair.test.numpy()])
         if len(cut):
             raise ValueError(
-                f"validate: split {number} must not cut clusters, but has rows of cluster {cut[0]} "
-                f"({len(cut)} such) to train on and to test on; use splits='leave-cluster-out' or "
+                f"validate: split {number} must not cut clusters, but cluster {cut[0]} ({len(cut)} such) has "
+                "both training and test rows; use splits='leave-cluster-out' or "
                 "tl.splits.hold_out(n, clusters=...), or allow_cut_clusters=True to score known clusters"
             )
 
@@ -213,9 +219,11 @@ def _index(rows: Any, n: int) -> Tensor:
     if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
         raise ValueError(f"expected integer row numbers, got {index.dtype} of shape {tuple(index.shape)}")
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < n:
-        raise ValueError(f"row numbers must lie between 0 and {n - 1}")
+        raise ValueError(f"row numbers must be between 0 and {n - 1}")
     return index.long()
 
 
-def _split(tested: Tensor) -> Split:
-    return Split((~tested).nonzero()[:, 0], tested.nonzero()[:, 0])
+def _split(is_test: Tensor) -> Split:
+    train = (~is_test).nonzero()[:, 0]
+    test = is_test.nonzero()[:, 0]
+    return Split(train, test)

@@ -7,7 +7,7 @@ __all__ = ["aligned", "rendered"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "   ") -> list[str]:
-    """Rows of text as lines: so many columns aligned to the left, the others to the right."""
+    """Rows of text as lines: the first `left` columns aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -26,7 +26,9 @@ def rendered(table: list[dict[str, Any]], most: int = 12) -> list[str]:
     names = list(dict.fromkeys(name for row in scalars for name in row))
     cells = [[_cell(row.get(name, "")) for name in names] for row in scalars]
     lines = aligned([names, *cells], left=0, gap="  ")
-    return lines if len(lines) <= most + 1 else [*lines[: most - 1], "...", *lines[-1:]]
+    if len(lines) <= most + 1:
+        return lines
+    return [*lines[: most - 1], "...", lines[-1]]
 
 
 def _cell(value: Any) -> str:

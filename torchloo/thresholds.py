@@ -22,20 +22,20 @@ def shifted(held_out: Any, shift: Tensor | float) -> Any:
 
 
 def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
-    """The shift of a machine's outputs that makes a held-out metric best.
+    """The shift of a machine's outputs that optimises a held-out metric.
 
-    A metric that counts errors changes only where an output changes its sign, so the shifts half way between
-    neighbouring outputs, and beyond all of them, hold its minimum; of equally good ones the smallest is
-    taken, and none where nothing is gained. A metric that is not constant in between is only as good as
-    the best of these. Cawley 2006, I-A, adapts the bias like this to the balanced error rate.
+    A metric that counts errors changes only where an output changes its sign, so one of the shifts half way
+    between neighbouring outputs, or beyond all of them, is optimal. Of equally good shifts the smallest is
+    returned, and 0 if no shift improves the metric. For a metric that is not constant in between, the
+    result is the best of these shifts. Cawley 2006, I-A, adapts the bias for the balanced error rate.
 
     Args:
         held_out: of leave-one-out or leave-cluster-out, outputs (..., n) or (..., n, c).
-        metric: one of tl.criteria, its name, or a callable of a HeldOut; best is lowest, or highest where
-            that is better. By default the rate of errors, of each class against the rest.
+        metric: one of tl.criteria, its name, or a callable of a HeldOut, which is minimised, or maximised if
+            higher is better. By default the error rate, of each class against the rest.
 
     Returns:
-        Shifts, of batch shape (...), or (..., c), each best for the metric of its column alone.
+        Shifts, of batch shape (...), or (..., c), each optimal for the metric of its column.
         Cost O(n log n) for each by error_rate and balanced_error_rate, unless very many shifts are equally
         good, else O(n^2); memory a few times 2^22 numbers.
 
@@ -50,7 +50,7 @@ def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
 
 
 def shift_score(function: str, argument: str, metric: Any) -> Score:
-    """The metric that a shift is to improve; it must be computed from a single column of outputs."""
+    """The metric that a shift optimises; it must be computed from a single column of outputs."""
     score = Score(function, argument, metric)
     if score.takes_fit:
         raise ValueError(
@@ -58,7 +58,7 @@ def shift_score(function: str, argument: str, metric: Any) -> Score:
         )
     if score.targets == "one-vs-rest":
         raise ValueError(
-            f"{function}: {argument} must be of one column, as every column gets a shift of its own, got "
+            f"{function}: {argument} must be of one column, as every column gets its own shift, got "
             f"{score.name}, which compares columns; use error_rate or balanced_error_rate"
         )
     return score
@@ -76,11 +76,12 @@ def _threshold(held_out: Any, score: Score) -> Tensor:
     between = (levels[1:] + levels[:-1]) / 2
     zero = torch.zeros_like(levels[:1])
     shifts = -torch.cat([zero, between, levels[:1] - edge, levels[-1:] + edge])
-    shifts = shifts[shifts.abs().argsort(stable=True)]  # of equals the first is taken
+    shifts = shifts[shifts.abs().argsort(stable=True)]  # the smallest first, which wins ties
     shifts = shifts[_may_be_best(held_out, shifts, score)]
-    rows = max(1, _ENTRIES // len(f))
-    values = torch.cat([score.sign * _scored(held_out, part, score) for part in shifts.split(rows)])
-    return shifts[torch.where(values.isnan(), torch.inf, values).argmin()]
+    at_once = max(1, _ENTRIES // len(f))
+    values = [score.sign * _scored(held_out, some, score) for some in shifts.split(at_once)]
+    losses = torch.cat(values)
+    return shifts[torch.where(losses.isnan(), torch.inf, losses).argmin()]
 
 
 def _may_be_best(held_out: Any, shifts: Tensor, score: Score) -> Tensor:
@@ -89,12 +90,17 @@ def _may_be_best(held_out: Any, shifts: Tensor, score: Score) -> Tensor:
     if score.criterion is error_rate:
         cost = held_out.weight.double()
     elif score.criterion is balanced_error_rate:
-        cost = 1 / torch.where(positive, positive.sum(), (~positive).sum()).double()
+        class_size = torch.where(positive, positive.sum(), (~positive).sum())
+        cost = 1 / class_size.double()
     else:
         return torch.ones_like(shifts, dtype=torch.bool)
-    below = [_cost_below(held_out.outputs[of], cost[of], -shifts) for of in (positive, ~positive)]
-    errors = below[0] - below[1]  # and the cost of all negatives, whatever the shift
-    return ~(errors > errors.min() + 1e-12 * cost.sum())  # all, where a class is missing
+
+    def cost_below(rows: Tensor) -> Tensor:
+        return _cost_below(held_out.outputs[rows], cost[rows], -shifts)
+
+    errors = cost_below(positive) - cost_below(~positive)  # up to a constant: the cost of all negatives
+    worse = errors > errors.min() + 1e-12 * cost.sum()
+    return ~worse  # so that NaN is kept
 
 
 def _cost_below(outputs: Tensor, cost: Tensor, cuts: Tensor) -> Tensor:

@@ -126,7 +126,8 @@ def validate(
     generator, progress = plan.generator, plan.progress
     if plan.callback is not None:
         raise TypeError("validate: callback must be None, since many splits are searched as one batch")
-    deadline, rivals = plan.deadline(), compared(plan, machine)
+    deadline = plan.deadline()
+    rivals = compared(plan, machine)
     targets, columns = _common_targets(rivals, X, y, standardise)
     if criterion is None:
         criterion = usual_criterion(plan.method, is_label(y), columns=targets.ndim > 1)
@@ -156,10 +157,11 @@ def validate(
     outer.check_metric(pairs)
     rows: dict[int, dict[str, Any]] = {}
     state = None if generator is None else generator.get_state()
-    groups, partly = _groups(pairs, clusters, len(X)), 0
+    groups = _groups(pairs, clusters, len(X))
+    partly = 0
     stopped: list[str] = []
-    bar = tqdm(total=len(pairs), desc="splits", unit="split", disable=not progress or len(groups) < 2)
-    with bar:
+    quiet = not progress or len(groups) < 2
+    with tqdm(total=len(pairs), desc="splits", unit="split", disable=quiet) as bar:
         for group in groups:
             if generator is not None and state is not None:
                 generator.set_state(state)  # every split starts from the same state, whatever its group
@@ -177,18 +179,21 @@ def validate(
                 partly += len(rows) - before
             if INTERRUPTED in reasons or time.monotonic() >= deadline:
                 break
-    in_part = f", {partly} of them searched in part" if partly else ""
-    warn_stopped(
-        "validate", stopped, plan.time_budget, f"these are {len(rows)} of {len(pairs)} splits{in_part}"
-    )
-    return summed_up([rows[k] for k in sorted(rows)], outer.metric.name, score.name)
+    result = f"these are {len(rows)} of {len(pairs)} splits"
+    if partly:
+        result += f", {partly} of them searched in part"
+    warn_stopped("validate", stopped, plan.time_budget, result)
+    table = [rows[k] for k in sorted(rows)]
+    return summed_up(table, outer.metric.name, score.name)
 
 
 def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Validation:
     """A Validation from the rows of its table."""
     scores = torch.tensor([row["score"] for row in table], dtype=torch.float64, device="cpu")
-    spread = scores.std().item() / math.sqrt(len(scores)) if len(scores) > 1 else math.nan
-    return Validation(scores, scores.mean().item(), spread, table, metric, criterion)
+    stderr = math.nan
+    if len(scores) > 1:
+        stderr = scores.std().item() / math.sqrt(len(scores))
+    return Validation(scores, scores.mean().item(), stderr, table, metric, criterion)
 
 
 def _common_targets(
@@ -196,16 +201,15 @@ def _common_targets(
 ) -> tuple[Tensor, Tensor | None]:
     """The encoded targets, which must be the same for all machines, and the columns to standardise."""
     machines = [rival.space.machine for rival in rivals]
-    each = [
-        machine.coded("validate", X, y) for machine in machines
-    ]  # from all rows: a split may not have every class
-    columns = None
-    for machine, targets in zip(machines, each, strict=True):
+    # From all rows: a split may not have every class.
+    by_machine = [machine.coded("validate", X, y) for machine in machines]
+    first, columns = by_machine[0], None
+    for machine, targets in zip(machines, by_machine, strict=True):
         check_rows("validate", machine.kernel, X, targets)
         columns = columns_of(standardise, machine, X)  # the same for all, or an error
-        if targets.shape != each[0].shape or not torch.equal(targets, each[0]):
+        if targets.shape != first.shape or not torch.equal(targets, first):
             raise ValueError("validate: machines must have the same classes, in the same order")
-    return each[0], columns
+    return first, columns
 
 
 def _metric(metric: Any, y: Tensor) -> Score:
@@ -217,8 +221,10 @@ def _metric(metric: Any, y: Tensor) -> Score:
 
 def _usual_metric(y: Tensor) -> Any:
     """The default metric: an error rate for classes, the mean squared error for numbers."""
-    if y.ndim == 2 and y.shape[1] > 1 and bool((two_valued(y.mT).all(0) & one_positive(y.mT)).all()):
-        return criteria.multiclass_error
+    if y.ndim == 2 and y.shape[1] > 1:
+        one_vs_rest = two_valued(y.mT).all(0) & one_positive(y.mT)
+        if bool(one_vs_rest.all()):
+            return criteria.multiclass_error
     if not bool((y.abs() == 1).all()):
         return criteria.mse
     # A few test rows may look like one-vs-rest columns though all rows do not: average over columns.
