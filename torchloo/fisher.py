@@ -31,7 +31,7 @@ def _code(guard: Guard, K: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _solve(guard: Guard, K: Tensor, y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None) -> Fit:
-    """Ridge regression on the columns of K as features, which are centred: no constant costs digits."""
+    """Ridge regression on the columns of K as features, centred, so that a constant costs no accuracy."""
     return _solve_coded(guard, K, _code(guard, K, y, weight), reg, weight)
 
 
@@ -76,7 +76,7 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
         K: kernel matrix, symmetric, (..., n, n).
         y: labels -1 and +1, (..., n, c); both classes in every column.
         reg: regularisation, a number or a tensor of batch shape; never scaled by n.
-        weight: row weights, (..., n); None weighs all alike.
+        weight: row weights, (..., n); None for equal weights.
 
     Returns:
         Fit with coef (..., n, c), bias (..., c) and the coded targets.
@@ -96,14 +96,8 @@ class KFD(LeastSquares):
     Labels y are integers, (..., n), see Note [class labels] in machine/kernel_machine.py; or -1 and +1,
     (..., n), or (..., n, c) for several classes: column k is +1 in the rows of class k, one class against the
     rest, and the class with the largest output is the predicted one. The machine codes its own targets column
-    by column, which its HeldOut carries; all columns share one decomposition.
-
-    Args:
-        kernel: a kernel of torchloo.kernels.
-        reg: regularisation, positive; kept as the parameter `log_reg`.
-        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
-        classes: the class labels there are, where a call may lack some; see Note [class labels] in
-            machine/kernel_machine.py.
+    by column; its HeldOut contains the coded ones. All columns share one decomposition. Arguments as in
+    `RLS`.
     """
 
     name = "kfd"
@@ -131,7 +125,7 @@ class KFD(LeastSquares):
         return False
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
-        """None: the columns of K are as many as the rows."""
+        """Raises: the features are the columns of K, one for each row."""
         raise TypeError(
             "kfd: a stream needs a machine with few features; use SparseLSSVM(kernel, reg, basis=...) "
             "with y coded as s/s_1 and -s/s_2"

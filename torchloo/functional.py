@@ -24,7 +24,7 @@ def ridge(Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None = None) -> Fit:
         Z: features, (..., n, p).
         Y: targets, (..., n, c).
         R: penalty, symmetric, positive semi-definite, (..., p, p).
-        weight: row weights, (..., n); None weighs all alike.
+        weight: row weights, (..., n); None for equal weights.
 
     Returns:
         Fit with coef (..., p, c).

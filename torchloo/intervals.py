@@ -38,8 +38,11 @@ __all__ = ["cv_plus", "jackknife_minmax", "jackknife_plus"]
 _ENTRIES = 1 << 22  # outputs of held-out machines that are computed at once
 _FOLDS = 10
 
-_Ends = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Lower and upper ends (..., q, c) from f_{-i}(x) (..., q, c, n), R (..., 1, c, n) and k."""
+Intervals = tuple[Tensor, Tensor]
+"""Lower and upper ends."""
+
+_Ends = Callable[[Tensor, Tensor, int], Intervals]
+"""Ends (..., q, c) from f_{-i}(x) (..., q, c, n), R (..., 1, c, n) and k."""
 
 
 def jackknife_plus(
@@ -62,15 +65,15 @@ def jackknife_plus(
         level: target coverage, above 0 and below 1.
         clusters: integer labels (n,) of rows that are left out together; None for single rows. With clusters,
             new rows are assumed to belong to new clusters.
-        weight: row weights (..., n) of the training.
-        groups, groups_new: integer labels (n,) and (q,), on the host, for Mondrian intervals: those of a new
-            row come from the errors of its own group only, and cover each group at the level.
+        weight: training weights of the rows, (..., n).
+        groups, groups_new: integer labels (n,) and (q,), on the host, for Mondrian intervals: the interval of
+            a new row uses the errors of its own group only, so that each group is covered at the level.
 
     Returns:
         lower and upper ends, (..., q) or (..., q, c); infinite where there are too few rows for the level.
 
-    Values without a graph. Cost: a solution and its leave-one-out, n^2 q in the dual form (n p q in the
-    primal one), and n q c to choose from; memory that of `solve`, and blocks of some 2^22 numbers.
+    Not differentiable. Cost: a solution and its leave-one-out, n^2 q in the dual form (n p q in the primal
+    one), and n q c for the order statistics; memory that of `solve`, and blocks of some 2^22 numbers.
 
     >>> x = torch.linspace(0, 6, 40, dtype=torch.float64).unsqueeze(-1)
     >>> import torchloo as tl
@@ -78,9 +81,8 @@ def jackknife_plus(
     >>> bool((lower < upper).all())
     True
     """
-    return _intervals(
-        "jackknife_plus", _plus, machine, X, y, X_new, level, clusters, weight, groups, groups_new
-    )
+    held_out = _HeldOutMachines("jackknife_plus", machine, X, y, X_new, level, clusters, weight)
+    return held_out.intervals(_plus, groups, groups_new)
 
 
 def jackknife_minmax(
@@ -99,9 +101,8 @@ def jackknife_minmax(
 
     Note [intervals]; arguments and results as in `jackknife_plus`.
     """
-    return _intervals(
-        "jackknife_minmax", _minmax, machine, X, y, X_new, level, clusters, weight, groups, groups_new
-    )
+    held_out = _HeldOutMachines("jackknife_minmax", machine, X, y, X_new, level, clusters, weight)
+    return held_out.intervals(_minmax, groups, groups_new)
 
 
 def cv_plus(
@@ -116,90 +117,110 @@ def cv_plus(
     groups: object | None = None,
     groups_new: object | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """CV+ intervals, from the machines without a fold: Note [intervals].
+    """CV+ intervals, from the machines trained without a fold: Note [intervals].
 
     Arguments and results as in `jackknife_plus`, which is as fast and uses machines trained on more rows;
-    clusters=None takes 10 random folds (of torch's global generator), ``clusters=tl.folds(n, k, generator)``
-    others.
+    clusters=None uses 10 random folds (from torch's global generator); for other folds use
+    ``clusters=tl.folds(n, k, generator)``.
     """
     if clusters is None:
         _check("cv_plus", machine, X, y, level)
-        n = X.shape[-1 - machine.kernel.event_dim] if X.ndim > machine.kernel.event_dim else 2
+        event = machine.kernel.event_dim
+        n = X.shape[-1 - event] if X.ndim > event else 2
         clusters = folds(n, min(_FOLDS, n)) if n > 1 else None  # solve raises the error
-    return _intervals("cv_plus", _plus, machine, X, y, X_new, level, clusters, weight, groups, groups_new)
+    held_out = _HeldOutMachines("cv_plus", machine, X, y, X_new, level, clusters, weight)
+    return held_out.intervals(_plus, groups, groups_new)
 
 
-def _plus(outputs: Tensor, R: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    lower = (outputs - R).kthvalue(outputs.shape[-1] + 1 - k).values
-    return lower, (outputs + R).kthvalue(k).values
+def _plus(outputs: Tensor, R: Tensor, k: int) -> Intervals:
+    n = outputs.shape[-1]
+    lower = (outputs - R).kthvalue(n + 1 - k).values
+    upper = (outputs + R).kthvalue(k).values
+    return lower, upper
 
 
-def _minmax(outputs: Tensor, R: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _minmax(outputs: Tensor, R: Tensor, k: int) -> Intervals:
     error = R.kthvalue(k).values  # (..., 1, c)
     return outputs.amin(-1) - error, outputs.amax(-1) + error
 
 
-@torch.no_grad()
-def _intervals(
-    function: str,
-    ends: _Ends,
-    machine: Any,
-    X: Tensor,
-    y: Tensor,
-    X_new: Tensor,
-    level: float,
-    clusters: object | None,
-    weight: Tensor | None,
-    groups: object | None,
-    groups_new: object | None,
-) -> tuple[Tensor, Tensor]:
-    _check(function, machine, X, y, level)
-    event = machine.kernel.event_dim
-    if X_new.ndim <= event:
-        raise ValueError(
-            f"{function}: X_new must be rows (..., q, d) as X is, got shape {tuple(X_new.shape)}"
-        )
-    without = _Without(machine.solve(X, y, weight), clusters)
-    q, parts, order = X_new.shape[-1 - event], [], []
-    for among, chosen in _groups(function, groups, groups_new, without.n, q):
-        k = _rank(level, len(among))
-        for some in chosen.to(X.device).split(without.together):
-            rows = csr.select(X_new, some) if csr.is_csr(X_new) else X_new.index_select(-1 - event, some)
-            outputs, errors = without(rows, among.to(X.device))
-            order.append(some)
-            if k > len(among):
-                none = torch.full(outputs.shape[:-1], torch.inf, dtype=outputs.dtype, device=X.device)
-                parts.append((-none, none))
-            else:
-                parts.append(ends(outputs, errors, k))
-    back = torch.cat(order).argsort()
-    lower, upper = (torch.cat(part, -2).index_select(-2, back) for part in zip(*parts, strict=True))
-    return without.fit.shaped(lower), without.fit.shaped(upper)
+class _HeldOutMachines:
+    """The machines trained without each row, or its cluster: outputs at new inputs, and held-out errors."""
 
-
-class _Without:
-    """The machines without each row, or its cluster: what they say of new inputs, and their errors."""
-
-    def __init__(self, fit: Fit, clusters: object | None) -> None:
-        self.fit, held_out = fit, fit.held_out(clusters, flat=False)
-        self.Y, self.r = held_out.targets, held_out.residuals.mT  # (..., n, c) and (..., c, n)
-        self.n, self.members = self.r.shape[-1], None
+    @torch.no_grad()
+    def __init__(
+        self,
+        function: str,
+        machine: Any,
+        X: Tensor,
+        y: Tensor,
+        X_new: Tensor,
+        level: float,
+        clusters: object | None,
+        weight: Tensor | None,
+    ) -> None:
+        _check(function, machine, X, y, level)
+        self.row_axis = -1 - machine.kernel.event_dim
+        if X_new.ndim < -self.row_axis:
+            raise ValueError(
+                f"{function}: X_new must be rows (..., q, d) as X is, got shape {tuple(X_new.shape)}"
+            )
+        self.function, self.X_new, self.level = function, X_new, level
+        self.fit: Fit = machine.solve(X, y, weight)
+        held_out = self.fit.held_out(clusters, flat=False)
+        self.Y = held_out.targets  # (..., n, c)
+        self.r = held_out.residuals.mT  # (..., c, n)
+        self.n = self.r.shape[-1]
+        self.members = None
         if held_out.clusters is not None:
             _, members = held_out.clusters.unique(return_inverse=True)
             self.members = members.to(self.r.device)  # (n,)
-        self.together = max(1, _ENTRIES // self.r.numel())
 
-    def __call__(self, X_new: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-        """f_{-i}(x), (..., b, c, n'), and R, (..., 1, c, n'), for the rows i among (n',) some."""
+    @torch.no_grad()
+    def intervals(self, ends: _Ends, groups: object | None, groups_new: object | None) -> Intervals:
+        """Prediction intervals at all new inputs, in blocks."""
+        q, device = self.X_new.shape[self.row_axis], self.r.device
+        rows_at_once = max(1, _ENTRIES // self.r.numel())
+        lowers, uppers, order = [], [], []
+        for train, new in _groups(self.function, groups, groups_new, self.n, q):
+            for rows in new.to(device).split(rows_at_once):
+                outputs, errors = self._outputs(self._new_rows(rows), train.to(device))
+                lower, upper = self._ends(ends, outputs, errors)
+                lowers.append(lower)
+                uppers.append(upper)
+                order.append(rows)
+        original = torch.cat(order).argsort()
+        lower = torch.cat(lowers, -2).index_select(-2, original)
+        upper = torch.cat(uppers, -2).index_select(-2, original)
+        return self.fit.shaped(lower), self.fit.shaped(upper)
+
+    def _new_rows(self, rows: Tensor) -> Tensor:
+        if csr.is_csr(self.X_new):
+            return csr.select(self.X_new, rows)
+        return self.X_new.index_select(self.row_axis, rows)
+
+    def _outputs(self, X_new: Tensor, train: Tensor) -> tuple[Tensor, Tensor]:
+        """f_{-i}(x), (..., b, c, n'), and R, (..., 1, c, n'), for the training rows i in `train` (n',)."""
         w = self.fit.weights_at(X_new)  # (..., b, n)
         change = w.unsqueeze(-2) * self.r.unsqueeze(-3)  # (..., b, c, n)
         if self.members is not None:
             sums = change.new_zeros((*change.shape[:-1], int(self.members.max()) + 1))
-            change = sums.index_add_(-1, self.members, change).index_select(-1, self.members)
-        outputs, errors = (w @ self.Y).unsqueeze(-1) - change, self.r.abs().unsqueeze(-3)
-        if len(among) == self.n:
+            sums.index_add_(-1, self.members, change)
+            change = sums.index_select(-1, self.members)
+        outputs = (w @ self.Y).unsqueeze(-1) - change
+        errors = self.r.abs().unsqueeze(-3)
+        if len(train) == self.n:
             return outputs, errors
-        return outputs.index_select(-1, among), errors.index_select(-1, among)
+        return outputs.index_select(-1, train), errors.index_select(-1, train)
+
+    def _ends(self, ends: _Ends, outputs: Tensor, errors: Tensor) -> Intervals:
+        """Ends (..., b, c), infinite if there are too few training rows for the level."""
+        n = outputs.shape[-1]
+        k = _rank(self.level, n)
+        if k <= n:
+            return ends(outputs, errors, k)
+        infinite = torch.full(outputs.shape[:-1], torch.inf, dtype=outputs.dtype, device=outputs.device)
+        return -infinite, infinite
 
 
 def _check(function: str, machine: Any, X: object, y: object, level: object) -> None:
@@ -212,7 +233,7 @@ def _check(function: str, machine: Any, X: object, y: object, level: object) -> 
     if is_label(y):
         raise TypeError(
             f"{function}: y must be numbers, got class labels; for integer targets use y.double() (or "
-            ".float(), as X is)"
+            ".float(), like X)"
         )
     if not isinstance(level, numbers.Real) or not 0 < float(level) < 1:
         raise ValueError(f"{function}: level must be above 0 and below 1, e.g. 0.9, got {level!r}")
@@ -232,7 +253,9 @@ def _groups(
     if groups is None:
         yield torch.arange(n, device="cpu"), torch.arange(q, device="cpu")
         return
-    own, new = host_labels(function, groups, n, "groups"), host_labels(function, groups_new, q, "groups_new")
-    for group in np.unique(new):
-        among, chosen = (torch.from_numpy(np.flatnonzero(labels == group)) for labels in (own, new))
-        yield among, chosen
+    labels = host_labels(function, groups, n, "groups")
+    labels_new = host_labels(function, groups_new, q, "groups_new")
+    for group in np.unique(labels_new):
+        train = np.flatnonzero(labels == group)
+        new = np.flatnonzero(labels_new == group)
+        yield torch.from_numpy(train), torch.from_numpy(new)

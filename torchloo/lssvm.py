@@ -20,7 +20,7 @@ def lssvm(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = Non
         K: kernel matrix, symmetric, (..., n, n).
         Y: targets, (..., n, c); labels -1 and +1 for classification.
         reg: regularisation, a number or a tensor of batch shape; never scaled by n.
-        weight: row weights, (..., n); None weighs all alike.
+        weight: row weights, (..., n); None for equal weights.
 
     Returns:
         Fit with coef (..., n, c) and bias (..., c).
@@ -42,16 +42,7 @@ def lssvm(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = Non
 
 
 class LSSVM(LeastSquares):
-    """The least-squares support vector machine as a module; see `lssvm`.
-
-    Args:
-        kernel: a kernel of torchloo.kernels. A linear kernel with fewer features than rows takes
-            the primal form by itself.
-        reg: regularisation, positive; kept as the parameter `log_reg`.
-        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
-        classes: the class labels there are, where a call may lack some; see Note [class labels] in
-            machine/kernel_machine.py.
-    """
+    """The least-squares support vector machine as a module; see `lssvm`. Arguments as in `RLS`."""
 
     name = "lssvm"
     label = "least-squares support vector machine"

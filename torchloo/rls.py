@@ -19,7 +19,7 @@ def rls(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
         K: kernel matrix, symmetric, (..., n, n).
         Y: targets, (..., n, c).
         reg: regularisation, a number or a tensor of batch shape; never scaled by n.
-        weight: row weights, (..., n); None weighs all alike.
+        weight: row weights, (..., n); None for equal weights.
 
     Returns:
         Fit with coef (..., n, c) and bias zero.
@@ -43,12 +43,12 @@ class RLS(LeastSquares):
     """Regularised least squares as a module; see `rls`.
 
     Args:
-        kernel: a kernel of torchloo.kernels. A linear kernel with fewer features than rows takes
-            the primal form by itself.
-        reg: regularisation, positive; kept as the parameter `log_reg`.
+        kernel: a kernel of torchloo.kernels. For a linear kernel with fewer features than rows, the primal
+            form is used automatically.
+        reg: regularisation, positive; stored as the parameter `log_reg`.
         reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
-        classes: the class labels there are, where a call may lack some; see Note [class labels] in
-            machine/kernel_machine.py.
+        classes: all class labels, if some may be missing from the labels of a call; see Note [class labels]
+            in machine/kernel_machine.py.
     """
 
     name = "rls"

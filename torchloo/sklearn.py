@@ -62,8 +62,10 @@ class _LOOEstimator(BaseEstimator):
         random_state: Any = None,
         device: str = "cpu",
     ) -> None:
-        self.machine, self.kernel, self.criterion, self.search = machine, kernel, criterion, search
-        self.reg, self.basis, self.starts, self.max_evaluations = reg, basis, starts, max_evaluations
+        self.machine, self.kernel = machine, kernel
+        self.criterion, self.search = criterion, search
+        self.reg, self.basis = reg, basis
+        self.starts, self.max_evaluations = starts, max_evaluations
         self.random_state, self.device = random_state, device
 
     def _fit_rows(
@@ -83,13 +85,14 @@ class _LOOEstimator(BaseEstimator):
             )
         clusters = None
         if groups is not None:
-            clusters = torch.from_numpy(
-                np.unique(_column(name, "groups", groups, len(X)), return_inverse=True)[1]
-            )
-            clusters = clusters[taking_part]
-        inputs, targets = (torch.tensor(array[taking_part], device=self.device) for array in (X, y))
-        own = None if weight is None else torch.tensor(weight[taking_part], device=self.device)
-        rows = _TrainingRows(inputs, targets, own, clusters)
+            _, numbers = np.unique(_column(name, "groups", groups, len(X)), return_inverse=True)
+            clusters = torch.from_numpy(numbers[taking_part])
+
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.tensor(array[taking_part], device=self.device)
+
+        weights = None if weight is None else on_device(weight)
+        rows = _TrainingRows(on_device(X), on_device(y), weights, clusters)
         machine, generator = self._build(rows.X, options)
         if self.search is None:
             self.machine_ = machine.fit(rows.X, rows.y, rows.weight)  # type: ignore[operator]
@@ -124,8 +127,9 @@ class _LOOEstimator(BaseEstimator):
     def _build(self, X: Tensor, options: dict[str, Any]) -> tuple[KernelMachine, torch.Generator]:
         """The unfitted machine, and the random number generator."""
         name = type(self).__name__
-        fitting = [each for each, kind in MACHINES.items() if is_classifier(self) or not kind.needs_classes]
-        _require_one_of(name, "machine", self.machine, tuple(sorted(fitting)))
+        any_machine = is_classifier(self)
+        suitable = [each for each, kind in MACHINES.items() if any_machine or not kind.needs_classes]
+        _require_one_of(name, "machine", self.machine, tuple(sorted(suitable)))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
         if isinstance(self.kernel, Kernel):
@@ -153,6 +157,11 @@ class _LOOEstimator(BaseEstimator):
     def _outputs_at(self, X: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             return self.machine_(torch.tensor(X, device=self.device)).cpu().numpy()
+
+    def _outputs_of_others(self, X: np.ndarray) -> Any:
+        """Outputs of the fitted machine at the rows of weight zero."""
+        others = ~self._taking_part
+        return self._outputs_at(X[others]) if others.any() else 0.0
 
     def _in_all_rows(self, held_out: Tensor, others: Any) -> np.ndarray:
         """Values of the rows of positive weight, and `others` (a number, or one each) for the other rows."""
@@ -208,8 +217,7 @@ class LOORegressor(MultiOutputMixin, RegressorMixin, _LOOEstimator):
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         weight = _weights(sample_weight, X)
         held_out = self._fit_rows(X, y.astype(np.float64), weight, groups)
-        others = self._outputs_at(X[~self._taking_part]) if not self._taking_part.all() else 0.0
-        self.loo_predictions_ = self._in_all_rows(held_out.outputs, others)
+        self.loo_predictions_ = self._in_all_rows(held_out.outputs, self._outputs_of_others(X))
         self.loo_residuals_ = y - self.loo_predictions_
         return self
 
@@ -292,11 +300,11 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         if self.class_weight is not None:
             by_class = compute_sample_weight(self.class_weight, y)
             weight = by_class if given is None else given * by_class
-        if len(np.unique(number if weight is None else number[weight > 0])) < 2:
+        present = number if weight is None else number[weight > 0]
+        if len(np.unique(present)) < 2:
             raise ValueError("LOOClassifier: y must hold rows of two classes or more, got one class only")
         held_out = self._fit_rows(X, number, weight, groups, classes=range(len(self.classes_)))
-        others = self._outputs_at(X[~self._taking_part]) if not self._taking_part.all() else 0.0
-        self.loo_decision_ = self._in_all_rows(held_out.outputs, others)
+        self.loo_decision_ = self._in_all_rows(held_out.outputs, self._outputs_of_others(X))
         self.loo_residuals_ = self._in_all_rows(held_out.residuals, np.nan)
         self.loo_predictions_ = self._labels(self.loo_decision_)
         counted = None if given is None else torch.tensor(given[self._taking_part], device=self.device)
@@ -305,7 +313,9 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
 
     def _labels(self, outputs: np.ndarray) -> np.ndarray:
         """Labels (q,) of outputs (q,), or (q, k) for k > 2 classes."""
-        return self.classes_[outputs.argmax(1) if outputs.ndim == 2 else (outputs >= 0).astype(int)]
+        if outputs.ndim == 2:
+            return self.classes_[outputs.argmax(1)]
+        return self.classes_[(outputs >= 0).astype(int)]
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Outputs at new rows: (q,), positive for the second of two classes, or (q, k)."""
@@ -319,8 +329,10 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         """Probabilities of the classes at new rows, (q, k), calibrated on held-out outputs."""
         outputs = torch.from_numpy(self._outputs(X))
         with torch.no_grad():
-            chance = self.calibration_(outputs).numpy()
-        return chance if chance.ndim == 2 else np.stack([1 - chance, chance], 1)
+            probability = self.calibration_(outputs).numpy()
+        if probability.ndim == 2:
+            return probability
+        return np.stack([1 - probability, probability], 1)
 
 
 def _weights(sample_weight: Any, X: np.ndarray) -> np.ndarray | None:

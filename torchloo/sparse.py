@@ -192,7 +192,7 @@ def sparse_lssvm(
         Kxz: kernel matrix of training points and basis, (..., n, m).
         Y: targets, (..., n, c).
         reg: regularisation, a number or a tensor of batch shape; 1/(2 gamma) of the paper.
-        weight: row weights, (..., n); None weighs all alike.
+        weight: row weights, (..., n); None for equal weights.
 
     Returns:
         Fit with coef (..., m, c) and bias (..., c). The basis stays when a row is left out.
