@@ -170,9 +170,14 @@ def network():
             ValueError,
             "features.weight is not one.*use join='mean'",
         ),
-        (tl.LSSVM(K.RBF()), {"splits": [([0, 1, 2], [2])]}, ValueError, "select: split 0 has test rows among"),
-        (tl.LSSVM(K.RBF()), {"splits": []}, ValueError, "select: splits must hold one pair"),
-        (tl.LSSVM(K.RBF()), {"splits": [([0, 0, 1], [2])]}, ValueError, "select: split 0 must train on each"),
+        (
+            tl.LSSVM(K.RBF()),
+            {"splits": [([0, 1, 2], [2])]},
+            ValueError,
+            "select: split 0 has test rows among",
+        ),
+        (tl.LSSVM(K.RBF()), {"splits": []}, ValueError, "select: splits must hold at least one pair"),
+        (tl.LSSVM(K.RBF()), {"splits": [([0, 0, 1], [2])]}, ValueError, "select: split 0 must contain each"),
     ],
 )
 def test_refused(machine, options, error, message):

@@ -162,7 +162,7 @@ def test_splits_that_cut_clusters_are_refused_unless_asked_for():
     whole = ([row for row in range(80) if row not in (4, 5, 6, 7)], [4, 5])  # 6 and 7 are in neither part
     cut = ([row for row in range(80) if row not in (4, 5)], [4, 5])
     assert len(tl.validate(tl.LSSVM(K.RBF()), X, y, [whole], clusters=clusters, **grid).scores) == 1
-    with pytest.raises(ValueError, match=r"split 1 .* has rows of cluster 1 \(1 such\) to train on"):
+    with pytest.raises(ValueError, match=r"split 1 .* cluster 1 \(1 such\) has both training"):
         tl.validate(tl.LSSVM(K.RBF()), X, y, [whole, cut], clusters=clusters, **grid)
 
 

@@ -78,9 +78,12 @@ def balanced_error_rate(
         steps=True,
         signs=True,
     )
-    of_class = [rows.positive, rows.targets < 0]
-    rates = [(rows.wrong * member).sum(-1) / member.sum(-1) for member in of_class]
-    return rows.over_outputs((rates[0] + rates[1]) / 2)
+
+    def error_rate_of(member: Tensor) -> Tensor:
+        return (rows.wrong * member).sum(-1) / member.sum(-1)
+
+    rates = error_rate_of(rows.positive) + error_rate_of(rows.targets < 0)
+    return rows.over_outputs(rates / 2)
 
 
 def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -94,9 +97,9 @@ def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None
             (..., n, c) with one positive entry in each row, such as `tl.one_vs_rest` makes, (..., n, 1) for
             two classes. A batch of numbers (B, n) with a single positive one in each problem looks like
             columns: give integer labels there.
-        classes: of integer labels, all that there are; None looks at the values. k counts those that are
-            there, in each problem by itself.
-        dtype: of the weights; None takes that of y, torch's default for integer labels. Machines want that
+        classes: of integer labels, all classes; None takes them from the values. k is the number of classes
+            that are present, in each problem separately.
+        dtype: of the weights; None for that of y, torch's default for integer labels. Machines need that
             of X.
 
     Memory: n c numbers. Reference: Cawley 2006, eq. 18, for two classes.
@@ -114,11 +117,12 @@ def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None
     guard.check()
     if dtype is None:
         dtype = y.dtype if y.is_floating_point() else torch.get_default_dtype()
-    return member.shape[-2] / (present * (member * counts).sum(-1)).to(dtype)
+    n, own_count = member.shape[-2], (member * counts).sum(-1)
+    return n / (present * own_count).to(dtype)
 
 
 def _members(guard: Guard, y: Tensor, classes: Any) -> Tensor:
-    """Which class each row is of, boolean (..., n, c)."""
+    """Membership of each row in each class, boolean (..., n, c)."""
     function = guard.function
     if not is_label(y):
         require_floating(function, y=y)
@@ -130,7 +134,8 @@ def _members(guard: Guard, y: Tensor, classes: Any) -> Tensor:
     guard.finite(y=y)
     if y.ndim > 1 and y.shape[-1] > 1 and values_visible(y) and bool(one_positive(y.mT).all()):
         return y > 0
-    y = y[..., 0] if y.ndim > 1 and y.shape[-1] == 1 else y
+    if y.ndim > 1 and y.shape[-1] == 1:
+        y = y[..., 0]
     require_classes(guard, "y", y)
     return torch.stack([y < 0, y > 0], -1)
 
@@ -153,7 +158,7 @@ def smooth_error(
 ) -> Tensor:
     """`error_rate` with a logistic step: sum_i w_i / (1 + exp(gamma t_i f_i)) / sum_i w_i.
 
-    Args beyond the usual: gamma > 0, the steepness; as gamma grows this tends to the error rate and its
+    Additional argument: gamma > 0, the steepness; as gamma grows this tends to the error rate and its
     gradient to zero almost everywhere. Lower is better. Differentiable.
     Reference: Bo, Wang, Jiao 2005; Cawley 2006, eq. 20.
     """
@@ -174,7 +179,7 @@ def hinge(
 ) -> Tensor:
     """Held-out hinge loss: sum_i w_i max(0, 1 - t_i f_i).
 
-    Lower is better. Differentiable but at the kink.
+    Lower is better. Differentiable except at the kink.
     """
     rows = ScoredRows("hinge", held_out, weight, per_output, average=average, classes="sign")
     return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0)))

@@ -11,7 +11,7 @@ from torchloo.guards import values_visible
 __all__ = ["PAIRS", "by_class", "fraction_above", "logistic_sum", "pair_terms", "tau_b"]
 
 PAIRS = 1 << 21
-"""How many (positive, negative) pairs are looked at together."""
+"""How many (positive, negative) pairs are computed at once."""
 
 
 def fraction_above(outputs: Tensor, positive: Tensor) -> Tensor:
@@ -21,9 +21,10 @@ def fraction_above(outputs: Tensor, positive: Tensor) -> Tensor:
     before = pad(positive.logical_not().cumsum(-1), (1, 0))  # (..., n + 1): negatives among the first k
     below = before.gather(-1, torch.searchsorted(ascending, ascending))  # negatives ranked below
     up_to = before.gather(-1, torch.searchsorted(ascending, ascending, right=True))  # or tied
-    twice = ((below + up_to) * positive).sum(-1)
-    count = positive.sum(-1)
-    return twice.to(outputs.dtype) / (2 * count * (outputs.shape[-1] - count)).to(outputs.dtype)
+    twice_above = ((below + up_to) * positive).sum(-1)
+    positives = positive.sum(-1)
+    negatives = outputs.shape[-1] - positives
+    return twice_above.to(outputs.dtype) / (2 * positives * negatives).to(outputs.dtype)
 
 
 class Side(NamedTuple):
@@ -41,13 +42,17 @@ def by_class(positive: Tensor, dtype: torch.dtype) -> tuple[Side, Side]:
     n = positive.shape[-1]
     order = positive.to(torch.int8).argsort(dim=-1, descending=True, stable=True)  # positives first
     count = positive.sum(-1, keepdim=True)
-    most, least = n, 0  # where the counts cannot be seen every row is padding to both
+    most_positive, most_negative = n, n  # padding, if the counts cannot be read
     if values_visible(count):
-        most, least = torch.stack([count.max(), count.min()]).tolist()
-    place = torch.arange(n, device=positive.device)
+        most_positive, fewest_positive = torch.stack([count.max(), count.min()]).tolist()
+        most_negative = n - fewest_positive
+    position = torch.arange(n, device=positive.device)
+    positive_mask = (position[:most_positive] < count).to(dtype)
+    negative_mask = (position[:most_negative] < n - count).to(dtype)
+    negatives_first = order.flip(-1)
     return (
-        Side(order[..., :most], (place[:most] < count).to(dtype)),
-        Side(order.flip(-1)[..., : n - least], (place[: n - least] < n - count).to(dtype)),
+        Side(order[..., :most_positive], positive_mask),
+        Side(negatives_first[..., :most_negative], negative_mask),
     )
 
 
@@ -67,7 +72,8 @@ class _LogisticSum(torch.autograd.Function):
             slopes = [power * factor for power, factor in enumerate(polynomial)]
             polynomial = [a - b for a, b in zip([*slopes, 0.0], [0.0, *slopes], strict=True)]
         sums = []
-        for block in f.split(max(1, PAIRS // max(1, g.numel())), dim=-1):
+        rows_at_once = max(1, PAIRS // max(1, g.numel()))
+        for block in f.split(rows_at_once, dim=-1):
             s = torch.sigmoid(g.unsqueeze(-2) - block.unsqueeze(-1))  # (..., block, q)
             phi = torch.full_like(s, polynomial[-1])
             for factor in polynomial[-2::-1]:
@@ -82,7 +88,9 @@ class _LogisticSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        (f, g, w), (upstream,), order = ctx.saved_tensors, grads, ctx.order
+        f, g, w = ctx.saved_tensors
+        (upstream,) = grads
+        order = ctx.order
         apply = _LogisticSum.apply
         f_bar = -upstream * apply(f, g, w, order + 1)
         g_bar = w * apply(-g, -f, upstream, order + 1)
@@ -107,8 +115,10 @@ def logistic_sum(f: Tensor, g: Tensor, w: Tensor) -> Tensor:
 def _keys(values: Tensor, cluster: Tensor) -> Tensor:
     """Integers that order rows by cluster, then value, equal where both are: (..., n) -> (..., n)."""
     ascending, order = values.sort(-1)
-    rank = pad((ascending[..., 1:] != ascending[..., :-1]).long(), (1, 0)).cumsum(-1)
-    return torch.empty_like(order).scatter_(-1, order, rank) + cluster * values.shape[-1]
+    larger_than_previous = ascending[..., 1:] != ascending[..., :-1]
+    rank_in_order = pad(larger_than_previous.long(), (1, 0)).cumsum(-1)
+    rank = torch.empty_like(order).scatter_(-1, order, rank_in_order)
+    return rank + cluster * values.shape[-1]
 
 
 def _tied_pairs(keys: Tensor, clusters: int) -> Tensor:
@@ -142,10 +152,14 @@ def tau_b(targets: Tensor, outputs: Tensor, cluster: Tensor, sizes: Tensor) -> t
     targets, outputs (..., n); cluster (n,), numbers below k; sizes (k,) -> (..., k), (..., k).
     """
     n, k = targets.shape[-1], len(sizes)
-    x, z = _keys(targets.contiguous(), cluster), _keys(outputs.contiguous(), cluster)  # (..., n)
-    xz = _keys((x - cluster * n) * n + (z - cluster * n), cluster)
+    x = _keys(targets.contiguous(), cluster)  # (..., n)
+    z = _keys(outputs.contiguous(), cluster)
+    rank_x, rank_z = x - cluster * n, z - cluster * n
+    xz = _keys(rank_x * n + rank_z, cluster)
     n0 = sizes * (sizes - 1) // 2
-    nx, nz, nxz = _tied_pairs(x, k), _tied_pairs(z, k), _tied_pairs(xz, k)  # (..., k)
+    nx = _tied_pairs(x, k)  # (..., k)
+    nz = _tied_pairs(z, k)
+    nxz = _tied_pairs(xz, k)
     q = _inversions(z.gather(-1, xz.argsort(-1)), k)
     scale = ((n0 - nx).double() * (n0 - nz).double()).sqrt()
     return (n0 - nx - nz + nxz - 2 * q) / scale.clamp(min=1), n0 > nx  # 0 / 1 where scale is 0
@@ -156,14 +170,13 @@ def pair_terms(P: Tensor, Y: Tensor, a: Tensor, i: Tensor, j: Tensor) -> tuple[T
 
     P (..., c, n, n); Y, a (..., c, n); rows i (..., c, p) against rows j (..., c, q).
     """
-    n, (p, q), head = Y.shape[-1], (i.shape[-1], j.shape[-1]), Y.shape[:-1]
-    P_ij = P.gather(-2, i.unsqueeze(-1).expand(*head, p, n))
-    P_ij = P_ij.gather(-1, j.unsqueeze(-2).expand(*head, p, q))
+    *batch, n = Y.shape
+    p, q = i.shape[-1], j.shape[-1]
+    P_i = P.gather(-2, i.unsqueeze(-1).expand(*batch, p, n))
+    P_ij = P_i.gather(-1, j.unsqueeze(-2).expand(*batch, p, q))
     d = P.diagonal(dim1=-2, dim2=-1)  # (..., c, n)
-    (d_i, y_i, a_i), (d_j, y_j, a_j) = (
-        [t.gather(-1, i).unsqueeze(-1) for t in (d, Y, a)],  # (..., c, p, 1)
-        [t.gather(-1, j).unsqueeze(-2) for t in (d, Y, a)],  # (..., c, 1, q)
-    )
+    d_i, y_i, a_i = (t.gather(-1, i).unsqueeze(-1) for t in (d, Y, a))  # (..., c, p, 1)
+    d_j, y_j, a_j = (t.gather(-1, j).unsqueeze(-2) for t in (d, Y, a))  # (..., c, 1, q)
     det = d_i * d_j - P_ij.square()
     r_i = (d_j * a_i - P_ij * a_j) / det
     r_j = (d_i * a_j - P_ij * a_i) / det

@@ -21,6 +21,22 @@ from torchloo.held_out import HeldOut
 __all__ = ["auc", "kendall_tau", "leave_pair_out_auc", "smooth_wmw", "wmw"]
 
 
+def _fraction_of_pairs(
+    function: str,
+    held_out: HeldOut,
+    weight: Weight,
+    per_output: bool,
+    average: Average,
+    *,
+    wrong: bool = False,
+) -> Tensor:
+    """Fraction of (positive, negative) pairs in the right order, or in the wrong one; ties count half."""
+    no_weight(function, weight)
+    rows = ScoredRows(function, held_out, None, per_output, average=average, classes="both signs", steps=True)
+    outputs = -rows.outputs if wrong else rows.outputs
+    return rows.over_outputs(pairs.fraction_above(outputs, rows.positive))
+
+
 @criterion(
     "AUC",
     "the area under the ROC curve",
@@ -36,9 +52,7 @@ def auc(
 
     Unweighted. Higher is better. Not differentiable. By sorting, O(n log n), in exact integers.
     """
-    no_weight("auc", weight)
-    rows = ScoredRows("auc", held_out, None, per_output, average=average, classes="both signs", steps=True)
-    return rows.over_outputs(pairs.fraction_above(rows.outputs, rows.positive))
+    return _fraction_of_pairs("auc", held_out, weight, per_output, average)
 
 
 @criterion(
@@ -56,9 +70,7 @@ def wmw(
 
     Unweighted. Lower is better. Not differentiable. O(n log n).
     """
-    no_weight("wmw", weight)
-    rows = ScoredRows("wmw", held_out, None, per_output, average=average, classes="both signs", steps=True)
-    return rows.over_outputs(pairs.fraction_above(-rows.outputs, rows.positive))
+    return _fraction_of_pairs("wmw", held_out, weight, per_output, average, wrong=True)
 
 
 @criterion(
@@ -78,8 +90,8 @@ def smooth_wmw(
 ) -> Tensor:
     """`wmw` with a logistic step: mean over pairs of 1 / (1 + exp(gamma (f_+ - f_-))).
 
-    Args beyond the usual: gamma > 0, the steepness. Unweighted. Lower is better. Differentiable, any
-    number of times. O(n_+ n_-) time; forward and backward look at blocks of about two million pairs,
+    Additional argument: gamma > 0, the steepness. Unweighted. Lower is better. Differentiable, any
+    number of times. O(n_+ n_-) time; forward and backward compute blocks of about two million pairs,
     so memory is O(n) and a few such blocks.
     """
     no_weight("smooth_wmw", weight)
@@ -108,24 +120,26 @@ def kendall_tau(
 ) -> Tensor:
     """Kendall's tau_b between targets and held-out outputs within each cluster, averaged over clusters.
 
-    Args beyond the usual: clusters, integer labels (n,); "own" takes those of the HeldOut; None, like a
-    HeldOut of leave-one-out, makes all rows one group. A cluster whose targets are all tied, a single
-    row for one, has no tau_b and is left out of the average; where none is left there is an error. A
-    cluster whose outputs alone are all tied counts 0. Unweighted. Higher is better. Not differentiable.
+    Additional argument: clusters, integer labels (n,); "own" uses those of the HeldOut; None, like a
+    HeldOut of leave-one-out, makes all rows one group. A cluster whose targets are all tied, such as a
+    single row, has no tau_b and is ignored in the average; if none has one, an error is raised. A
+    cluster whose outputs only are all tied counts 0. Unweighted. Higher is better. Not differentiable.
     O(n log^2 n) time, all clusters and the whole batch together. See Note [Kendall's tau by integers].
     Reference: Kendall 1970; Knight 1966; Pahikkala, Boberg, Salakoski 2006, section 4.
     """
     no_weight("kendall_tau", weight)
     rows = ScoredRows("kendall_tau", held_out, None, per_output, steps=True)
     n, device = rows.outputs.shape[-1], rows.outputs.device
-    labels = held_out.clusters if isinstance(clusters, str) and clusters == "own" else clusters
-    if labels is None:
-        cluster, sizes = torch.zeros(n, dtype=torch.int64, device="cpu"), torch.tensor([n], device="cpu")
+    if isinstance(clusters, str) and clusters == "own":
+        clusters = held_out.clusters
+    if clusters is None:
+        labels = torch.zeros(n, dtype=torch.int64, device="cpu")
     else:
-        labels = torch.from_numpy(host_labels("kendall_tau", labels, n))
-        cluster, sizes = torch.unique(labels, return_inverse=True, return_counts=True)[1:]
-    cluster, sizes = cluster.to(device), sizes.to(device)
-    tau, defined = pairs.tau_b(rows.targets, rows.outputs, cluster, sizes)  # (..., c, k)
+        labels = torch.from_numpy(host_labels("kendall_tau", clusters, n))
+    _, cluster, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    tau, defined = pairs.tau_b(
+        rows.targets, rows.outputs, cluster.to(device), sizes.to(device)
+    )  # (..., c, k)
     count = defined.sum(-1)
     rows.guard.require(count > 0, "targets must differ within one cluster at least, all are tied")
     rows.guard.check()
@@ -133,7 +147,7 @@ def kendall_tau(
 
 
 class _PairFit(Protocol):
-    """What `leave_pair_out_auc` asks of a Fit."""
+    """The part of a Fit that `leave_pair_out_auc` uses."""
 
     @property
     def targets(self) -> Tensor: ...
@@ -149,8 +163,10 @@ def _pair_problem(
 ) -> tuple[Guard, Tensor, Tensor, Tensor]:
     """A guard, P (..., c, n, n) without a copy for each output, and targets and dual (..., c, n)."""
     if not hasattr(fit, "annihilator"):
-        raise TypeError(f"{function}: fit must be a Fit, as solve(X, y) gives it, got {type(fit).__name__}")
-    P, a = fit.annihilator(), fit.dual.mT  # (..., n, n) or (..., c, n, n), (..., c, n)
+        got = type(fit).__name__
+        raise TypeError(f"{function}: fit must be a Fit, as returned by solve(X, y), got {got}")
+    P = fit.annihilator()  # (..., n, n) or (..., c, n, n)
+    a = fit.dual.mT  # (..., c, n)
     require_floating(function, dual=a, targets=fit.targets, annihilator=P)
     n = a.shape[-1]
     if n < 3 or P.shape[-2:] != (n, n):
@@ -184,15 +200,15 @@ def leave_pair_out_auc(
     average: Average = None,
     tolerance: float | None = None,
 ) -> Tensor:
-    """AUC in which every (positive, negative) pair is ranked by the machine that saw neither, ties half.
+    """AUC in which every (positive, negative) pair is ranked by the machine trained without both, ties half.
 
     The held-out residual of L = {i, j} is P_LL^{-1} a_L, a closed 2 x 2 solve for each pair.
 
     Args:
         fit: a Fit, with targets and dual (..., n, c) and annihilator() -> P (..., n, n), or
             (..., c, n, n) where every output has its own regularisation.
-        tolerance: outputs nearer than this, relative to their targets and residuals, are tied; twin rows
-            of both classes tie only up to rounding. None: the square root of the machine precision.
+        tolerance: outputs that differ by less than this, relative to their targets and residuals, are tied;
+            equal rows of both classes tie only up to rounding. None: the square root of the machine precision.
 
     Unweighted. Higher is better. Not differentiable. O(n_+ n_-) given P, for each output, in blocks of
     about two million entries. Reference: Pahikkala, Airola, Boberg, Salakoski 2008.
@@ -203,13 +219,18 @@ def leave_pair_out_auc(
     positive, negative = pairs.by_class(Y > 0, a.dtype)
     block = max(1, pairs.PAIRS // a.numel())
     right = a.new_zeros(a.shape[:-1], dtype=torch.float64)  # (..., c)
-    for i, mask in zip(positive.row.split(block, -1), positive.mask.split(block, -1), strict=True):
+    blocks = zip(positive.row.split(block, -1), positive.mask.split(block, -1), strict=True)
+    for i, mask in blocks:
         gap, size, det = pairs.pair_terms(P, Y, a, i, negative.row)
-        pair = mask.unsqueeze(-1) * negative.mask.unsqueeze(-2)  # (..., c, p, q)
-        guard.require((det > 0) | (pair == 0), "fit is singular in a pair of rows; raise reg or use float64")
+        is_pair = mask.unsqueeze(-1) * negative.mask.unsqueeze(-2)  # (..., c, p, q)
+        regular = (det > 0) | (is_pair == 0)
+        guard.require(regular, "fit is singular in a pair of rows; raise reg or use float64")
         tied = gap.abs() <= tolerance * size
-        right += (pair * torch.where(tied, 0.5, (gap > 0).to(a.dtype))).sum((-2, -1), dtype=torch.float64)
+        in_order = torch.where(tied, 0.5, (gap > 0).to(a.dtype))
+        right += (is_pair * in_order).sum((-2, -1), dtype=torch.float64)
     guard.check()
     value = right / (positive.mask.sum(-1) * negative.mask.sum(-1))
-    whole = per_output and not getattr(fit, "flat", False)  # flat: the targets came without output axis
-    return (value if whole else value.mean(-1)).to(a.dtype)
+    has_output_axis = not getattr(fit, "flat", False)
+    if not (per_output and has_output_axis):
+        value = value.mean(-1)
+    return value.to(a.dtype)

@@ -28,7 +28,7 @@ def press(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -
     tensor(1.2500)
     """
     rows = ScoredRows("press", held_out, weight, per_output)
-    return rows.over_outputs(rows.total(rows.turn("residuals", held_out.residuals).square()))
+    return rows.over_outputs(rows.total(_squares(rows, held_out)))
 
 
 @criterion(
@@ -44,7 +44,12 @@ def mse(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> 
     Lower is better. Differentiable.
     """
     rows = ScoredRows("mse", held_out, weight, per_output)
-    return rows.over_outputs(rows.mean(rows.turn("residuals", held_out.residuals).square()))
+    return rows.over_outputs(rows.mean(_squares(rows, held_out)))
+
+
+def _squares(rows: ScoredRows, held_out: HeldOut) -> Tensor:
+    """Squared residuals, (..., c, n)."""
+    return rows.turn("residuals", held_out.residuals).square()
 
 
 @criterion(
@@ -66,17 +71,17 @@ def log_density(
     sum_i w_i log N(r_i; 0, s^2 v_i) / sum_i w_i, with v the variance of the HeldOut. Training weights
     are precisions and already in v; here they average.
 
-    Args beyond the usual: noise, the variance s^2 > 0, a number or a tensor that broadcasts with
-    batch + (c,), or with the batch where there is no output axis. None takes the s^2 that maximises
-    the result, the mean of r^2 / v under the same weights, one for each output. Rasmussen and Williams
-    sum over rows and have every scale in the kernel: n times this with noise=1. Under clusters v is
-    the marginal variance of a row given all other clusters.
+    Additional argument: noise, the variance s^2 > 0, a number or a tensor that broadcasts with
+    batch + (c,), or with the batch if there is no output axis. None uses the s^2 that maximises the
+    result, the mean of r^2 / v with the same weights, one for each output. Rasmussen and Williams sum
+    over rows and have every scale in the kernel: n times this with noise=1. With clusters v is the
+    marginal variance of a row given all other clusters.
     Higher is better. Differentiable. Reference: Rasmussen, Williams 2006, eq. 5.10 to 5.12.
     """
     rows = ScoredRows("log_density", held_out, weight, per_output)
     v = rows.turn("variance", held_out.variance)
     rows.guard.require(~v.isnan().any(), "variance must be known, but this machine has none")
-    ratio = rows.mean(rows.turn("residuals", held_out.residuals).square() / v)  # (..., c)
+    ratio = rows.mean(_squares(rows, held_out) / v)  # (..., c)
     if noise is None:
         s2 = ratio
         rows.guard.require(s2 > 0, "residuals must not all be zero, the density has no bound; give noise")

@@ -95,31 +95,32 @@ class Score:
 
     def __call__(self, held_out: Any, weight: Any = "own") -> Tensor:
         """Values of batch shape, for a HeldOut (or a Fit, if the criterion takes one) of any batch."""
-        own = isinstance(weight, str) and weight == "own"
-        call: Callable[..., Any] = self.criterion
+        own_weights = isinstance(weight, str) and weight == "own"
+
+        def call(argument: Any, weight: Any) -> Any:
+            criterion: Callable[..., Any] = self.criterion
+            return criterion(argument) if own_weights else criterion(argument, weight=weight)
+
         if self.takes_fit:
-            return call(held_out) if own else call(held_out, weight=weight)
+            return call(held_out, weight)
         batch = held_out.weight.shape[:-1]
         if self.batched:
-            value = call(held_out) if own else call(held_out, weight=weight)
+            value = call(held_out, weight)
             if value.shape != batch:
                 raise TypeError(
                     f"{self.function}: {self.argument} must return shape {tuple(batch)}, one number for each "
                     f"problem, got {tuple(value.shape)}"
                 )
             return value
-        flat = [
-            call(one) if own else call(one, weight=_entry(weight, i, batch))
-            for i, one in enumerate(_unbatched(held_out, batch))
-        ]
-        values = [
-            torch.as_tensor(v, dtype=held_out.outputs.dtype, device=held_out.outputs.device) for v in flat
-        ]
-        for value in values:
+        values = []
+        for i, one in enumerate(_unbatched(held_out, batch)):
+            number = call(one, None if own_weights else _entry(weight, i, batch))
+            value = torch.as_tensor(number, dtype=one.outputs.dtype, device=one.outputs.device)
             if value.ndim:
                 raise ValueError(
                     f"{self.function}: {self.argument} must return one number, got shape {tuple(value.shape)}"
                 )
+            values.append(value)
         return torch.stack(values).reshape(batch)
 
 
@@ -138,9 +139,11 @@ def _unbatched(held_out: Any, batch: torch.Size) -> list[HeldOut]:
         for name, value in held_out._asdict().items()
         if isinstance(value, Tensor) and (name != "clusters" or value.ndim > 1)
     }
-    return [
-        held_out._replace(**{name: value[i] for name, value in flat.items()}) for i in range(batch.numel())
-    ]
+    entries = []
+    for i in range(batch.numel()):
+        fields = {name: value[i] for name, value in flat.items()}
+        entries.append(held_out._replace(**fields))
+    return entries
 
 
 def _entry(weight: Tensor | None, i: int, batch: torch.Size) -> Tensor | None:

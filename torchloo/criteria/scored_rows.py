@@ -104,7 +104,8 @@ class ScoredRows:
         f, y, own = held_out.outputs, held_out.targets, held_out.weight
         require_floating(function, outputs=f, targets=y, weight=own)
         self.output_axis = f.ndim == own.ndim + 1
-        if own.ndim == 0 or f.numel() == 0 or own.shape != (f.shape[:-1] if self.output_axis else f.shape):
+        shape_of_rows = f.shape[:-1] if self.output_axis else f.shape
+        if own.ndim == 0 or f.numel() == 0 or own.shape != shape_of_rows:
             raise ValueError(
                 f"{function}: outputs must be (..., n) or (..., n, c) for weight (..., n) and not empty, "
                 f"got outputs {tuple(f.shape)} and weight {tuple(own.shape)}"
@@ -195,7 +196,7 @@ class ScoredRows:
 
     @property
     def members(self) -> Tensor:
-        """Which class each row is of, (..., k, n), in the dtype of the outputs."""
+        """Membership of each row in each class, (..., k, n), in the dtype of the outputs."""
         positive = self.positive
         if positive.shape[-2] == 1:
             positive = torch.cat([~positive, positive], -2)

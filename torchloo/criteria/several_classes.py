@@ -26,11 +26,11 @@ __all__ = ["balanced_multiclass_error", "class_accuracy", "confusion", "cross_en
     counterpart="error_rate",
 )
 def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
-    """Rate of rows whose own class does not have the largest output: sum_i w_i [wrong class] / sum_i w_i.
+    """Fraction of rows whose true class does not have the largest output: sum_i w_i [wrong] / sum_i w_i.
 
     Targets (..., n, c), c > 1, have one positive column in each row, that of its class. Of equally large
-    outputs the first counts. There is nothing for each output, so per_output must be False.
-    Lower is better. Not differentiable: `cross_entropy` and `press` are its differentiable companions.
+    outputs the first is the predicted class. It is not defined per output, so per_output must be False.
+    Lower is better. Not differentiable: `cross_entropy` and `press` are differentiable substitutes.
 
     >>> import torch
     >>> f = torch.tensor([[0.2, 0.5, -1.0], [0.1, -0.3, -0.9]])
@@ -52,7 +52,7 @@ def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool
     counterpart="balanced_error_rate",
 )
 def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
-    """Mean over the classes that are there of the rate of their rows with another predicted class.
+    """Mean misclassification rate over the classes that are present.
 
     `multiclass_error` under the weights of `balanced_weight`; unweighted otherwise, whatever the training
     weights. Targets as there. Lower is better. Not differentiable.
@@ -78,9 +78,9 @@ def cross_entropy(
     p_i is the entry of softmax(scale f_i) for the row's own class. Of two classes in one column,
     p_i = 1 / (1 + exp(-2 scale t_i f_i)), that of the columns -f and f.
 
-    Args beyond the usual: scale > 0, a number or a tensor of batch shape. Outputs of machines are about -1
-    and +1, so that scale = 1 says little with much doubt; it may be trained along with the machine.
-    Lower is better. Differentiable, in the scale as well.
+    Additional argument: scale > 0, a number or a tensor of batch shape. Outputs of machines are about -1
+    and +1, so that the probabilities are not far from uniform for scale = 1; it may be trained with the
+    machine. Lower is better. Differentiable, also in the scale.
     """
     rows = ScoredRows("cross_entropy", held_out, weight, per_output, classes="any")
     rows.guard.positive(scale=scale)
@@ -94,10 +94,10 @@ def cross_entropy(
 
 @torch.no_grad()
 def class_accuracy(held_out: HeldOut, weight: Weight = "own") -> Tensor:
-    """Rate of rows of each class that are predicted to be of it, batch + (k,); NaN of a class without rows.
+    """Accuracy within each class (its recall), batch + (k,); NaN for a class without rows.
 
-    One number a class, so that this is no criterion of a search. Of two classes in one column, the negative
-    one comes first. Weights as criteria take them. Not differentiable.
+    One number per class, so this is not a criterion for a search. Of two classes in one column, the negative
+    one comes first. Weights as in criteria. Not differentiable.
 
     >>> f, one = torch.tensor([0.3, -0.5, 1.0]), torch.ones(3)
     >>> y = torch.tensor([-1.0, -1.0, 1.0])
@@ -109,10 +109,10 @@ def class_accuracy(held_out: HeldOut, weight: Weight = "own") -> Tensor:
 
 @torch.no_grad()
 def confusion(held_out: HeldOut, weight: Weight = "own") -> Tensor:
-    """Confusion matrix, batch + (k, k): rows of class i (row) that are predicted to be of class j (column).
+    """Confusion matrix, batch + (k, k): the weight of rows of class i (row) predicted as class j (column).
 
-    Each counts with its weight, weight=None counts rows. Of two classes in one column, the negative one
-    comes first. Not differentiable.
+    With weight=None the number of rows. Of two classes in one column, the negative one comes first. Not
+    differentiable.
 
     >>> f, one = torch.tensor([0.3, -0.5, 1.0]), torch.ones(3)
     >>> y = torch.tensor([-1.0, -1.0, 1.0])
@@ -125,7 +125,7 @@ def confusion(held_out: HeldOut, weight: Weight = "own") -> Tensor:
 
 
 def _right(rows: ScoredRows) -> Tensor:
-    """Rows whose own class is predicted, 0 or 1, (..., 1, n)."""
+    """Rows that are classified correctly, 0 or 1, (..., 1, n)."""
     return (rows.members * rows.predicted).sum(-2, keepdim=True)
 
 
