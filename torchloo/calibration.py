@@ -36,8 +36,8 @@ class _Calibration(nn.Module):
     def __init__(self, **numbers: Tensor | float) -> None:
         super().__init__()
         for name, number in numbers.items():
-            given = number.detach() if isinstance(number, Tensor) else torch.tensor(number)  # where it is
-            self.register_buffer(name, given.to(torch.float64, copy=True))
+            value = number.detach() if isinstance(number, Tensor) else torch.tensor(number)
+            self.register_buffer(name, value.to(torch.float64, copy=True))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, buffer in self.named_buffers():
@@ -47,8 +47,11 @@ class _Calibration(nn.Module):
 
     def extra_repr(self) -> str:
         """The numbers."""
-        numbers = ((name, b.tolist() if b.ndim == 0 else tuple(b.shape)) for name, b in self.named_buffers())
-        return ", ".join(f"{name}={value}" for name, value in numbers)
+        shown = []
+        for name, buffer in self.named_buffers():
+            value = tuple(buffer.shape) if buffer.ndim else buffer.item()
+            shown.append(f"{name}={value}")
+        return ", ".join(shown)
 
 
 class Platt(_Calibration):
@@ -66,8 +69,10 @@ class Platt(_Calibration):
     def forward(self, outputs: Tensor) -> Tensor:
         """Probabilities of the shape of the outputs (..., n), or (..., n, 1) with an output axis."""
         require_floating("Platt", outputs=outputs)
-        axes = (1,) * (outputs.ndim - self.scale.ndim)
-        scale, shift = (t.to(outputs).reshape(*t.shape, *axes) for t in (self.scale, self.shift))
+        more_axes = (1,) * (outputs.ndim - self.scale.ndim)
+        shape = (*self.scale.shape, *more_axes)
+        scale = self.scale.to(outputs).reshape(shape)
+        shift = self.shift.to(outputs).reshape(shape)
         return (scale * outputs + shift).sigmoid()
 
 
@@ -106,8 +111,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
         the positive class, (..., q). `Temperature` for several: (..., q, c). Each problem of a batch has its
         own numbers, which are in the state_dict.
 
-    Note [calibration]. Values without a graph; the module is differentiable in the outputs. Cost O(n c) a
-    step, of which there are some ten.
+    Note [calibration]. The fit is not differentiable; the module is differentiable in the outputs. Cost
+    O(n c) for each of some ten Newton steps.
 
     >>> f, one = torch.tensor([-1.0, -0.2, 0.3, 1.0]), torch.ones(4)
     >>> y = torch.tensor([-1.0, 1.0, -1.0, 1.0])
@@ -121,17 +126,20 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     with torch.no_grad():
         f, members, zeta = (t.double() for t in (rows.outputs, rows.members, rows.weight))  # (..., k, n)
         counts = (zeta * members).sum(-1, keepdim=True)  # (..., k, 1)
-        row_counts, k = (counts * members).sum(-2, keepdim=True), members.shape[-2]
-        targets = (members * row_counts + 1) / (row_counts + k)
+        size_of_class = (counts * members).sum(-2, keepdim=True)  # (..., 1, n)
+        k = members.shape[-2]
+        targets = (members * size_of_class + 1) / (size_of_class + k)
         if several:
             return Temperature(_newton(f.unsqueeze(-3), targets, zeta)[..., 0])
-        # Standardised, as outputs that hardly differ would leave Newton's method no digits.
+        # Standardised, as Newton's method would be inaccurate for outputs that hardly differ.
         centre = f.mean(-1, keepdim=True)
         spread = (f - centre).square().mean(-1, keepdim=True).sqrt()
         spread = torch.where(spread > 0, spread, 1.0)
         z = (f - centre) / spread
-        none = torch.zeros_like(z)
-        basis = torch.stack([torch.cat([none, z], -2), torch.cat([none, none + 1], -2)], -3)  # (..., 2, 2, n)
+        zeros, ones = torch.zeros_like(z), torch.ones_like(z)
+        basis_of_scale = torch.cat([zeros, z], -2)  # (..., 2, n)
+        basis_of_shift = torch.cat([zeros, ones], -2)
+        basis = torch.stack([basis_of_scale, basis_of_shift], -3)
         scale, shift = _newton(basis, targets, zeta).unbind(-1)
         centre, spread = centre[..., 0, 0], spread[..., 0, 0]
         return Platt(scale / spread, shift - scale * centre / spread)
@@ -145,19 +153,21 @@ def _newton(basis: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
     """
     theta = torch.zeros_like(basis[..., 0, 0])
     loss, step, decrement = _entropy(theta, basis, targets, weight)
-    enough = _CONVERGED * weight.sum((-2, -1))
+    limit = _CONVERGED * weight.sum((-2, -1))
     for _ in range(_STEPS):
-        if bool((decrement <= enough).all()):
+        converged = decrement <= limit
+        if bool(converged.all()):
             return theta
         length = torch.ones_like(loss)
         for _ in range(_HALVINGS):  # of a step that is too long for some problem of the batch
             trial = _entropy(theta - length.unsqueeze(-1) * step, basis, targets, weight)
-            longer = trial[0] > loss * (1 + _ROUNDING) - 1e-4 * length * decrement
-            if not bool((longer & (decrement > enough)).any()):
+            sufficient = loss * (1 + _ROUNDING) - 1e-4 * length * decrement
+            too_long = trial[0] > sufficient
+            if not bool((too_long & ~converged).any()):
                 break
-            length = torch.where(longer, length / 2, length)
+            length = torch.where(too_long, length / 2, length)
         else:
-            return theta  # nothing but rounding is left to gain
+            return theta  # converged to rounding
         theta = theta - length.unsqueeze(-1) * step
         loss, step, decrement = trial
     raise RuntimeError(f"calibrate: no convergence in {_STEPS} Newton steps; are the outputs finite?")
@@ -173,7 +183,8 @@ def _entropy(theta: Tensor, basis: Tensor, targets: Tensor, weight: Tensor) -> t
     deviation = (basis - mean.unsqueeze(-2)) * (weight * p).sqrt().unsqueeze(-3)  # (..., j, k, n)
     flat = deviation.flatten(-2)
     H = flat @ flat.mT
-    unit = H.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(posinf=0.0)  # a column that tells nothing keeps 0
-    inverse = torch.linalg.pinv(unit.unsqueeze(-1) * H * unit.unsqueeze(-2), hermitian=True)
+    unit = H.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(posinf=0.0)  # constant columns keep coefficient 0
+    scaled = unit.unsqueeze(-1) * H * unit.unsqueeze(-2)
+    inverse = torch.linalg.pinv(scaled, hermitian=True)
     step = unit * (inverse @ (unit * gradient).unsqueeze(-1))[..., 0]
     return loss, step, (gradient * step).sum(-1)

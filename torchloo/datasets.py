@@ -1,9 +1,9 @@
-"""Data: the motorcycle readings, generators of test problems, and readers of a folder of benchmarks.
+"""Data sets: the motorcycle data, generators of synthetic problems, and readers of a benchmark folder.
 
-Everything returns tensors, X (n, d) and y (n,), labels in {-1, +1}. Options are keywords: ``dtype`` and
-``device`` of the result, the CPU unless given, and for the generators a ``generator``; numbers are always
-drawn in float64, on the device of the generator, so that a seed gives the same points in every dtype, and
-stay there unless a device is given.
+All functions return tensors, X (n, d) and y (n,), labels in {-1, +1}. Options are keyword arguments:
+``dtype`` and ``device`` of the result, by default the CPU, and for synthetic data a ``generator``. Random
+numbers are always drawn in float64, on the device of the generator, so that a seed gives the same points in
+every dtype; the result stays on that device unless another one is given.
 """
 
 import math
@@ -35,9 +35,9 @@ Device = torch.device | str | None
 
 
 def motorcycle(*, dtype: torch.dtype = torch.float64, device: Device = None) -> tuple[Tensor, Tensor]:
-    """Head acceleration [g] against time [ms] in a simulated motorcycle impact: X (133, 1), y (133,).
+    """Head acceleration [g] against time [ms] in a simulated motorcycle accident: X (133, 1), y (133,).
 
-    The noise grows with time and 94 of the times are distinct. Reference: Silverman 1985.
+    The noise grows with time, and 94 of the times are distinct. Reference: Silverman 1985.
 
     >>> X, y = motorcycle()
     >>> X.shape, y.shape
@@ -53,10 +53,13 @@ class _Draw:
     """Random numbers in float64 on the device of the generator."""
 
     def __init__(self, generator: torch.Generator | None, device: Device) -> None:
+        where = device or "cpu"
+        if generator is not None:
+            where = generator.device
         self.options: dict[str, Any] = {
             "generator": generator,
             "dtype": torch.float64,
-            "device": device or "cpu" if generator is None else generator.device,
+            "device": where,
         }
 
     def normal(self, *shape: int) -> Tensor:
@@ -81,12 +84,13 @@ def twonorm(
     dtype: torch.dtype = torch.float64,
     device: Device = None,
 ) -> tuple[Tensor, Tensor]:
-    """Two unit normals in 20 dimensions: X (n, 20), y (n,).
+    """Two unit normal distributions in 20 dimensions: X (n, 20), y (n,).
 
     Class +1 has mean (a, ..., a), class -1 mean (-a, ..., -a), a = 2 / sqrt(20), each with probability
-    1/2. The best possible error is 2.3 %. Reference: Breiman 1996, "Bias, variance, and arcing classifiers".
+    1/2. The Bayes error is 2.3 %. Reference: Breiman 1996, "Bias, variance, and arcing classifiers".
     """
-    n, draw = whole_number("twonorm", "n", n), _Draw(generator, device)
+    n = whole_number("twonorm", "n", n)
+    draw = _Draw(generator, device)
     y = _signs(draw.uniform(n) < 0.5)
     X = draw.normal(n, 20) + y[:, None] * (2 / math.sqrt(20))
     return X.to(device, dtype), y.to(device, dtype)
@@ -99,21 +103,22 @@ def ringnorm(
     dtype: torch.dtype = torch.float64,
     device: Device = None,
 ) -> tuple[Tensor, Tensor]:
-    """One normal within another, in 20 dimensions: X (n, 20), y (n,).
+    """One normal distribution within another, in 20 dimensions: X (n, 20), y (n,).
 
     Class +1 is N(0, 4 I), class -1 is N((a, ..., a), I), a = 2 / sqrt(20), each with probability 1/2, as
-    in the IDA benchmark; a = 1 / sqrt(20) is also found in the literature. The best possible error is 1.2 %.
+    in the IDA benchmark; a = 1 / sqrt(20) is also found in the literature. The Bayes error is 1.2 %.
     Reference: Breiman 1996, "Bias, variance, and arcing classifiers".
     """
-    n, draw = whole_number("ringnorm", "n", n), _Draw(generator, device)
+    n = whole_number("ringnorm", "n", n)
+    draw = _Draw(generator, device)
     y = _signs(draw.uniform(n) < 0.5)
-    Z, wide = draw.normal(n, 20), y[:, None] > 0
-    X = torch.where(wide, 2 * Z, Z + 2 / math.sqrt(20))
+    Z = draw.normal(n, 20)
+    X = torch.where(y[:, None] > 0, 2 * Z, Z + 2 / math.sqrt(20))
     return X.to(device, dtype), y.to(device, dtype)
 
 
 _WAVES = ((7, 15), (7, 11), (15, 11))
-"""Peaks of the two waves that classes 1, 2 and 3 mix."""
+"""Peaks of the two waves that are mixed in classes 1, 2 and 3."""
 
 
 def waveform(
@@ -135,8 +140,10 @@ def waveform(
     """
     if not is_whole(positive) or positive not in (1, 2, 3):
         raise ValueError(f"waveform: positive must be class 1, 2 or 3, got {positive!r}")
-    n, draw = whole_number("waveform", "n", n), _Draw(generator, device)
-    u, noise = draw.uniform(n, 1), draw.normal(n, 21)
+    n = whole_number("waveform", "n", n)
+    draw = _Draw(generator, device)
+    u = draw.uniform(n, 1)
+    noise = draw.normal(n, 21)
     kind = (3 * draw.uniform(n)).long()  # (n,), 0 to 2
     peaks = torch.tensor(_WAVES, dtype=u.dtype, device=u.device)[kind]  # (n, 2)
     m = torch.arange(1, 22, dtype=u.dtype, device=u.device)
@@ -154,12 +161,14 @@ def annulus(
 ) -> tuple[Tensor, Tensor]:
     """A disc in a ring: X (n, 2), y (n,), n >= 2.
 
-    A quarter of the points (rounded, one at least) is class +1, unit normal in the plane; the others, class
+    A quarter of the points (rounded, at least one) is class +1, unit normal in the plane; the others, class
     -1, have radii from N(5, 1) and uniform angles. Reference: Cawley, Talbot 2003, section 5.1.
     """
-    n, draw = whole_number("annulus", "n", n, 2), _Draw(generator, device)
+    n = whole_number("annulus", "n", n, 2)
+    draw = _Draw(generator, device)
     inner = max(1, round(n / 4))
-    radius, angle = 5 + draw.normal(n - inner), 2 * math.pi * draw.uniform(n - inner)
+    radius = 5 + draw.normal(n - inner)
+    angle = 2 * math.pi * draw.uniform(n - inner)
     ring = radius[:, None] * torch.stack([angle.cos(), angle.sin()], -1)  # (n - inner, 2)
     order = draw.order(n)
     X = torch.cat([draw.normal(inner, 2), ring])[order]
@@ -180,20 +189,23 @@ def clustered(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Points in clusters that share a random effect: X (n, d), y (n,), labels (n,) int64 on the host.
 
-    Cluster k has a centre from N(0, I) and an effect b_k from N(0, effect^2); its points lie about the
-    centre, x = centre + N(0, spread^2 I), and y = sin(2 x_1) + b_k + N(0, noise^2). A flexible machine
-    reads b_k off the other points of the cluster, so leave-one-out is several times too optimistic for
-    points of a new cluster; leave-cluster-out is not.
+    Cluster k has a centre from N(0, I) and an effect b_k from N(0, effect^2); its points are
+    x = centre + N(0, spread^2 I), and y = sin(2 x_1) + b_k + N(0, noise^2). A flexible machine can infer
+    b_k from the other points of the cluster, so leave-one-out is several times too optimistic for points
+    of a new cluster; leave-cluster-out is not.
 
     Args:
-        clusters: their number.
-        size: points in each; a sequence of that length gives every cluster its own.
+        clusters: number of clusters.
+        size: number of points in each; or a sequence with one number for each cluster.
         features: d. spread, effect, noise: standard deviations, not negative.
     """
-    k, d = whole_number("clustered", "clusters", clusters), whole_number("clustered", "features", features)
+    k = whole_number("clustered", "clusters", clusters)
+    d = whole_number("clustered", "features", features)
     sizes = list(size) if isinstance(size, Iterable) else [size] * k
     if len(sizes) != k:
-        raise ValueError(f"clustered: size must be a number or {k} numbers, one a cluster, got {len(sizes)}")
+        raise ValueError(
+            f"clustered: size must be a number or {k} numbers, one per cluster, got {len(sizes)}"
+        )
     sizes = [whole_number("clustered", "size", entry) for entry in sizes]
     for name, scale in (("spread", spread), ("effect", effect), ("noise", noise)):
         if not 0 <= scale < math.inf:
@@ -221,7 +233,7 @@ class Benchmark(NamedTuple):
     """Groups or queries, int64 (n,) on the host; None where there are none."""
 
     extra: dict[str, np.ndarray]
-    """Every other array of the file, as it stands: splits, parts, names."""
+    """All other arrays of the file, unchanged: splits, parts, names."""
 
 
 def benchmark(
@@ -229,7 +241,7 @@ def benchmark(
 ) -> Benchmark:
     """A data set by name from a benchmark folder, which holds <kind>/<name>.npz with arrays X and y.
 
-    Args: data, the folder, as the scripts take it with --data.
+    Args: data, the folder, as in the option --data of the scripts.
     """
     files = {path.stem: path for path in sorted(Path(data).glob("*/*.npz"))}
     if name not in files:
@@ -238,9 +250,11 @@ def benchmark(
     with np.load(files[name], allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     X, y = (torch.as_tensor(arrays.pop(key), dtype=dtype, device=device or "cpu") for key in ("X", "y"))
-    key = next((key for key in ("group", "query") if key in arrays), None)
-    labels = None if key is None else torch.as_tensor(arrays.pop(key), dtype=torch.int64, device="cpu")
-    return Benchmark(X, y, labels, arrays)
+    clusters = None
+    for key in ("group", "query"):
+        if clusters is None and key in arrays:
+            clusters = torch.as_tensor(arrays.pop(key), dtype=torch.int64, device="cpu")
+    return Benchmark(X, y, clusters, arrays)
 
 
 def ida(
@@ -259,8 +273,8 @@ def ida(
             titanic, twonorm or waveform.
         data: the benchmark folder.
         split: number of the split, from 0.
-        own: False takes the predefined splits that the folder holds, 1 to 20 a set, none for splice; True
-            takes the random splits of the same size that the folder adds, at least 20 a set.
+        own: False for the predefined splits that the folder holds, 1 to 20 per set, none for splice; True
+            for the random splits of the same size that the folder adds, at least 20 per set.
     """
     X, y, _, arrays = benchmark(name, data, dtype=dtype, device=device)
     if "train_own" not in arrays:
@@ -269,7 +283,10 @@ def ida(
     if whole_number("ida", "split", split, 0) >= len(splits):
         remedy = "" if own else "; own=True has more"
         raise ValueError(f"ida: split must be under {len(splits)} for {name}, got {split}{remedy}")
-    train = splits[split].astype(np.int64)
-    test = np.setdiff1d(np.arange(len(y)), train) if own else arrays["test"][split].astype(np.int64)
-    rows = [torch.as_tensor(index, device=y.device) for index in (train, test)]
-    return X[rows[0]], y[rows[0]], X[rows[1]], y[rows[1]]
+    train_rows = splits[split].astype(np.int64)
+    if own:
+        test_rows = np.setdiff1d(np.arange(len(y)), train_rows)
+    else:
+        test_rows = arrays["test"][split].astype(np.int64)
+    train, test = (torch.as_tensor(rows, device=y.device) for rows in (train_rows, test_rows))
+    return X[train], y[train], X[test], y[test]

@@ -1,4 +1,4 @@
-"""HeldOut: predictions of every row by the machine that has not seen it."""
+"""HeldOut: held-out predictions of every row, by the machine trained without it."""
 
 from typing import Any, NamedTuple
 
@@ -8,15 +8,15 @@ __all__ = ["HeldOut", "require_held_out"]
 
 
 class HeldOut(NamedTuple):
-    """Held-out outputs of a machine at its own training points.
+    """Held-out predictions of a machine for its own training rows.
 
-    Shapes are those of the targets that came in: (..., n), or (..., n, c) with an output axis,
-    which is there iff ``outputs.ndim == weight.ndim + 1``. A path puts its axis of
-    regularisations before everything else. Of `lso` the n entries are the rows to predict, set after set.
+    Shapes are those of the targets: (..., n), or (..., n, c) with an output axis, which exists iff
+    ``outputs.ndim == weight.ndim + 1``. A path adds its axis of regularisations in front of all others.
+    For `lso` the n entries are the rows to predict, set after set.
     """
 
     outputs: Tensor
-    """Prediction of row i by the machine that never saw it (or its cluster)."""
+    """Prediction of row i by the machine trained without it (or its cluster)."""
 
     residuals: Tensor
     """targets - outputs, from the closed form."""
@@ -25,20 +25,20 @@ class HeldOut(NamedTuple):
     """The targets the machine was trained on (KFD: its coded targets)."""
 
     weight: Tensor
-    """Training weights, (..., n); ones where none were given."""
+    """Training weights, (..., n); ones if none were given."""
 
     clusters: Tensor | None
-    """Integer labels (n,) on the host of what was left out together; None: every row alone."""
+    """Integer labels (n,), on the host, of rows left out together; None if every row was left out alone."""
 
     variance: Tensor
     """Held-out predictive variance in units of the noise variance, the shape of the outputs."""
 
     refitted: Tensor
-    """Boolean (..., n): rows refitted explicitly because the closed form would have cancelled."""
+    """Boolean (..., n): rows refitted explicitly because the closed form would have lost its accuracy."""
 
 
 def require_held_out(function: str, held_out: Any, signs: bool = False) -> None:
-    """Raise unless it has the fields of a HeldOut, and decision values unless `signs` are enough."""
+    """Raise unless it has the fields of a HeldOut, and decision values unless `signs` suffice."""
     if not all(hasattr(held_out, name) for name in HeldOut._fields):
         raise TypeError(f"{function}: held_out must be a HeldOut, got {type(held_out).__name__}")
     if not signs and not getattr(held_out, "values", True):

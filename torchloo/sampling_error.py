@@ -1,4 +1,4 @@
-"""standard_error: how much a held-out mean owes to the rows that happened to be drawn."""
+"""standard_error: the sampling error of a held-out mean over rows."""
 
 from typing import Any
 
@@ -17,17 +17,18 @@ def standard_error(criterion: Any, held_out: HeldOut, weight: Weight = "own") ->
     """Standard error of a criterion that is a mean over rows, such as mse, error_rate or multiclass_error.
 
     With losses l_i and m = sum_i w_i l_i / sum_i w_i it is the root of n / (n - 1) sum_i d_i^2, where
-    d_i = w_i (l_i - m) / sum_i w_i, n being the number of rows with a weight: s / sqrt(n) where all weights
-    are one. Under leave-cluster-out the d_i of a cluster are added up first, and n is the number of clusters:
-    rows of one cluster are not independent. It does not tell what the machine owes to its rows.
+    d_i = w_i (l_i - m) / sum_i w_i, and n is the number of rows with positive weight: s / sqrt(n) if all
+    weights are one. For leave-cluster-out the d_i of a cluster are added up first, and n is the number of
+    clusters: rows of one cluster are not independent. The variation of the machine with its training rows is
+    not included.
 
     Args:
         criterion: one of tl.criteria that is a mean over rows, its name, or a functools.partial of it.
         held_out: of leave-one-out or leave-cluster-out.
-        weight: as criteria take it.
+        weight: as in criteria.
 
     Returns:
-        Batch shape; NaN where there is one row, or one cluster, only. Not differentiable.
+        Batch shape; NaN if there is only one row, or one cluster. Not differentiable.
 
     >>> f, y, one = torch.tensor([0.5, -2.0, 1.0]), torch.tensor([1.0, -1.0, 1.0]), torch.ones(3)
     >>> standard_error("mse", HeldOut(f, y - f, y, one, None, one, one > 1))
@@ -40,25 +41,29 @@ def standard_error(criterion: Any, held_out: HeldOut, weight: Weight = "own") ->
             "standard_error: criterion must be a mean over rows, such as mse, error_rate, smooth_error, "
             f"multiclass_error or cross_entropy, got {score.name}"
         )
-    mean = score(held_out, weight).unsqueeze(-1)  # (..., 1), its checks made
-    # Signs are enough here: whether they are enough for the criterion, it has said itself.
-    w = ScoredRows("standard_error", held_out, weight, False, signs=True).weight[..., 0, :]  # (..., n)
-    deviation = w * (score(_rows_alone(held_out), None) - mean) / w.sum(-1, keepdim=True)
-    weighed = (w > 0).to(w.dtype)
+    mean = score(held_out, weight).unsqueeze(-1)  # (..., 1)
+    # Signs suffice for the weights; the criterion, called above, has checked what it needs itself.
+    rows = ScoredRows("standard_error", held_out, weight, False, signs=True)
+    w = rows.weight[..., 0, :]  # (..., n)
+    losses = score(_rows_as_batch(held_out), None)
+    deviation = w * (losses - mean) / w.sum(-1, keepdim=True)
+    counted = (w > 0).to(w.dtype)
     if held_out.clusters is not None:
-        labels, own = held_out.clusters.unique(return_inverse=True)
-        deviation, weighed = (_summed(t, own.to(w.device), len(labels)) for t in (deviation, weighed))
-    n = (weighed > 0).sum(-1).to(w.dtype)
+        labels, inverse = held_out.clusters.unique(return_inverse=True)
+        cluster = inverse.to(w.device)
+        deviation = _summed(deviation, cluster, len(labels))
+        counted = _summed(counted, cluster, len(labels))
+    n = (counted > 0).sum(-1).to(w.dtype)
     return (n / (n - 1) * deviation.square().sum(-1)).sqrt()
 
 
-def _summed(values: Tensor, own: Tensor, count: int) -> Tensor:
+def _summed(values: Tensor, cluster: Tensor, count: int) -> Tensor:
     """Sums over clusters, (..., n) -> (..., count), by the cluster (n,) of each row."""
-    return values.new_zeros(*values.shape[:-1], count).index_add_(-1, own, values)
+    return values.new_zeros(*values.shape[:-1], count).index_add_(-1, cluster, values)
 
 
-def _rows_alone(held_out: Any) -> Any:
-    """Every row a problem of its own: a batch (..., n) of one row each."""
+def _rows_as_batch(held_out: Any) -> Any:
+    """Every row as a problem of its own: a batch (..., n) of one row each."""
     axis = held_out.weight.ndim
     names = [name for name in HeldOut._fields if name != "clusters"]
     fields = {name: getattr(held_out, name).unsqueeze(axis) for name in names}

@@ -133,13 +133,13 @@ def kendall_tau(
     if isinstance(clusters, str) and clusters == "own":
         clusters = held_out.clusters
     if clusters is None:
-        labels = torch.zeros(n, dtype=torch.int64, device="cpu")
+        cluster = torch.zeros(n, dtype=torch.int64, device="cpu")
+        sizes = torch.tensor([n], device="cpu")
     else:
         labels = torch.from_numpy(host_labels("kendall_tau", clusters, n))
-    _, cluster, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
-    tau, defined = pairs.tau_b(
-        rows.targets, rows.outputs, cluster.to(device), sizes.to(device)
-    )  # (..., c, k)
+        _, cluster, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    cluster, sizes = cluster.to(device), sizes.to(device)
+    tau, defined = pairs.tau_b(rows.targets, rows.outputs, cluster, sizes)  # (..., c, k)
     count = defined.sum(-1)
     rows.guard.require(count > 0, "targets must differ within one cluster at least, all are tied")
     rows.guard.check()
@@ -208,7 +208,7 @@ def leave_pair_out_auc(
         fit: a Fit, with targets and dual (..., n, c) and annihilator() -> P (..., n, n), or
             (..., c, n, n) where every output has its own regularisation.
         tolerance: outputs that differ by less than this, relative to their targets and residuals, are tied;
-            equal rows of both classes tie only up to rounding. None: the square root of the machine precision.
+            equal rows of both classes tie only up to rounding. None for the root of the machine precision.
 
     Unweighted. Higher is better. Not differentiable. O(n_+ n_-) given P, for each output, in blocks of
     about two million entries. Reference: Pahikkala, Airola, Boberg, Salakoski 2008.
