@@ -44,7 +44,8 @@ class Iterate:
         d_b = (1^T x - equality residual) / 1^T eta,   d_alpha = y * (x - d_b eta),
         dX = (d_alpha, -d_alpha),   dW = E / X - W - (W / X) dX.
 
-    The predictor has E = 0, the corrector E = centre - dX dW of the predictor.
+    Relative to the values, with r = dX / X, these are r and dW / W = E / (X W) - 1 - r. The predictor has
+    E = 0, so that dX dW = -X W (r + r^2); the corrector has E = centre - dX dW of the predictor.
     """
 
     def __init__(self, y: Tensor, box: Tensor, values: Tensor, bias: Number, stuck: Number) -> None:
@@ -81,7 +82,8 @@ class Iterate:
         u = system.product(a)
         self.miss = self.y - (u if pull is None else u + pull) - self.bias
         self.equality_residual = -self._sum(a) - total
-        self.complementarity = self._sum(self.values[:2] * self.values[2:])
+        self.products = self.values[:2] * self.values[2:]
+        self.complementarity = self._sum(self.products)
 
     def solved(self, gap: float) -> Number:
         """Rounding may hold residuals up for ever, but not the complementarity: then that decides."""
@@ -119,42 +121,44 @@ class Iterate:
         elif not regular:
             self.stuck = True
             return
-        x, eta = system.solve(torch.stack([self.miss, self.ones], -2)).unbind(-2)
-        response = eta, self._sum(eta)
-        d, _ = self._direction(x, response, slope, -W)
-        t = self._longest_step(d)
-        product = d[:2] * d[2:]
-        # X dW + W dX = -X W, so that the products after a step t need no new vectors.
-        after = 1 - t + t * t * self._sum(product) / self.complementarity
+        sides = self.sides / X
+        both = system.solve(torch.stack([self.miss, self.ones], -2))  # (..., 2, m)
+        sum_x, total = self._both_sums(both)
+        x, eta = both.unbind(-2)
+        r = sides * self._plus(x, (self.equality_residual - sum_x) / total, eta)
+        change = torch.addcmul(r, r, r)  # -dX dW, relative to the products
+        t = self._longest_step(r.amin((0, -1)), -1 - r.amax((0, -1)))
+        after = 1 - t - t * t * self._sum(self.products * change) / self.complementarity
         centre = self.complementarity / (2 * X.shape[-1]) * ((after + abs(after)) / 2) ** 3
-        push = (centre - product).div_(X)
+        target = self._plus(change, centre, self.products.reciprocal())  # E / (X W)
+        push = W * target
         rhs = torch.addcmul(self.miss, self.y, push[0] - push[1])
-        d, d_bias = self._direction(system.solve(rhs[..., None, :])[..., 0, :], response, slope, push - W)
-        t = 0.995 * self._longest_step(d)
-        values, bias = self._plus(self.values, t, d), self.bias + t * d_bias
-        values[1] = self.box - values[0]
+        x = system.solve(rhs[..., None, :])[..., 0, :]
+        d_bias = (self._sum(x) - self.equality_residual) / total
+        r = sides * self._plus(x, -d_bias, eta)
+        relative = torch.cat([r, target.sub_(r).sub_(1)])
+        t = 0.995 * self._longest_step(relative.amin((0, -1)))
+        values = torch.addcmul(self.values, self.values, relative.mul_(t))
+        bias = self.bias + t * d_bias
+        torch.sub(self.box, values[0], out=values[1])
         if not self.single:
-            values, bias = (
-                torch.where(self.stuck, self.values, values),
-                torch.where(self.stuck, self.bias, bias),
-            )
+            values = torch.where(self.stuck, self.values, values)
+            bias = torch.where(self.stuck, self.bias, bias)
         self.values, self.bias = values, bias
 
-    def _direction(
-        self, x: Tensor, response: tuple[Tensor, Number], slope: Tensor, push: Tensor
-    ) -> tuple[Tensor, Number]:
-        """Change of `values` and of the bias, Note [Newton step]; the response is eta and its sum."""
-        eta, total = response
-        d_bias = (self._sum(x) - self.equality_residual) / total
-        dX = self.sides * self._plus(x, -d_bias, eta)
-        return torch.cat([dX, torch.addcmul(push, slope, dX, value=-1)]), d_bias
-
-    def _longest_step(self, d: Tensor) -> Number:
-        """The longest t <= 1 that keeps all values + t d nonnegative."""
-        ratio = d / self.values
+    def _longest_step(self, *least: Tensor) -> Number:
+        """The longest t <= 1 with 1 + t d >= 0, for the least relative changes d of each machine."""
         if self.single:
-            return -1 / min(float(ratio.min()), -1.0)
-        return -1 / ratio.amin((0, 2)).clamp_max_(-1.0)[:, None]
+            return -1 / min(*(float(d) for d in least), -1.0)
+        return -1 / torch.stack(least).amin(0).clamp_max_(-1.0)[:, None]
+
+    def _both_sums(self, x: Tensor) -> tuple[Number, Number]:
+        """The sums of two rows each, (..., 2, m)."""
+        sums = x.sum(-1)
+        if self.single:
+            first, second = sums.tolist()
+            return first, second
+        return sums[:, :1], sums[:, 1:]
 
     def _sum(self, x: Tensor) -> Number:
         """The sum over all but the machines."""
