@@ -138,3 +138,16 @@ def test_takes_few_operations_and_looks_at_values_once():
         tl.criteria.press(machine.loo(X.requires_grad_(), Y)).sum().backward()
     assert counting.operations <= 60, counting.calls
     assert counting.synchronisations == 1
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_features_are_evaluated_once(rows):
+    calls = []
+    features = torch.nn.Linear(3, 9)
+    features.register_forward_hook(lambda *_: calls.append(1))
+    machine = tl.LSSVM(tl.kernels.Linear(features=features))
+    X = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0))
+    machine.loo(X, X[:, 0])
+    machine.lco(X, X[:, 0], torch.arange(rows) // 2)
+    machine.path(X, X[:, 0], torch.tensor([1.0, 2.0]))
+    assert len(calls) == 3

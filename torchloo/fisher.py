@@ -120,9 +120,9 @@ class KFD(LeastSquares):
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
         return _solve_coded(guard, self._matrix(X), Y, self.reg, weight)
 
-    def _by_features(self, X: Tensor) -> bool:
-        """False: whatever the kernel, the features are the columns of K."""
-        return False
+    def _features(self, X: Tensor) -> Tensor | None:
+        """None: whatever the kernel, the features are the columns of K."""
+        return None
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
         """Raises: the features are the columns of K, one for each row."""

@@ -139,7 +139,8 @@ def host_labels(function: str, clusters: object, rows: int, name: str = "cluster
 class _Demand(NamedTuple):
     """What must hold of a number, and what else is wrong."""
 
-    number: Tensor | Callable[[], Tensor]
+    number: Tensor | None
+    """None for the sum of what must be finite."""
     holds: Callable[[float], bool]
     message: str | Callable[[], str]
     about: Tensor | None = None
@@ -147,7 +148,10 @@ class _Demand(NamedTuple):
 
     def value(self) -> Tensor:
         """The number, computed if it was not."""
-        return self.number if isinstance(self.number, Tensor) else self.number()
+        if self.number is not None:
+            return self.number
+        assert self.about is not None
+        return _total(self.about)
 
 
 class Guard:
@@ -186,12 +190,15 @@ class Guard:
     def finite(self, **tensors: Tensor) -> None:
         """Demand that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
-            self.expect_finite(tensor, partial(_not_finite, name))
+            self.expect_finite(tensor, _not_finite(name))
 
     def expect_finite(self, tensor: Tensor, message: str | Callable[[], str]) -> None:
         """The same for one tensor; the message is as that of `expect`."""
-        if values_visible(tensor) and all(tensor is not demand.about for demand in self._demands):
-            self._demands.append(_Demand(partial(_total, tensor), math.isfinite, message, tensor))
+        for demand in self._demands:
+            if demand.about is tensor:
+                return
+        if values_visible(tensor):
+            self._demands.append(_Demand(None, math.isfinite, message, tensor))
 
     def implied(self, result: Tensor, *tensors: Tensor) -> None:
         """Look at a result, finite only where some tensors are, in place of them, if this is demanded."""
@@ -244,22 +251,25 @@ class Guard:
         seen = [question.all() if question.ndim else question for question in map(_constant, questions)]
         return [bool(answer) for answer in self._look(seen)]
 
-    def largest(self, *tensors: Tensor) -> list[float]:
-        """The largest entry of each tensor, seen in one synchronisation with `check`."""
-        return self._look([_largest(tensor) for tensor in tensors])
+    def largest(self, tensor: Tensor) -> float:
+        """The largest entry of a tensor, seen in one synchronisation with `check`."""
+        return self._look([_largest(tensor)])[0]
 
     def _look(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, once every demand was seen to hold."""
         demands, proofs = self._demands, self._proofs
+        if not (demands or questions):
+            return []
         self._demands, self._proofs = [], []
-        implied = [id(tensor) for _, tensors in proofs for tensor in tensors]
+        implied = {id(tensor) for _, tensors in proofs for tensor in tensors}
         first = [demand for demand in demands if id(demand.about) not in implied]
-        seen = [demand.value() for demand in first]
-        values = _values(seen + [total for total, _ in proofs] + questions)
-        hold = all(demand.holds(value) for demand, value in zip(first, values, strict=False))
-        if not (hold and all(map(math.isfinite, values[len(first) : len(first) + len(proofs)]))):
-            self._raise_first(demands)
-        return values[len(first) + len(proofs) :]
+        first += [_Demand(total, math.isfinite, "") for total, _ in proofs]
+        values = _values([demand.value() for demand in first] + questions)
+        for demand, value in zip(first, values, strict=False):
+            if not demand.holds(value):
+                self._raise_first(demands)
+                break
+        return values[len(first) :]
 
     def _raise_first(self, demands: list[_Demand]) -> None:
         for demand, value in zip(demands, _values([demand.value() for demand in demands]), strict=True):
@@ -269,9 +279,7 @@ class Guard:
 
 
 def _values(numbers: list[Tensor]) -> list[float]:
-    """The values of 0-dimensional tensors, in one synchronisation."""
-    if not numbers:
-        return []
+    """The values of 0-dimensional tensors, one at least, in one synchronisation."""
     device = numbers[0].device
     return torch.stack([t if t.device == device else t.to(device) for t in numbers]).tolist()
 

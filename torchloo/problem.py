@@ -57,7 +57,7 @@ class Problem:
     @property
     def ridge(self) -> Tensor:
         """reg / weight, (..., n): what is added to the diagonal of K."""
-        reg = self.reg.unsqueeze(-1) if self.weighted or self.reg.ndim else self.reg
+        reg = self.reg.unsqueeze(-1) if self.reg.ndim else self.reg
         return reg / self.weight if self.weighted else reg.expand_as(self.weight)
 
     def expand(self, matrix: Tensor) -> Tensor:
@@ -105,8 +105,9 @@ def _check(
             f"{function}: batch dimensions must broadcast, got {name} {shape}, Y {tuple(Y.shape)}, "
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
-    Y, weight = expanded(Y, batch + Y.shape[-2:]), expanded(weight, (*batch, n))
-    reg = expanded(reg, batch)
+    if batch:
+        Y, weight = expanded(Y, batch + Y.shape[-2:]), expanded(weight, (*batch, n))
+        reg = expanded(reg, batch)
     problem = Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
     if weighted:
         with torch.no_grad():

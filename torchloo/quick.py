@@ -33,9 +33,12 @@ __all__ = ["leave_one_out"]
 # The most rows: with more of them it is the products that take the time, which must not be done in vain.
 _FEW = 192
 
+# What a failed factorisation adds to the sum that tells how many digits are lost.
+_FAILED = 1e30
 
-def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """P (..., n, n), sum_i A_ii P_ii (...), and where the factorisation of A failed, (...).
+
+def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    """P (..., n, n), and sum_i A_ii P_ii (...), above any limit where the factorisation of A failed.
 
     By differentiable operations, from differences Z (..., n, d) to the first row if there is a bias.
     """
@@ -48,41 +51,43 @@ def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tens
     L, info = torch.linalg.cholesky_ex(A)
     T = torch.linalg.solve_triangular(L, E, upper=False).to(Z.dtype)
     P = T.mT @ T
-    return P, (A.diagonal(dim1=-2, dim2=-1) * P.diagonal(dim1=-2, dim2=-1)).sum(-1), info
+    inflation = (A.diagonal(dim1=-2, dim2=-1) * P.diagonal(dim1=-2, dim2=-1)).sum(-1)
+    return P, inflation.add_(info, alpha=_FAILED)
 
 
 def _differences(V: Tensor, bias: bool) -> Tensor:
-    """V (..., n, c), with a bias less its first row."""
-    return V - V[..., :1, :] if bias else V
+    """V (..., n, c), with a bias less its first row; else a view, since a Function must not return inputs."""
+    return V - V[..., :1, :] if bias else V.view_as(V)
 
 
 class _Rows(Function):
-    """(Z, ridge, Y) -> r_i = a_i / P_ii and v_i = 1 / P_ii, then what `_inverse` gives.
+    """(Z, ridge, Y) -> r_i = a_i / P_ii and v_i = 1 / P_ii, then differences of Z and what `_inverse` gives.
 
-    The backward is that of Note [dual backward] in dual.py, and K = Z Z^T has Zbar = 2 Kbar Z; only r and v
-    have one.
+    The backward is that of Note [dual backward] in dual.py, and K = Z Z^T has Zbar = 2 Kbar Z; the rows of
+    Kbar sum to zero if there is a bias, so the differences serve for Z. Only r and v have a backward.
     """
 
     @staticmethod
     def forward(Z: Tensor, ridge: Tensor, Y: Tensor, bias: bool) -> tuple[Tensor, ...]:
-        P, inflation, info = _inverse(Z, ridge, bias)
+        Z = _differences(Z, bias)
+        P, inflation = _inverse(Z, ridge, bias)
         v = P.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1)  # (..., n, 1)
-        return v * (P @ _differences(Y, bias)), v, P, inflation, info
+        return v * (P @ _differences(Y, bias)), v, Z, P, inflation
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         Z, ridge, _, ctx.bias = inputs
-        r, v, *others = output
-        ctx.mark_non_differentiable(*others)
+        r, v, differences, P, inflation = output
+        ctx.mark_non_differentiable(differences, P, inflation)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(Z, ridge, r, v, others[0])
+        ctx.save_for_backward(Z, ridge, r, v, differences, P)
 
     @staticmethod
     def backward(ctx: Any, rbar: Tensor | None, vbar: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        Z, ridge, r, v, P = ctx.saved_tensors
+        given, ridge, r, v, Z, P = ctx.saved_tensors
         with full_precision(Z):
             if torch.is_grad_enabled():
-                Z = _differences(Z, ctx.bias)  # no change but that they depend on the first row
+                Z = _differences(given, ctx.bias)
                 P = _inverse(Z, ridge, ctx.bias)[0]
             abar = torch.zeros_like(r) if rbar is None else v * rbar
             negative = (abar * r).sum(-1, keepdim=True)  # -diag(D), (..., n, 1)
@@ -109,11 +114,8 @@ def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tens
     n, d = Z.shape[-2:]
     if not 1 < n <= _FEW or n >= d or not values_visible(Z, problem.Y, problem.reg):
         return None
-    # The first row may be held constant: with a bias, no output depends on a shift of the features.
-    differences = problem.expand(Z - Z[..., :1, :].detach() if bias else Z)
-    r, variance, _, inflation, info = apply(_Rows, differences, problem.ridge, problem.Y, bias)
+    r, variance, *_, inflation = apply(_Rows, problem.expand(Z), problem.ridge, problem.Y, bias)
     problem.guard.implied(r, Z, problem.Y)
-    most, failed = problem.guard.largest(inflation, info)
-    if failed or not most < SINGLE:
+    if not problem.guard.largest(inflation) < SINGLE:
         return None
     return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)

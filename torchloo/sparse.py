@@ -355,9 +355,9 @@ class SparseLSSVM(LeastSquares):
         single = self.kernel.keeps_digits
         return Expansion(columns, len(L), tensors, gram, L, basis.detach(), kept, inverse, single)
 
-    def _by_features(self, X: Tensor) -> bool:
-        """False: whatever the kernel, the features are those of the basis."""
-        return False
+    def _features(self, X: Tensor) -> Tensor | None:
+        """None: whatever the kernel, the features are those of the basis."""
+        return None
 
     def features_of(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None

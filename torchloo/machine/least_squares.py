@@ -17,8 +17,8 @@ from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
 from torchloo.positive import Positive, log_of
 from torchloo.precision import full_precision
 from torchloo.primal.block import Rows
-from torchloo.primal.front import solve_rows, solve_tensors
-from torchloo.primal.machines import Expansion, transposed
+from torchloo.primal.front import explicit, solve_rows, solve_tensors
+from torchloo.primal.machines import Expansion
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
 from torchloo.problem import Regs
@@ -167,13 +167,15 @@ class LeastSquares(KernelMachine):
         if isinstance(X, Rows):
             return solve_rows(self, X, y, weight, reg).held_out(clusters)
         guard, Y, flat = self.checked_targets(X, y)
-        rows = solve_tensors(self, guard, X, Y, weight, flat, clusters, reg)
+        Z = self._features(X)
+        rows = solve_tensors(self, guard, X, Z, Y, weight, flat, clusters, reg)
         if rows is not None:
             return rows.held_out(clusters)
-        if clusters is None and isinstance(reg, Tensor) and self._by_features(X):
-            Z = self.kernel.feature_map(X)
+        if Z is None:
+            return self._solve(guard, X, Y, weight, reg).held_out(clusters, flat)
+        if clusters is None and isinstance(reg, Tensor):
             return loo_features(guard, Z, Y, reg, weight, self.has_bias, flat)
-        return self._solve(guard, X, Y, weight, reg).held_out(clusters, flat)
+        return from_features(guard, Z, Y, reg, weight, self.has_bias).held_out(clusters, flat)
 
     def path(
         self,
@@ -230,10 +232,8 @@ class LeastSquares(KernelMachine):
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
         """Rows (n, d) with their graph and features, where the machine has such and there is no batch."""
-        if not self._by_features(X):
-            return None
-        Z = self.kernel.feature_map(X)
-        return None if Z.ndim > 2 else (Z, Expansion(transposed, Z.shape[-1]))
+        Z = self._features(X)
+        return None if Z is None else explicit(Z)
 
     def fit(
         self, X: Tensor | Rows | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
@@ -373,9 +373,11 @@ class LeastSquares(KernelMachine):
             return f"reg=[{numbers}] per output" if reg.ndim else f"reg={numbers}"
         return f"reg={tuple(reg.shape)}"
 
-    def _by_features(self, X: Tensor) -> bool:
-        """Whether to work with explicit features: not with sparse rows of which they would be too many."""
-        return self.kernel.is_linear and (not csr.is_csr(X) or X.shape[-1] + self.has_bias < X.shape[-2])
+    def _features(self, X: Tensor) -> Tensor | None:
+        """Explicit features (..., n, p), if the kernel has such: not of sparse rows with too many of them."""
+        if not self.kernel.is_linear or (csr.is_csr(X) and X.shape[-1] + self.has_bias >= X.shape[-2]):
+            return None
+        return self.kernel.feature_map(X)
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         """The points that the machine expands its function over, (..., m, d)."""
@@ -390,8 +392,9 @@ class LeastSquares(KernelMachine):
         reg: Tensor | Regs,
         support: Tensor | None = None,
     ) -> Fit:
-        if self._by_features(X):
-            return from_features(guard, self.kernel.feature_map(X), Y, reg, weight, self.has_bias)
+        Z = self._features(X)
+        if Z is not None:
+            return from_features(guard, Z, Y, reg, weight, self.has_bias)
         return from_kernel_matrix(guard, self._matrix(X), Y, reg, weight, self.has_bias)
 
     def _matrix(self, X: Tensor, Z: Tensor | None = None) -> Tensor:

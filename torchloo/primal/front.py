@@ -13,7 +13,7 @@ from torchloo.guards import Guard, values_visible
 from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory, Rows, Shard, require_alone
 from torchloo.primal.collective import Alone, shared_labels
-from torchloo.primal.machines import Expansion
+from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.problem import Regs, check_rows
 from torchloo.streaming.stream import Stream
@@ -21,7 +21,7 @@ from torchloo.streaming.stream import Stream
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
 
-__all__ = ["solve_rows", "solve_tensors"]
+__all__ = ["explicit", "solve_rows", "solve_tensors"]
 
 # Rows times features up to which clusters, of whatever sizes, are left out all at once: each size is a batch.
 _TOGETHER = 1 << 22
@@ -83,10 +83,16 @@ def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> Stre
     return _in_memory(machine, guard, inputs, expansion, Y, weight, reg, flat, others, classes)
 
 
+def explicit(Z: Tensor) -> tuple[Tensor, Expansion] | None:
+    """Rows that are features already, (n, p); None for a batch of them."""
+    return None if Z.ndim > 2 else (Z, Expansion(transposed, Z.shape[-1]))
+
+
 def solve_tensors(
     machine: "LeastSquares",
     guard: Guard,
     X: Tensor,
+    Z: Tensor | None,
     Y: Tensor,
     weight: Tensor | None,
     flat: bool,
@@ -95,12 +101,15 @@ def solve_tensors(
 ) -> StreamFit | None:
     """The machine solved from tensors by their features, where it has fewer of them than rows.
 
-    None for batches of problems, for more features than rows, and where values cannot be looked at.
+    Z are the features of X where they are explicit, else None. None for batches of problems, for more
+    features than rows, and where values cannot be looked at.
     """
+    if Z is not None and Z.shape[-1] + machine.has_bias >= Z.shape[-2]:
+        return None
     one = X.ndim == -machine.row_axis and (weight is None or weight.ndim == 1) and machine.is_one(reg)
     if not one or not values_visible(X, Y, machine.log_reg):
         return None
-    found = machine.features_of(guard, X, Y, weight)
+    found = machine.features_of(guard, X, Y, weight) if Z is None else explicit(Z)
     if found is None or found[1].count + machine.has_bias >= len(X):
         return None
     several = isinstance(reg, Regs)
