@@ -45,7 +45,7 @@ def test_one_vs_rest_equals_loops(labels, classes, order, dtype):
         (torch.tensor([1.0, 2.0]), None, "labels must be integers or bools, got torch.float32; convert"),
         (torch.tensor(3), None, r"labels must be \(..., n\) and not empty, got shape \(\)"),
         (torch.zeros(0, dtype=torch.long), None, r"not empty, got shape \(0,\)"),
-        ([4, 4], None, r"labels must hold two classes at least, got \[4\] only"),
+        ([4, 4], None, r"labels must hold at least two classes, got \[4\] only"),
         ([0, 1, 5, 9], [0, 1], r"labels must hold labels of classes only, \[0, 1\], got \[5, 9\]"),
         ([0, 1], [0], r"classes must be two or more different labels, got \[0\]"),
         ([0, 1], [0, 1, 1], "classes must be two or more different labels"),
@@ -195,11 +195,11 @@ def test_bad_labels_are_refused_and_change_nothing(name):
     cases = [
         (
             counts,
-            r"at most 20 different ones for 24 rows, got 24; for regression .*\.double\(\).*tl.one_vs_rest",
+            r"at most 20 distinct ones for 24 rows, got 24; for regression .*\.double\(\).*tl.one_vs_rest",
         ),
         (labels[:5], r"integer y are class labels, .* got shape \(5,\)"),
         (labels[:, None], r"integer y are class labels, .* got shape \(24, 1\); columns of numbers"),
-        (torch.full_like(labels, 7), r"y must hold two classes at least, got \[7\] only"),
+        (torch.full_like(labels, 7), r"y must hold at least two classes, got \[7\] only"),
         (torch.tensor(3), r"integer y are class labels, .* got shape \(\)"),
     ]
     for bad, match in cases:
@@ -229,7 +229,7 @@ def test_counts_are_allowed_as_classes_where_they_are_meant():
     assert_same(meant, tl.LSSVM(tl.kernels.RBF(1.5)).loo(X, tl.one_vs_rest(counts, dtype=DOUBLE)))
     X, _ = problem(2, n=900)
     assert tl.LSSVM(tl.kernels.Linear()).loo(X, torch.arange(900) % 30).outputs.shape == (900, 30)
-    with pytest.raises(ValueError, match="at most 30 different ones for 900 rows, got 31"):
+    with pytest.raises(ValueError, match="at most 30 distinct ones for 900 rows, got 31"):
         tl.LSSVM(tl.kernels.Linear()).loo(X, torch.arange(900) % 31)
 
 
@@ -333,10 +333,10 @@ def test_streams_of_bad_labels_are_refused():
     machine = tl.LSSVM(tl.kernels.Linear())
     counts = torch.arange(len(X))
     for stream in sources(X, counts):
-        with pytest.raises(ValueError, match="at most 20 different ones for 24 rows, got 24"):
+        with pytest.raises(ValueError, match="at most 20 distinct ones for 24 rows, got 24"):
             machine.fit(stream)
     for stream in sources(X, torch.full_like(labels, 7)):
-        with pytest.raises(ValueError, match="y must hold two classes at least"):
+        with pytest.raises(ValueError, match="y must hold at least two classes"):
             machine.loo(stream)
     with pytest.raises(ValueError, match=r"integer y are class labels, \(n,\), got shape \("):
         machine.loo(tl.Stream(X, labels[:, None].expand(-1, 2), progress=False))

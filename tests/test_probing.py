@@ -252,7 +252,7 @@ X, LABELS = embeddings(30, 4)
         ((X[0], LABELS), {}, ValueError, r"features must be \(n, d\) with at least 3 rows, got shape \(4,\)"),
         ((X, LABELS[:5]), {}, ValueError, r"for the 30 rows of features, got torch.int64 of shape \(5,\)"),
         ((X, LABELS[:, None]), {}, ValueError, r"got torch.int64 of shape \(30, 1\)"),
-        ((X, torch.ones(30).long()), {}, ValueError, "labels must hold two classes at least"),
+        ((X, torch.ones(30).long()), {}, ValueError, "labels must hold at least two classes"),
         ((X, torch.arange(30)), {}, ValueError, r"integer labels are classes.*labels.float\(\)"),
         ((X, LABELS), {"regs": [0.0, 1.0]}, ValueError, "regs must be positive and finite"),
         ((X, LABELS), {"regs": []}, ValueError, "regs must be positive and finite"),

@@ -415,7 +415,7 @@ def test_bad_options_are_named(options, error, message):
         (torch.ones(4, 1), torch.ones(3), ValueError, r"y must be \(n,\) or \(n, c\) with the 4 rows of X"),
         (torch.ones(4, 1), torch.tensor([1.0, 2.0, torch.nan, 0.0]), ValueError, "y must be finite"),
         (torch.ones(4, 1), torch.ones(4, dtype=torch.complex64), TypeError, "y must be float32 or float64"),
-        (torch.ones(4, 1), torch.ones(4, dtype=torch.int64), ValueError, "y must hold two classes at least"),
+        (torch.ones(4, 1), torch.ones(4, dtype=torch.int64), ValueError, "y must hold at least two classes"),
     ],
 )
 def test_bad_rows_are_named(X, y, error, message):

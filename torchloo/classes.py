@@ -2,8 +2,8 @@
 
 Note [coding of classes]
 Column k is +1 in the rows of class k and -1 elsewhere: one class against the rest. Two classes need one
-column only, +1 for the second of them, as that of the first would be its negative. Classes are in the order
-of `classes=`, or else the sorted labels of the call.
+column only, +1 for the second class, as the column of the first would be its negative. Classes are in the
+order of `classes=`, or else the sorted labels of the call.
 """
 
 import math
@@ -26,20 +26,20 @@ __all__ = [
     "sorted_labels",
 ]
 
-_FEW = 20  # so many classes are never taken for counts
+_FEW = 20  # up to this number of distinct integers are classes, never counts
 
 
 def one_vs_rest(labels: Any, classes: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """Columns of -1 and +1 for class labels, one class against the rest.
 
-    What machines make of integer labels by themselves (Note [coding of classes]), except that they leave out
-    the output axis where there are two classes. There is no limit to the number of classes.
+    The encoding that machines use for integer labels (Note [coding of classes]), except that they omit the
+    output axis for two classes. The number of classes is not limited.
 
     Args:
         labels: integers or bools, (..., n); a tensor, an array or a list.
-        classes: the labels there are, (c,), in the order of the columns; some may be missing from `labels`,
-            none may be missing here. None takes the sorted labels, which looks at their values.
-        dtype: of the columns; None takes torch's default. Machines want that of X.
+        classes: all labels, (c,), in the order of the columns; some may be missing from `labels`. None for
+            the sorted labels, which reads their values.
+        dtype: of the columns; None for torch's default. Machines need that of X.
 
     Returns:
         (..., n, c), or (..., n, 1) for two classes: +1 for the second class, the larger label if sorted.
@@ -67,7 +67,8 @@ def one_vs_rest(labels: Any, classes: Any = None, *, dtype: torch.dtype | None =
     else:
         known = as_classes("one_vs_rest", classes)
     guard = Guard("one_vs_rest")
-    columns = coded(guard, "labels", labels, known, torch.get_default_dtype() if dtype is None else dtype)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    columns = coded(guard, "labels", labels, known, dtype)
     guard.check()
     return columns
 
@@ -93,37 +94,37 @@ def as_classes(function: str, classes: Any) -> Tensor:
 
 
 def sorted_labels(function: str, name: str, labels: Tensor) -> Tensor:
-    """The different labels there are, ascending, (c,); one look at the values."""
+    """The distinct labels, ascending, (c,); reads the values."""
     if not values_visible(labels):
         raise ValueError(
-            f"{function}: classes must be given, e.g. classes=[0, 1, 2], where the values of {name} cannot "
-            "be looked at: on meta tensors, inside torch.func transforms and under torch.compile"
+            f"{function}: classes must be given, e.g. classes=[0, 1, 2], if the values of {name} cannot be "
+            "read: on meta tensors, inside torch.func transforms and under torch.compile"
         )
     return labels.detach().unique()
 
 
 def require_two(function: str, name: str, classes: Tensor) -> None:
-    """Refuse labels that are all the same."""
+    """Raise if all labels are the same."""
     if len(classes) < 2:
         raise ValueError(
-            f"{function}: {name} must hold two classes at least, got {classes.tolist()} only; give classes= "
-            "where others are missing"
+            f"{function}: {name} must hold at least two classes, got {classes.tolist()} only; give classes= "
+            "if others are missing"
         )
 
 
 def require_few(function: str, classes: Tensor, rows: int) -> None:
-    """Refuse so many different integers that they are rather counts than classes."""
+    """Raise if there are so many distinct integers that they are probably counts, not classes."""
     most = max(_FEW, math.isqrt(rows))
     if len(classes) > most:
         raise ValueError(
-            f"{function}: integer y are class labels, at most {most} different ones for {rows} rows, got "
-            f"{len(classes)}; for regression on numbers use y.double() (or .float(), as X is); if they are "
+            f"{function}: integer y are class labels, at most {most} distinct ones for {rows} rows, got "
+            f"{len(classes)}; for regression on numbers use y.double() (or .float(), like X); if they are "
             "classes, give classes= to the machine, or columns tl.one_vs_rest(y, dtype=X.dtype)"
         )
 
 
 def is_member(guard: Guard, name: str, labels: Tensor, classes: Tensor) -> Tensor:
-    """Which of the classes (c,) each label (..., n) is, boolean (..., n, c); other labels are refused."""
+    """Membership of labels (..., n) in the classes (c,), boolean (..., n, c); other labels raise."""
     member = labels.unsqueeze(-1) == classes.to(labels.device)
     known = member.any(-1)
     guard.require(known, partial(_unknown, name, labels, known, classes))
@@ -131,7 +132,7 @@ def is_member(guard: Guard, name: str, labels: Tensor, classes: Tensor) -> Tenso
 
 
 def coded(guard: Guard, name: str, labels: Tensor, classes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Columns (..., n, c) of -1 and +1, or (..., n, 1) for two classes; other labels are refused."""
+    """Columns (..., n, c) of -1 and +1, or (..., n, 1) for two classes; other labels raise."""
     member = is_member(guard, name, labels, classes)
     columns = member if len(classes) > 2 else member[..., 1:]
     return 2 * columns.to(dtype) - 1
@@ -149,10 +150,14 @@ def predicted_labels(machine: str, outputs: Tensor, classes: Tensor | None, flat
             f"{machine}: fitted to numbers, so it has no classes; fit it to labels, or give it classes="
         )
     columns = outputs.detach().unsqueeze(-1) if flat else outputs.detach()  # (..., n, c)
-    if columns.shape[-1] != (len(classes) if len(classes) > 2 else 1):
+    expected = len(classes) if len(classes) > 2 else 1
+    if columns.shape[-1] != expected:
         raise RuntimeError(
             f"{machine}: {len(classes)} classes need outputs of one column each, or one for two, but the "
             f"machine was fitted to {columns.shape[-1]} columns"
         )
-    column = columns.argmax(-1) if columns.shape[-1] > 1 else (columns[..., 0] >= 0).long()
-    return classes.to(outputs.device)[column]
+    if columns.shape[-1] > 1:
+        predicted = columns.argmax(-1)
+    else:
+        predicted = (columns[..., 0] >= 0).long()
+    return classes.to(outputs.device)[predicted]

@@ -1,4 +1,4 @@
-"""What is left out together: labels of rows, gathered by cluster size."""
+"""Partitions of the rows into sets that are left out together."""
 
 import numpy as np
 import torch
@@ -40,9 +40,9 @@ class Partition:
     def of(
         cls, function: str, clusters: object | None, rows: int, device: torch.device, alone: bool = True
     ) -> "Partition":
-        """The partition that the labels describe; None leaves every row out alone.
+        """The partition given by cluster labels; None for every row alone.
 
-        One set must not hold all rows, unless there are others elsewhere, `alone` being False.
+        One set must not hold all rows, unless other processes have more (`alone` is False).
         """
         if clusters is None:
             if rows < 2 and alone:
@@ -52,21 +52,22 @@ class Partition:
         _, members, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(counts) < 2 and alone:
             raise ValueError(
-                f"{function}: a cluster holds all {rows} rows, so nothing is left to learn from; "
-                f"clusters must have at least 2 distinct labels"
+                f"{function}: a cluster holds all {rows} rows, so no training rows remain; clusters must "
+                "have at least 2 distinct labels"
             )
         by_cluster = np.argsort(members, kind="stable")  # (n,) rows, cluster after cluster
         starts = counts.cumsum() - counts
         groups = []
         for size in np.unique(counts):
-            rows_of = by_cluster[starts[counts == size, None] + np.arange(size)]  # (g, s)
-            rows_of = rows_of[rows_of[:, 0].argsort()]  # single rows keep their order
-            groups.append(torch.from_numpy(rows_of).to(device))
+            positions = starts[counts == size, None] + np.arange(size)  # (g, s)
+            members_of = by_cluster[positions]
+            members_of = members_of[members_of[:, 0].argsort()]  # single rows keep their order
+            groups.append(torch.from_numpy(members_of).to(device))
         return cls(tuple(groups), torch.from_numpy(labels))
 
     @property
     def groups(self) -> tuple[Tensor, ...]:
-        """An index tensor (g, s) for each size s: the rows of g clusters; for single rows made when asked."""
+        """An index tensor (g, s) for each size s: the rows of g clusters; for single rows made on demand."""
         if self._single is None:
             return self._groups
         rows, device = self._single
@@ -90,12 +91,13 @@ class Partition:
         """Rows of (..., n, c) by group: (..., g, s, c) each."""
         if self.only_single(values.shape[-2]):
             return [values.unsqueeze(-2)]
-        # All at once: gradients of one gather for each size would be added up over all n rows each time.
-        parts = values.index_select(-2, self.index).split([rows.numel() for rows in self.groups], -2)
+        # One gather for all sizes: each would have a gradient of all n rows, to be added up.
+        numbers = [rows.numel() for rows in self.groups]
+        parts = values.index_select(-2, self.index).split(numbers, -2)
         return [part.unflatten(-2, rows.shape) for part, rows in zip(parts, self.groups, strict=True)]
 
     def scatter(self, parts: list[Tensor], n: int) -> Tensor:
-        """Put (..., g, s, c) of each group back in their rows: (..., n, c), zero where there is none."""
+        """The inverse of `gather`: (..., g, s, c) of each group to (..., n, c), zero in other rows."""
         if self.only_single(n):
             return parts[0].squeeze(-2)
         values = torch.cat([part.flatten(-3, -2) for part in parts], -2)
@@ -111,7 +113,7 @@ class Partition:
 
 
 def row_sets(function: str, rows: object, n: int) -> tuple[Tensor, bool]:
-    """Disjoint sets (g, s) of the rows 0 to n - 1, none of all of them, and whether they came with axis g."""
+    """Disjoint sets (g, s) of the rows 0 to n - 1, none with all rows, and whether `rows` has the axis g."""
     try:
         given = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
     except ValueError:
@@ -139,7 +141,7 @@ def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:
     Args:
         n: number of rows.
         k: number of folds, from 2 to n.
-        generator: source of randomness; None takes torch's global one.
+        generator: random number generator; None uses torch's global one.
 
     Example:
         >>> torch.bincount(folds(10, 3))
@@ -152,6 +154,6 @@ def folds(n: int, k: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 def random_order(n: int, generator: torch.Generator | None) -> Tensor:
-    """The numbers from 0 to n - 1, drawn on the device of the generator, on the host."""
+    """A random permutation of 0 to n - 1, drawn on the device of the generator, on the host."""
     device = "cpu" if generator is None else generator.device
     return torch.randperm(n, generator=generator, device=device).cpu()

@@ -8,9 +8,9 @@ variances, the noise is estimated by s^2 = sum weight e^2 / (n - sum h), and
                            where rows are left out alone;
     Cook's distance        sum_j weight_j (f_j - f_{-L,j})^2 / (s^2 sum h),   f - f_{-L} = H_{:L} r_L,
 
-the textbook's where the machine is ordinary least squares. Dropping L for good leaves a machine with
-P' = P - P_{:L} P_LL^{-1} P_{L:} and a' = a - P_{:L} r_L, so that its own held-out residuals, those of the
-rows that are left, are P'_KK^{-1} a'_K: the exact change of any criterion costs O(n^2) for all single rows.
+which are the usual ones for ordinary least squares. Dropping L altogether gives a machine with
+P' = P - P_{:L} P_LL^{-1} P_{L:} and a' = a - P_{:L} r_L, so that the held-out residuals of the remaining
+rows are P'_KK^{-1} a'_K: the exact change of any criterion costs O(n^2) for all single rows.
 
 Reference: Cook (1977), "Detection of influential observation in linear regression".
 """
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Diagnosis", "diagnose"]
 
 _ENTRIES = 1 << 22  # held-out outputs of machines without a row that are computed at once
-_SHOWN = 10
-_NUMBERS = 8
+_SHOWN = 10  # rows in the printed table
+_NUMBERS = 8  # rows labelled in the plot
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,28 @@ class Diagnosis:
         For classes, rows whose held-out output gives another label a probability above 0.8 (or `above`); for
         numbers, rows with an absolute studentised residual above 3 in some output.
         """
+        limit = 3.0 if self.suspicion is None else 0.8
+        if above is not None:
+            limit = above
+        count = int((self._score() > limit).sum())
+        return self._order()[:count]
+
+    def _score(self) -> Tensor:
+        """Suspicion, or the largest absolute studentised residual, of each row, (n,)."""
         if self.suspicion is not None:
-            score, limit = self.suspicion, 0.8 if above is None else above
-        else:
-            size = self.studentised.abs()
-            score, limit = size if size.ndim == 1 else size.amax(-1), 3.0 if above is None else above
-        order = score.argsort(descending=True, stable=True)
-        return order[: int((score > limit).sum())]
+            return self.suspicion
+        size = self.studentised.abs()
+        return size if size.ndim == 1 else size.amax(-1)
+
+    def _order(self) -> Tensor:
+        """Rows by score, the largest first."""
+        return self._score().argsort(descending=True, stable=True)
 
     def change(self, criterion: Any) -> Tensor:
-        """How a held-out criterion changes when a row or cluster is dropped for good, (g,), exactly.
+        """Exact change of a held-out criterion when each row or cluster is dropped altogether, (g,).
 
-        Negative values are improvements where lower is better. The criterion is that of the remaining rows,
-        each left out of a machine trained without the dropped ones.
+        Negative values are improvements if lower is better. The criterion is computed from the remaining
+        rows, each held out from a machine trained without the dropped ones.
 
         Args:
             criterion: one of tl.criteria or its name, or a callable of a HeldOut.
@@ -91,23 +100,26 @@ class Diagnosis:
         if score.takes_fit:
             raise ValueError(f"Diagnosis.change: criterion must be of held-out outputs, got {score.name}")
         with torch.no_grad():
-            after = self._without_rows(score) if self.held_out.clusters is None else self._without_sets(score)
+            if self.held_out.clusters is None:
+                after = self._without_rows(score)
+            else:
+                after = self._without_sets(score)
             return after - score(self.held_out)
 
     def _without_rows(self, score: Score) -> Tensor:
         P, a, n = self.fit.annihilator(), self.fit.dual, len(self.leverage)
         P_ii = P.diagonal()
         r = a / P_ii.unsqueeze(-1)  # (n, c)
+        rows_at_once = max(1, _ENTRIES // a.numel())
+        before_gap = torch.arange(n - 1, device=P.device)
         values = []
-        for rows in torch.arange(n, device=P.device).split(max(1, _ENTRIES // a.numel())):
-            others = torch.arange(n - 1, device=P.device) + (
-                torch.arange(n - 1, device=P.device) >= rows[:, None]
-            )
-            beside = P[rows].take_along_dim(others, -1)  # (b, n - 1)
-            remaining = P_ii[others] - beside.square() / P_ii[rows].unsqueeze(-1)  # the diagonal of P'
-            dual = a[others] - beside.unsqueeze(-1) * r[rows].unsqueeze(-2)  # (b, n - 1, c)
-            variance = remaining.reciprocal().unsqueeze(-1)
-            values.append(score(self._held_out(others, dual * variance, variance, None)))
+        for rows in torch.arange(n, device=P.device).split(rows_at_once):
+            others = before_gap + (before_gap >= rows[:, None])  # (b, n - 1)
+            P_ij = P[rows].take_along_dim(others, -1)  # (b, n - 1)
+            P_after = P_ii[others] - P_ij.square() / P_ii[rows].unsqueeze(-1)  # the diagonal of P'
+            a_after = a[others] - P_ij.unsqueeze(-1) * r[rows].unsqueeze(-2)  # (b, n - 1, c)
+            variance = P_after.reciprocal().unsqueeze(-1)
+            values.append(score(self._held_out(others, a_after * variance, variance, None)))
         return torch.cat(values)
 
     def _without_sets(self, score: Score) -> Tensor:
@@ -119,15 +131,17 @@ class Diagnosis:
             )
         values = []
         for label in self.dropped:
-            L, K = (torch.nonzero(side)[:, 0].to(P.device) for side in (clusters == label, clusters != label))
+            L = torch.nonzero(clusters == label)[:, 0].to(P.device)
+            K = torch.nonzero(clusters != label)[:, 0].to(P.device)
             P_KL = P[K][:, L]
             solved = torch.linalg.solve(P[L][:, L], torch.cat([P_KL.mT, a[L]], -1))
-            inner = P[K][:, K] - P_KL @ solved[:, : len(K)]
-            dual = a[K] - P_KL @ solved[:, len(K) :]
-            labels, guard = clusters[clusters != label], Guard("Diagnosis.change")
+            P_after = P[K][:, K] - P_KL @ solved[:, : len(K)]
+            a_after = a[K] - P_KL @ solved[:, len(K) :]
+            labels = clusters[clusters != label]
+            guard = Guard("Diagnosis.change")
             partition = Partition.of("Diagnosis.change", labels, len(K), P.device)
-            blocks = [inner[rows.unsqueeze(-1), rows.unsqueeze(-2)] for rows in partition.groups]
-            parts = solve_blocks(partition.gather(dual), blocks, guard)
+            blocks = [P_after[rows.unsqueeze(-1), rows.unsqueeze(-2)] for rows in partition.groups]
+            parts = solve_blocks(partition.gather(a_after), blocks, guard)
             guard.check()
             residuals, variance = (partition.scatter(part, len(K)) for part in parts)
             values.append(score(self._held_out(K, residuals, variance, labels)))
@@ -139,43 +153,39 @@ class Diagnosis:
         parts = (residuals, variance, refitted)
         return assemble(self.fit.targets[rows], self.fit.weight[rows], labels, parts, self.fit.flat)
 
-    def _order(self) -> Tensor:
-        """Rows by suspicion, or by the size of the studentised residual."""
-        if self.suspicion is not None:
-            return self.suspicion.argsort(descending=True, stable=True)
-        size = self.studentised.abs()
-        return (size if size.ndim == 1 else size.amax(-1)).argsort(descending=True, stable=True)
-
     def _cook_of_rows(self) -> Tensor:
-        """Cook's distance of every row's set, (n,)."""
+        """Cook's distance of the row, or of its cluster, (n,)."""
         if self.held_out.clusters is None:
             return self.cook
-        return self.cook[torch.searchsorted(self.dropped, self.held_out.clusters).to(self.cook.device)]
+        number = torch.searchsorted(self.dropped, self.held_out.clusters)
+        return self.cook[number.to(self.cook.device)]
 
     def __str__(self) -> str:
         """A table of the most suspicious rows."""
         what = "rows" if self.held_out.clusters is None else f"rows in {len(self.dropped)} clusters"
         lines = [f"{len(self.leverage)} {what}, {len(self.suspects())} to look at", ""]
-        lines.append(
-            f"{'row':>6}{'target':>11}{'held out':>11}{'studentised':>13}{'leverage':>10}{'Cook':>10}"
-        )
+        head = f"{'row':>6}{'target':>11}{'held out':>11}{'studentised':>13}{'leverage':>10}{'Cook':>10}"
         if self.suspicion is not None:
-            lines[-1] += f"{'suspicion':>11}"
-        cook, wide = self._cook_of_rows(), self.studentised.ndim > 1
+            head += f"{'suspicion':>11}"
+        lines.append(head)
+        cook = self._cook_of_rows()
         for i in self._order()[:_SHOWN].tolist():
-            j = self.studentised[i].abs().argmax() if wide else None
-            at = i if j is None else (i, j)
-            numbers = (self.held_out.targets[at], self.held_out.outputs[at], self.studentised[at])
-            line = "{:>6}{:>11.4g}{:>11.4g}{:>13.2f}".format(i, *(number.item() for number in numbers))
+            at: Any = i
+            if self.studentised.ndim > 1:  # the output with the largest residual
+                at = (i, self.studentised[i].abs().argmax())
+            target, output = self.held_out.targets[at].item(), self.held_out.outputs[at].item()
+            line = f"{i:>6}{target:>11.4g}{output:>11.4g}{self.studentised[at].item():>13.2f}"
             line += f"{self.leverage[i].item():>10.3f}{cook[i].item():>10.2g}"
-            lines.append(line + ("" if self.suspicion is None else f"{self.suspicion[i].item():>11.3f}"))
+            if self.suspicion is not None:
+                line += f"{self.suspicion[i].item():>11.3f}"
+            lines.append(line)
         return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """A picture: studentised residuals over leverage, areas by Cook's distance, suspects by number.
+        """Plot studentised residuals over leverage, areas by Cook's distance; suspects have their numbers.
 
         Args:
-            path: where to write it, e.g. diagnosis.png; None only returns the figure. Needs matplotlib
+            path: file to write, e.g. diagnosis.png; None only returns the figure. Needs matplotlib
                 (extra cli).
         """
         try:
@@ -223,7 +233,7 @@ def diagnose(
     Returns:
         Diagnosis, with `suspects()`, `change(criterion)` and `plot(path)`; `print` shows a table.
 
-    Values without a graph. Cost that of leave-one-out and n^2 c; memory n^2 numbers.
+    Not differentiable. Cost that of leave-one-out and n^2 c; memory n^2 numbers.
 
     >>> import torchloo as tl
     >>> x = torch.linspace(0, 1, 30, dtype=torch.float64)
@@ -246,13 +256,21 @@ def diagnose(
     e = fit.targets - fit.outputs.reshape(fit.targets.shape)  # (n, c)
     zeta = fit.weight.unsqueeze(-1)
     s2 = (zeta * e.square()).sum(0) / (1 - h).sum()  # (c,)
-    P, noise = fit.annihilator(), fit.problem.ridge
     studentised = wide.residuals / (s2 * wide.variance / fit.problem.reg).sqrt()
-    labels = torch.arange(len(h), device="cpu") if held_out.clusters is None else held_out.clusters
+    labels = held_out.clusters
+    if labels is None:
+        labels = torch.arange(len(h), device="cpu")
     dropped, members = labels.unique(return_inverse=True)
-    cook = _cook(P, noise, wide.residuals, members.to(h.device), len(dropped), zeta) / (s2 * h.sum())
+    change = _squared_change(fit, wide.residuals, members.to(h.device), len(dropped))
+    cook = change / (s2 * h.sum())
     return Diagnosis(
-        h, fit.shaped(studentised), cook.mean(-1), _suspicion(held_out, wide), held_out, dropped, fit
+        leverage=h,
+        studentised=fit.shaped(studentised),
+        cook=cook.mean(-1),
+        suspicion=_suspicion(held_out, wide),
+        held_out=held_out,
+        dropped=dropped,
+        fit=fit,
     )
 
 
@@ -260,23 +278,26 @@ def _apart(rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[int]:
     """The first eight rows whose labels do not overlap in a plot with coordinates between 0 and 1."""
     chosen: list[int] = []
     for i in rows.tolist():
-        if len(chosen) < _NUMBERS and all(abs(x[i] - x[j]) > 0.07 or abs(y[i] - y[j]) > 0.07 for j in chosen):
+        overlaps = any(abs(x[i] - x[j]) <= 0.07 and abs(y[i] - y[j]) <= 0.07 for j in chosen)
+        if len(chosen) < _NUMBERS and not overlaps:
             chosen.append(i)
     return chosen
 
 
-def _cook(P: Tensor, noise: Tensor, r: Tensor, members: Tensor, count: int, zeta: Tensor) -> Tensor:
-    """sum_j weight_j (H_{:L} r_L)_j^2 for every set, (g, c), one output at a time."""
-    H = torch.diag_embed(torch.ones_like(noise)) - noise.unsqueeze(-1) * P
-    found = []
+def _squared_change(fit: Fit, r: Tensor, members: Tensor, count: int) -> Tensor:
+    """sum_j weight_j (H_{:L} r_L)_j^2 for every set L, (g, c), one output at a time."""
+    ridge = fit.problem.ridge
+    H = torch.diag_embed(torch.ones_like(ridge)) - ridge.unsqueeze(-1) * fit.annihilator()
+    zeta = fit.weight.unsqueeze(-1)
+    by_output = []
     for column in r.unbind(-1):
-        moved = H.new_zeros(len(H), count).index_add_(1, members, H * column)  # (n, g)
-        found.append((zeta * moved.square()).sum(0))
-    return torch.stack(found, -1)
+        change = H.new_zeros(len(H), count).index_add_(1, members, H * column)  # (n, g)
+        by_output.append((zeta * change.square()).sum(0))
+    return torch.stack(by_output, -1)
 
 
 def _suspicion(held_out: HeldOut, wide: HeldOut) -> Tensor | None:
-    """1 - probability of the own label, (n,), where targets are classes."""
+    """1 - probability of the given label, (n,), if targets are classes."""
     targets = wide.targets.mT  # (c, n)
     if len(targets) == 1:
         classes = two_valued(targets).all() & (targets > 0).any() & (targets < 0).any()

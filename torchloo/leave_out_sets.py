@@ -46,9 +46,7 @@ class LeaveOutSets:
         sizes = left.sizes
         if (sizes >= n).any():
             number = int((sizes >= n).argmax())
-            raise ValueError(
-                f"{function}: set {number} leaves out all {n} rows, so nothing is left to learn from"
-            )
+            raise ValueError(f"{function}: set {number} leaves out all {n} rows, so no training rows remain")
         # A row of a set is one number; sorted, those to predict are found among those to leave out.
         keys = left.number * n + left.rows
         order = keys.argsort()

@@ -31,7 +31,7 @@ _REGS = 30
 # Held-out outputs, of all regularisations together, that are in memory at once: 128 MB in float64.
 _TOGETHER = 1 << 24
 
-# Rows that tell the scale of the features.
+# Rows from which the scale of the features is estimated.
 _SAMPLE = 2000
 
 
@@ -121,8 +121,10 @@ class Probe:
         classes = "" if self.head.classes is None else f", {len(self.head.classes)} classes"
         lines = [f"linear probe: {self.held_out.weight.shape[-1]} rows, {self.columns} features{classes}"]
         lines += [f"reg {self.reg:.4g}, chosen by {self._criterion_name}", ""]
-        kinds = {"leave-one-out": self.loo, "leave-group-out": self.grouped}
-        lines += rendered([self._summary(name, s) for name, s in kinds.items() if s is not None])
+        summaries = [self._summary("leave-one-out", self.loo)]
+        if self.grouped is not None:
+            summaries.append(self._summary("leave-group-out", self.grouped))
+        lines += rendered(summaries)
         if self.class_accuracy is not None:
             lines += ["", *rendered(self._by_class(), 22)]
         lines += ["", *rendered(self._by_reg(), len(self.regs))]
@@ -138,12 +140,16 @@ class Probe:
         return f"the mean squared {left_out} residual"
 
     def _summary(self, name: str, scores: ProbeScores) -> dict[str, Any]:
-        score = {
+        summary: dict[str, Any] = {
+            "": name,
             self.measure: _share(getattr(scores, self.measure)),
             "std error": _share(scores.standard_error),
         }
-        other = {"rmse": scores.rmse} if self.measure == "r2" else {"log loss": scores.log_loss}
-        return {"": name} | score | other
+        if self.measure == "r2":
+            summary["rmse"] = scores.rmse
+        else:
+            summary["log loss"] = scores.log_loss
+        return summary
 
     def _by_class(self) -> list[dict[str, Any]]:
         assert self.head.classes is not None
@@ -155,8 +161,13 @@ class Probe:
     def _by_reg(self) -> list[dict[str, Any]]:
         values = zip(self.regs.tolist(), self.criterion.tolist(), self.curve, self.curve_error, strict=True)
         return [
-            {"reg": reg, "mean square": mse, self.measure: _share(score), "std error": _share(error)}
-            | {"": "*" * (reg == self.reg)}
+            {
+                "reg": reg,
+                "mean square": mse,
+                self.measure: _share(score),
+                "std error": _share(error),
+                "": "*" if reg == self.reg else "",
+            }
             for reg, mse, score, error in values
         ]
 
@@ -208,9 +219,9 @@ def probe(
     only by the choice among R regularisations.
 
     Args:
-        features: (n, d), a tensor or an array, memory-mapped or not, float16 and bfloat16 being taken up to
-            float32; or a `Stream`, which includes labels and weight.
-        labels: integers or bools (n,) are classes; floats (n,) or (n, c) are numbers to be predicted.
+        features: (n, d), a tensor or an array, possibly memory-mapped; float16 and bfloat16 are converted to
+            float32. Or a `Stream`, which includes labels and weight.
+        labels: integers or bools (n,) are classes; floats (n,) or (n, c) are regression targets.
         groups: integer labels (n,) of rows that are not independent, such as images of one patient. These are
             then left out together, for the choice of reg and for the scores; leave-one-out is reported as
             well.
@@ -223,9 +234,9 @@ def probe(
         Probe: reg, accuracy (or r2), standard_error, class_accuracy, log_loss, held_out, head, and the
         criterion and accuracy of every regularisation. Print it, or `plot` it.
 
-    Cost: three passes over the rows of n d^2 multiplications, and n d c for each regularisation; groups take
-    one pass more. Memory: a few (d, d) matrices, and n c numbers for each regularisation, of which as many
-    are computed at once as make 2^24 numbers. Features are not copied, unless they are more than the rows.
+    Cost: three passes over the rows of n d^2 multiplications, and n d c for each regularisation; groups need
+    one more pass. Memory: a few (d, d) matrices, and n c numbers for each regularisation, of which as many
+    are computed at once as fit into 2^24 numbers. The features are not copied, unless d > n.
 
     Example:
         >>> X = torch.randn(200, 5, generator=torch.Generator().manual_seed(0))
@@ -241,16 +252,19 @@ def probe(
         raise TypeError("probe: a stream includes labels and weight; leave them None")
     n, first = rows.stream.n, rows.stream.sample("probe", _SAMPLE)
     assert n is not None
-    tried = _usual_regs(n, first) if regs is None else _given_regs(regs)
-    table, best, reg = [], None, math.nan
+    all_regs = _usual_regs(n, first) if regs is None else _given_regs(regs)
+    regs_at_once = max(1, _TOGETHER // (n * first.Y.shape[1]))
+    table: list[tuple[float, float, float]] = []
+    best, reg, least = None, math.nan, math.inf
     with torch.no_grad():
-        for some in tried.split(max(1, _TOGETHER // (n * first.Y.shape[1]))):
+        for some in all_regs.split(regs_at_once):
             path = rows.path(some, groups)
             for r, value in enumerate(some.tolist()):
                 held_out = _entry(path, r)
-                table.append((criteria.mse(held_out).item(), *_headline(held_out, rows.classes)))
-                if best is None or table[-1][0] < min(row[0] for row in table[:-1]):
-                    best, reg = _copied(held_out), value
+                mse = criteria.mse(held_out).item()
+                table.append((mse, *_headline(held_out, rows.classes)))
+                if best is None or mse < least:
+                    best, reg, least = _copied(held_out), value, mse
         assert best is not None
         with first.X.device:  # whatever torch's default device is
             head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
@@ -259,8 +273,19 @@ def probe(
         if groups is not None:
             single = rows.path(torch.tensor([reg], dtype=torch.float64, device="cpu"), None)
             loo, grouped = _scores(_entry(single, 0), rows.classes), chosen
-    mse, score, error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
-    return Probe(head, reg, tried, mse, score, error, best, loo, grouped, first.X.shape[1])
+    criterion, curve, curve_error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
+    return Probe(
+        head=head,
+        reg=reg,
+        regs=all_regs,
+        criterion=criterion,
+        curve=curve,
+        curve_error=curve_error,
+        held_out=best,
+        loo=loo,
+        grouped=grouped,
+        columns=first.X.shape[1],
+    )
 
 
 @torch.no_grad()
@@ -336,7 +361,7 @@ def _weights(weight: Any, labels: Tensor, like: Tensor) -> Tensor | None:
 
 
 def _usual_regs(n: int, first: Block) -> Tensor:
-    """Regularisations about the mean eigenvalue of the (weighted, centred) Gram matrix that is not zero."""
+    """Regularisations around the mean nonzero eigenvalue of the (weighted, centred) Gram matrix."""
     variance = first.X.double().var(0).mean().item()
     if not 0 < variance < math.inf:
         raise ValueError(
@@ -355,30 +380,37 @@ def _given_regs(regs: Any) -> Tensor:
 
 
 def _entry(path: HeldOut, r: int) -> HeldOut:
-    """The held-out rows of one regularisation; labels of clusters are those of all."""
+    """The held-out rows of one regularisation; clusters are shared by all."""
     fields = {name: value[r] for name, value in path._asdict().items() if name != "clusters"}
     return HeldOut(**fields, clusters=path.clusters)
 
 
 def _copied(held_out: HeldOut) -> HeldOut:
     """A copy that does not keep the memory of the whole path."""
-    return held_out._replace(**{k: t.clone() for k, t in held_out._asdict().items() if isinstance(t, Tensor)})
+    fields = held_out._asdict().items()
+    copies = {name: value.clone() for name, value in fields if isinstance(value, Tensor)}
+    return held_out._replace(**copies)
 
 
 def _headline(held_out: HeldOut, classes: Tensor | None) -> tuple[float, float]:
     """Accuracy or r2, and its standard error."""
     if classes is not None:
-        wrong = criteria.error_rate if len(classes) == 2 else criteria.multiclass_error
-        return 1 - wrong(held_out, weight=None).item(), standard_error(wrong, held_out, weight=None).item()
+        error_rate = criteria.error_rate if len(classes) == 2 else criteria.multiclass_error
+        stderr = standard_error(error_rate, held_out, weight=None).item()
+        return 1 - error_rate(held_out, weight=None).item(), stderr
     variance = held_out.targets.double().var(0, correction=0)  # () or (c,)
     if held_out.targets.ndim == 1:
         mse = criteria.mse(held_out, weight=None)
         error = standard_error("mse", held_out, weight=None)
         return 1 - (mse / variance).item(), (error / variance).item()
-    scaled = held_out._replace(
-        **{name: getattr(held_out, name) / variance.sqrt() for name in ("outputs", "residuals", "targets")}
-    )  # so that all outputs have the same scale
-    return 1 - criteria.mse(scaled, weight=None).item(), standard_error("mse", scaled, weight=None).item()
+    deviation = variance.sqrt()
+    scaled = held_out._replace(  # so that all outputs have the same scale
+        outputs=held_out.outputs / deviation,
+        residuals=held_out.residuals / deviation,
+        targets=held_out.targets / deviation,
+    )
+    mse = criteria.mse(scaled, weight=None)
+    return 1 - mse.item(), standard_error("mse", scaled, weight=None).item()
 
 
 def _scores(held_out: HeldOut, classes: Tensor | None) -> ProbeScores:
@@ -393,15 +425,21 @@ def _scores(held_out: HeldOut, classes: Tensor | None) -> ProbeScores:
 def _softmax_scale(held_out: HeldOut) -> float:
     """The scale > 0 of least cross-entropy, by Newton's method: its slope grows with the scale."""
     f, t = held_out.outputs.double(), held_out.targets
-    f, own = (torch.stack([-f, f], -1), f * t.sign()) if f.ndim == 1 else (f, (f * (t > 0)).sum(-1))
+    if f.ndim == 1:
+        of_true_class = f * t.sign()
+        f = torch.stack([-f, f], -1)
+    else:
+        of_true_class = (f * (t > 0)).sum(-1)
     scale = 1.0
     for _ in range(100):
         p = torch.softmax(scale * f, -1)  # (n, k)
         mean = (p * f).sum(-1)
-        slope = (mean - own).mean().item()
-        curvature = ((p * f.square()).sum(-1) - mean.square()).mean().item()
+        slope = (mean - of_true_class).mean().item()
+        variance = (p * f.square()).sum(-1) - mean.square()
+        curvature = variance.mean().item()
         step = slope / curvature if curvature > 0 else 0.0
-        before, scale = scale, min(max(scale - step, scale / 4), 4 * scale)
+        before = scale
+        scale = min(max(scale - step, scale / 4), 4 * scale)
         if abs(scale - before) <= 1e-8 * before or not 1e-6 < scale < 1e6:
             break
     return scale
