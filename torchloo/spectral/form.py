@@ -7,21 +7,21 @@ u = sqrt(zeta) / |sqrt(zeta)| is a null vector of A. Then
     P(reg) = B diag(f) B^T,    B = Omega^{1/2} V,    f_k = 1 / (w_k + reg),
 
 with w, V the eigenpairs of A other than u itself. A multiple of u u^T above every eigenvalue is added
-before the decomposition, so that u comes out last and apart even where K is rank deficient; its f is
-set to 0. All diagonals of P are ONE product (B * B) f.
+before the decomposition, so that u is the last eigenvector and distinct even if K is rank deficient; its
+f is set to 0. All diagonals of P are ONE product (B * B) f.
 
-With a bias the columns of B sum to zero. So that weights of very different size cost no digits, K is
-centred by differences to a central row, and the row of B that weighs most is minus the sum of the others.
+With a bias the columns of B sum to zero. So that weights of very different size cost no accuracy, K is
+centred by differences to a central row, and the row of B of largest weight is minus the sum of the others.
 
 Note [spectral accuracy]
-The computed w and V are those of A + E with |E| about eps |A|, so r_L is exact for a machine close by. For
-the one that is meant it changes by P_LL^{-1} (P E x)_L, with x = a - P_{:L} r_L the coefficients without L.
-What E makes of a is known, it is the residual rho = Y - M a. Let s a be the part of x along a (by the inner
-product with weights 1 / zeta): r_L + s P_LL^{-1} (P rho)_L is left with what E makes of the rest of x, which
-is no larger than P_{:L} r_L. That is a relative change of r_L by |E| / (least w + reg) at most, and usually
-by sqrt(n) times the rounding of an entry of A beside least w + reg, as one entry of K in its last digit
-changes it too. Regularisations for which this is too much (tiny ones, heavy weights) are factorised. Where
-K = Z Z^T, the singular values of Omega^{1/2} Z, known to eps |Z|, serve them better than any K.
+The computed w and V are those of A + E with |E| about eps |A|, so r_L is exact for a nearby machine. Its
+error is P_LL^{-1} (P E x)_L, with x = a - P_{:L} r_L the coefficients without L. The effect of E on a is
+known: it is the residual rho = Y - M a. Let s a be the projection of x on a (in the inner product with
+weights 1 / zeta): the error of r_L + s P_LL^{-1} (P rho)_L is the effect of E on the rest of x, which is no
+larger than P_{:L} r_L. That is a relative change of r_L of at most |E| / (least w + reg), and usually of
+sqrt(n) times the rounding error of an entry of A relative to least w + reg, as large as the effect of one
+rounded entry of K. Regularisations for which this is too large (tiny ones, heavy weights) are factorised.
+Where K = Z Z^T, the singular values of Omega^{1/2} Z, accurate to eps |Z|, are better than any K.
 
 Note [spectral backward]
 The eigenvectors are never differentiated: dP = -P dM P holds here too (Note [dual backward]). With
@@ -57,14 +57,16 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _centred_kernel(K: Tensor, weight: Tensor) -> Tensor:
-    """K (..., n, n) about the weighted mean of the rows, by differences to a row near that mean."""
+    """K (..., n, n) centred at the weighted mean of the rows, by differences to a row near that mean."""
     share = (weight / weight.sum(-1, keepdim=True)).unsqueeze(-1)  # (..., n, 1)
     distance = K.diagonal(dim1=-2, dim2=-1) - 2 * (K @ share)[..., 0]
     central = distance.argmin(-1)[..., None, None]
     row = K.take_along_dim(central, -2)  # (..., 1, n)
-    centred = (K - row).sub_(row.mT - row.take_along_dim(central, -1))
+    corner = row.take_along_dim(central, -1)
+    centred = (K - row).sub_(row.mT - corner)
     mean = centred @ share  # (..., n, 1)
-    return centred.sub_(mean.mT).sub_(mean - share.mT @ mean)
+    mean_of_means = share.mT @ mean
+    return centred.sub_(mean.mT).sub_(mean - mean_of_means)
 
 
 def _unit(root: Tensor) -> Tensor:
@@ -78,17 +80,19 @@ def _eigen(A: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if u is not None:
         add_product(A, (2 * size + (size == 0)) * u, u)
     w, V = torch.linalg.eigh(A)
-    # Eigenvalues of a positive semi-definite K that rounding made negative are zero.
-    tiny = w.shape[-1] * torch.finfo(w.dtype).eps * size[..., 0]
-    return torch.where((w < 0) & (w > -tiny), torch.zeros_like(w), w), V, size[..., 0, 0]
+    # Eigenvalues of a positive semi-definite K that are negative by rounding are zero.
+    rounding = w.shape[-1] * torch.finfo(w.dtype).eps * size[..., 0]
+    w = torch.where((w < 0) & (w > -rounding), torch.zeros_like(w), w)
+    return w, V, size[..., 0, 0]
 
 
 def _singular(Z: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    """w and V of A = Z Z^T (..., n, n), u added, from Z with no fewer columns than rows, u counted."""
+    """w and V of A = Z Z^T (..., n, n) with u added; Z and u together have at least n columns."""
     if u is not None:
         size = torch.linalg.vector_norm(Z, dim=(-2, -1), keepdim=True)
         Z = torch.cat([Z, (2 * size + (size == 0)) * u], -1)
-    U, singular_values, _ = torch.linalg.svd(torch.linalg.qr(Z.mT, mode="r").R.mT)
+    R = torch.linalg.qr(Z.mT, mode="r").R
+    U, singular_values, _ = torch.linalg.svd(R.mT)
     return singular_values.square().flip(-1), U.flip(-1)
 
 
@@ -113,8 +117,8 @@ def _inverses(w: Tensor, regs: Tensor, bias: bool) -> Tensor:
 class _DualPath(Function):
     """(K, weight, regs, Y) -> a (R, ..., n, c) and blocks of P (R, ..., c', g, s, s) for each size.
 
-    c' is 1, or c where every output has its own regularisation; w and B are those of Note [spectral
-    form], a is known already, `gathered` the rows of B by set. See Note [spectral backward].
+    c' is 1, or c if every output has its own regularisation; w and B are those of Note [spectral form], a
+    is already computed, `gathered` are the rows of B by set. See Note [spectral backward].
     """
 
     @staticmethod
@@ -132,9 +136,12 @@ class _DualPath(Function):
     ) -> tuple[Tensor, ...]:
         with full_precision(B):
             f = _inverses(w, regs, bias)
-            several = iter(gathered)
-            of_sets = (B if rows.shape[-1] == 1 else next(several) for rows in groups)
-            return a.clone(), *[_blocks(part, f, rows) for part, rows in zip(of_sets, groups, strict=True)]
+            gathered_rows = iter(gathered)
+            blocks = []
+            for rows in groups:
+                B_L = B if rows.shape[-1] == 1 else next(gathered_rows)
+                blocks.append(_blocks(B_L, f, rows))
+            return a.clone(), *blocks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -152,7 +159,8 @@ class _DualPath(Function):
             BY = Y.mT @ B  # (..., c, n)
             Ba = _times(abar.mT, B)  # (R, ..., c, n)
             Ybar = ((f * Ba).sum(0) @ B.mT).mT
-            total, scaled = torch.zeros_like(B), torch.zeros_like(B)
+            total = torch.zeros_like(B)
+            scaled = torch.zeros_like(B)
             regbar = torch.zeros_like(regs)
             shared = regs.shape[-1] == 1
             for r in range(regs.shape[0]):
@@ -167,7 +175,8 @@ class _DualPath(Function):
                     total += X
                     reg = regs[r][..., j]  # (...)
                     scaled += reg[..., None, None] * X
-                    regbar[r][..., j] = -X.diagonal(dim1=-2, dim2=-1).sum(-1).sum_to_size(reg.shape)
+                    trace = X.diagonal(dim1=-2, dim2=-1).sum(-1)
+                    regbar[r][..., j] = -trace.sum_to_size(reg.shape)
             Kbar = -(B @ total @ B.mT)
             weightbar = ((B @ scaled) * B).sum(-1) / weight.square()
         return Kbar, weightbar, regbar, Ybar, *[None] * (5 + len(groups))
@@ -182,7 +191,7 @@ def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
 
 
 class Step(NamedTuple):
-    """The solution, and what Note [spectral accuracy] adds to it."""
+    """The solution, and the correction of Note [spectral accuracy]."""
 
     a: Tensor
     """P Y, (R, ..., n, c)."""
@@ -191,47 +200,50 @@ class Step(NamedTuple):
     solved: Tensor
     """P rho, (R, ..., n, c)."""
     along: Tensor
-    """P_{:L}^T a by the inner product of the Note, over that of a with itself, (R, ..., n, c)."""
+    """The inner product, of the Note, of P_{:L} with a, divided by that of a with itself, (R, ..., n, c)."""
 
     def of_outputs(self, some: slice) -> "Step":
-        """Those of some outputs."""
+        """The same for some outputs."""
         a, transformed, solved, along = self
         return Step(a[..., some], transformed[..., some, :], solved[..., some], along[..., some])
 
 
 class Spectral(NamedTuple):
-    """A decomposed dual problem: held-out parts for as many regularisations as are asked for."""
+    """A decomposed dual problem, from which any number of regularisations can be solved."""
 
     K: Tensor
     weight: Tensor
     Y: Tensor
-    """Targets (..., n, c); with a bias less those of the heaviest row."""
+    """Targets (..., n, c); with a bias, minus the target of the row of largest weight."""
     matrix: Tensor
     """A with u added, (..., n, n), or the features Z of K = Z Z^T, (..., n, d)."""
     w: Tensor
-    """Eigenvalues (..., n); with a bias the last belongs to u and does not count."""
+    """Eigenvalues (..., n); with a bias the last belongs to u and is ignored."""
     B: Tensor
     """(..., n, n)."""
     size: Tensor
     """|A|, (...)."""
     heaviest: Tensor | None
-    """With a bias the row that weighs most, (..., 1, 1)."""
+    """With a bias, the row of largest weight, (..., 1, 1)."""
     by_features: bool
 
     @property
     def least(self) -> Tensor:
-        """The smallest eigenvalue that counts, (...)."""
-        return (self.w if self.heaviest is None else self.w[..., :-1]).amin(-1)
+        """The smallest eigenvalue other than that of u, (...)."""
+        w = self.w if self.heaviest is None else self.w[..., :-1]
+        return w.amin(-1)
 
     def rounding(self, regs: Tensor) -> Tensor:
-        """That of an entry of A beside the least w + reg, for the lightest row, (R,), the worst of a batch.
+        """Rounding error of an entry of A relative to the least w + reg, (R,), the largest of a batch.
 
-        Changes of r are relative in the norm of Omega^{1/2} r, in which such a row counts for little.
+        For the row of smallest weight: changes of r are relative in the norm of Omega^{1/2} r, to which such
+        a row contributes little.
         """
         least, largest = self.weight.aminmax(dim=-1)
         spread = (largest / least).sqrt()  # (...)
         entry = torch.finfo(self.w.dtype).eps * self.size / self.w.shape[-1] * spread
-        return (entry / (self.least + regs.amin(-1))).reshape(len(regs), -1).amax(-1)
+        relative = entry / (self.least + regs.amin(-1))
+        return relative.reshape(len(regs), -1).amax(-1)
 
     @torch.no_grad()
     def by_singular_values(self) -> "Spectral":
@@ -241,7 +253,7 @@ class Spectral(NamedTuple):
         return self._replace(w=w, B=_basis(V, root, self.heaviest))
 
     def gathered(self, partition: Partition) -> list[Tensor]:
-        """Rows of B by set, (..., g, s, n) for each size but 1: what blocks of all regularisations need."""
+        """Rows of B by set, (..., g, s, n) for each size but 1, shared by all regularisations."""
         return [self.B[..., rows, :] for rows in partition.groups if rows.shape[-1] > 1]
 
     def held_out(
@@ -249,22 +261,22 @@ class Spectral(NamedTuple):
     ) -> Parts:
         """Held-out parts for the regularisations (R, ..., 1), or (R, ..., c) with one for each output.
 
-        `gathered` and `step` are what the methods of these names give, the step for these regularisations.
+        `gathered` and `step` are the results of these methods, the step for these regularisations.
         """
-        bias, groups, n = self.heaviest is not None, partition.groups, self.Y.shape[-2]
+        groups, n = partition.groups, self.Y.shape[-2]
         shared = regs.shape[-1] == 1
-        with torch.no_grad():
-            f = _inverses(self.w, regs, bias)
-        given = (self.K, self.weight, regs, self.Y, self.w, self.B, bias, step.a, gathered)
-        a, *blocks = _DualPath.apply(*given, *groups)
+        a, *blocks = self._path(regs, step.a, gathered, groups)
         root = None
         if gathered:
+            with torch.no_grad():
+                f = _inverses(self.w, regs, self.heaviest is not None)
 
             def make() -> tuple[Tensor, Tensor]:
                 half = f.sqrt()
                 T = (self.B.unsqueeze(-3) * half.unsqueeze(-2)).mT  # (R, ..., c', n, n)
-                parts = ((half * (self.Y.detach().mT @ self.B)).mT, (half * step.transformed).mT)
-                return T.select(-3, 0) if shared else T, _beside(parts, shared)
+                TY = (half * (self.Y.detach().mT @ self.B)).mT
+                T_rho = (half * step.transformed).mT
+                return T.select(-3, 0) if shared else T, _beside((TY, T_rho), shared)
 
             root = Root(make, groups, spare_well=True)
         if shared:
@@ -273,18 +285,23 @@ class Spectral(NamedTuple):
         solved, variances = solve_blocks(right, blocks, guard, root)
         along = partition.gather(_beside((step.along,), shared))
         residuals = [_corrected(r_L, along_L) for r_L, along_L in zip(solved, along, strict=True)]
-        r, variance = partition.scatter(residuals, n), partition.scatter(variances, n)
+        r = partition.scatter(residuals, n)
+        variance = partition.scatter(variances, n)
         if not shared:
             r, variance = r[..., 0].mT, variance[..., 0].mT
         return r, variance.expand_as(r), torch.zeros_like(r[..., 0], dtype=torch.bool)
 
     def solution(self, regs: Tensor, step: "Step") -> Tensor:
         """a = P Y, (R, ..., n, c), with the correction by the residual."""
-        a = step.a + step.solved
-        (solved,) = _DualPath.apply(
-            self.K, self.weight, regs, self.Y, self.w, self.B, self.heaviest is not None, a, []
-        )
+        (solved,) = self._path(regs, step.a + step.solved, [], ())
         return solved
+
+    def _path(
+        self, regs: Tensor, a: Tensor, gathered: list[Tensor], groups: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """a and the blocks of the groups, with their derivatives."""
+        bias = self.heaviest is not None
+        return _DualPath.apply(self.K, self.weight, regs, self.Y, self.w, self.B, bias, a, gathered, *groups)
 
     def bias_of(self, a: Tensor, Y: Tensor) -> Tensor:
         """b (R, ..., c) of a solution (R, ..., n, c), the weighted mean of Y - K a; zeros without a bias."""
@@ -296,20 +313,24 @@ class Spectral(NamedTuple):
     @torch.no_grad()
     def step(self, regs: Tensor) -> "Step":
         """The correction by the residual, for all regularisations at once: products with n^2 matrices."""
-        B, zeta = self.B, self.weight.unsqueeze(-2)  # (..., 1, n)
+        B = self.B
+        zeta = self.weight.unsqueeze(-2)  # (..., 1, n)
         f = _inverses(self.w, regs, self.heaviest is not None)
-        rows = _times(f * (self.Y.mT @ B), B.mT)  # a, (R, ..., c, n)
+        half = f * (self.Y.mT @ B)
+        a = _times(half, B.mT)  # (R, ..., c, n)
         if self.by_features:
-            Ka = _times(_times(rows, self.matrix), self.matrix.mT)
+            Ka = _times(_times(a, self.matrix), self.matrix.mT)
         else:
-            Ka = _times(rows / zeta.sqrt(), self.matrix) / zeta.sqrt()
-        rho = self.Y.mT - Ka - regs.unsqueeze(-1) / zeta * rows
+            Ka = _times(a / zeta.sqrt(), self.matrix) / zeta.sqrt()
+        rho = self.Y.mT - Ka - regs.unsqueeze(-1) / zeta * a
         if self.heaviest is not None:
             rho = rho - rho.take_along_dim(self.heaviest.unsqueeze(0), -1)
-        rho_B, half = _times(rho, B), f * (self.Y.mT @ B)
-        P_rho, along = _times(torch.cat([f * rho_B, f * half], -2), B.mT).chunk(2, -2)
-        square = half.square().sum(-1, keepdim=True).clamp(min=torch.finfo(half.dtype).tiny)
-        return Step(rows.mT, rho_B, P_rho.mT, (along / square).mT)
+        rho_B = _times(rho, B)
+        both = torch.cat([f * rho_B, f * half], -2)
+        P_rho, along = _times(both, B.mT).chunk(2, -2)
+        square = half.square().sum(-1, keepdim=True)
+        square = square.clamp(min=torch.finfo(half.dtype).tiny)
+        return Step(a.mT, rho_B, P_rho.mT, (along / square).mT)
 
 
 def _beside(parts: tuple[Tensor, ...], shared: bool) -> Tensor:
@@ -318,7 +339,7 @@ def _beside(parts: tuple[Tensor, ...], shared: bool) -> Tensor:
 
 
 def _corrected(solved: Tensor, along: Tensor) -> Tensor:
-    """r_L of Note [spectral accuracy], from P_LL^{-1} of a_L and of (P rho)_L beside it."""
+    """r_L of Note [spectral accuracy], from P_LL^{-1} a_L and P_LL^{-1} (P rho)_L side by side."""
     r, step = solved.chunk(2, -1)  # (R, ..., g, s, c)
     share = 1 - (r * along).sum(-2, keepdim=True)
     return r + (share * step).detach()
@@ -329,16 +350,26 @@ def spectral(K: Tensor, weight: Tensor, Y: Tensor, bias: bool, Z: Tensor | None 
 
     Where K = Z Z^T, the features Z (..., n, d) are centred about their weighted mean if there is a bias.
 
-    Differentiable once in K, weight, Y and the regularisations asked for. Cost one eigendecomposition,
-    and n^3 for each regularisation in the backward.
+    Differentiable once in K, weight, Y and the regularisations. Cost one eigendecomposition, and n^3 for
+    each regularisation in the backward.
     """
     heaviest = weight.argmax(-1)[..., None, None] if bias else None
     with torch.no_grad():
         root = weight.sqrt().unsqueeze(-1)  # (..., n, 1)
-        A = (root * (_centred_kernel(K, weight) if bias and Z is None else K)).mul_(root.mT)
+        centred = _centred_kernel(K, weight) if bias and Z is None else K
+        A = (root * centred).mul_(root.mT)
         w, V, size = _eigen(A, _unit(root) if bias else None)
         B = _basis(V, root, heaviest)
     if heaviest is not None:
         Y = Y - Y.detach().take_along_dim(heaviest, -2)
-    matrix = A if Z is None else Z.detach()
-    return Spectral(K, weight, Y, matrix, w, B, size, heaviest, Z is not None)
+    return Spectral(
+        K=K,
+        weight=weight,
+        Y=Y,
+        matrix=A if Z is None else Z.detach(),
+        w=w,
+        B=B,
+        size=size,
+        heaviest=heaviest,
+        by_features=Z is not None,
+    )

@@ -1,4 +1,4 @@
-"""Machines of many regularisations: which form serves each of them, and what comes back."""
+"""Machines with many regularisations: the choice of a form for each of them."""
 
 import contextlib
 import functools
@@ -24,22 +24,22 @@ from torchloo.spectral.form import Parts, Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
 
-# So many factorisations are still cheaper than one eigendecomposition: it costs 4 to 7 of them from
+# Up to this number, factorisations are cheaper than one eigendecomposition, which costs 4 to 7 of them from
 # n = 1000 on and in batches of small problems (scripts/bench/least_squares.py measures it).
 _FEW = 5
 
-# Where the rounding of Note [spectral accuracy] is more than this, another form serves (float32: the second).
+# Where the rounding of Note [spectral accuracy] exceeds this, another form is used.
 _LOST = {torch.float64: 3e-10, torch.float32: 3e-8}
 
-# So many numbers at least are computed at once, however small a problem.
+# At least this many numbers are computed at once, however small a problem.
 _TOGETHER = 2**20
 
 
 @dataclass
 class Path:
-    """Solved machines of several regularisations: what `Dual` and `Primal` are for one.
+    """Solved machines with several regularisations, like `Dual` and `Primal` for one.
 
-    All that it gives has an axis R in front of all others, unless `axis` is not set and R is 1.
+    All results have an axis R in front of all others, unless `axis` is False and R is 1.
     """
 
     problem: Problem
@@ -107,18 +107,21 @@ class Path:
 
 @dataclass
 class Forms(Path):
-    """Regularisations that all have a form of their own, and how these are put together."""
+    """Regularisations that each have a form of their own, and the concatenation of their results."""
 
     def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
-        """What a function makes of every form, tensors (..., c), as (R, ..., c) each."""
+        """The results of a function for every form, tensors (..., c), as (R, ..., c) each."""
         raise NotImplementedError
 
     def coefficients(self) -> Tensor:
         return self.along(lambda form: (form.dual,))[0]
 
     def blocks_of(self, partition: Partition) -> list[Tensor]:
-        blocks = self.along(lambda form: tuple(block.unsqueeze(-1) for block in form.blocks(partition)[1]))
-        return [block.movedim(-1, -4) for block in blocks]
+        def blocks_of_form(form: Dual | Primal) -> tuple[Tensor, ...]:
+            _, blocks = form.blocks(partition)
+            return tuple(block.unsqueeze(-1) for block in blocks)
+
+        return [block.movedim(-1, -4) for block in self.along(blocks_of_form)]
 
     def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         return self.parts(lambda form: form.held_out(partition, guard))
@@ -144,10 +147,10 @@ class Each(Forms):
     form_of: Callable[[Tensor, Tensor], Dual]
     """The form for a regularisation (...) and targets (..., n, c)."""
     kept: list[list[Dual]] | None = None
-    """All forms, where they are few; others are made anew where they are asked for."""
+    """All forms, if they are few; otherwise they are computed whenever they are needed."""
 
     def keep(self) -> "Each":
-        """The same, with all forms made."""
+        """The same, with all forms computed and kept."""
         return replace(self, kept=list(self._made()))
 
     def _made(self) -> Iterator[list[Dual]]:
@@ -158,12 +161,12 @@ class Each(Forms):
             yield [self.form_of(reg, Y) for reg, Y in zip(regs, targets, strict=True)]
 
     def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
-        """What a function makes of every form, tensors (..., c), as (R, ..., c) each."""
-        rows = []
+        """The results of a function for every form, tensors (..., c), as (R, ..., c) each."""
+        by_reg = []
         for forms in self._made() if self.kept is None else self.kept:
-            answers = zip(*map(of, forms), strict=True)
-            rows.append([torch.cat(parts, -1) for parts in answers])
-        return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+            by_output = [of(form) for form in forms]
+            by_reg.append([torch.cat(parts, -1) for parts in zip(*by_output, strict=True)])
+        return [torch.stack(parts) for parts in zip(*by_reg, strict=True)]
 
     def biases(self) -> Tensor:
         return self.along(lambda form: (form.bias,))[0]
@@ -171,14 +174,15 @@ class Each(Forms):
 
 @dataclass
 class Decomposed(Path):
-    """Note [spectral form], and factorisations for regularisations that it would serve badly."""
+    """Note [spectral form], and factorisations for regularisations for which it is not accurate enough."""
 
     form: Spectral
     order: list[int]
-    """Numbers of the regularisations, those that the decomposition serves first."""
+    """Numbers of the regularisations, those solved by the decomposition first."""
     served: int
+    """How many are solved by the decomposition."""
     others: Each
-    """All regularisations, of which those not served are asked for."""
+    """Factorisations of all regularisations, used for the others."""
 
     @functools.cached_property
     def _step(self) -> Step:
@@ -191,7 +195,7 @@ class Decomposed(Path):
     def _joined(
         self, parts: Sequence[tuple[Tensor, ...]], of: Callable[[Each], tuple[Tensor, ...]]
     ) -> list[Tensor]:
-        """Parts of the served regularisations, and what a function makes of the others, in their order."""
+        """Parts of the served regularisations and the results of a function for the others, in order."""
         _, regs = self._split(self.regs)
         if len(regs):
             parts = [*parts, of(replace(self.others, regs=regs))]
@@ -204,7 +208,10 @@ class Decomposed(Path):
     @functools.cached_property
     def _served(self) -> list[Tensor]:
         """Coefficients of the served regularisations, if there are any."""
-        return [self.form.solution(self._split(self.regs)[0], self._step)] if self.served else []
+        if not self.served:
+            return []
+        regs, _ = self._split(self.regs)
+        return [self.form.solution(regs, self._step)]
 
     def coefficients(self) -> Tensor:
         return self._joined([(a,) for a in self._served], lambda each: (each.coefficients(),))[0]
@@ -227,9 +234,9 @@ class Decomposed(Path):
 
 
 def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decomposed:
-    """Decompose K (..., n, n), of features Z if there are such, and see which regularisations it serves."""
+    """Decompose K (..., n, n), of features Z if there are any, and decide which regularisations it serves."""
     problem, guard = each.problem, each.problem.guard
-    guard.check()  # before a decomposition that would fail in words of its own
+    guard.check()  # before a decomposition, whose own error would be less clear
     regs = each.regs.double()
     form = spectral(K.double(), problem.weight.double(), problem.Y.double(), bias, Z)
     lost = [False] * len(regs)
@@ -243,17 +250,18 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
 
 
 def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
-    """`_in_chunks`, and of outputs with their own regularisations as few at a time as memory is for sets."""
+    """`_in_chunks`, for sets and outputs with their own regularisations only a few outputs at a time."""
     c, several = regs.shape[-1], partition.groups[-1].shape[-1] > 1
-    few = max(1, max(form.B.numel(), _TOGETHER) // form.B.numel())
-    if c <= few or not several:
+    at_once = max(1, max(form.B.numel(), _TOGETHER) // form.B.numel())
+    if c <= at_once or not several:
         return _in_chunks(form, regs, step, partition, guard)
-    found = []
-    for j in range(0, c, few):
-        some = slice(j, j + few)
-        given = (form._replace(Y=form.Y[..., some]), regs[..., some], step.of_outputs(some))
-        found.append([torch.cat(part) for part in zip(*_in_chunks(*given, partition, guard), strict=True)])
-    r, variance, refitted = zip(*found, strict=True)
+    by_outputs = []
+    for j in range(0, c, at_once):
+        some = slice(j, j + at_once)
+        of_some = form._replace(Y=form.Y[..., some])
+        chunks = _in_chunks(of_some, regs[..., some], step.of_outputs(some), partition, guard)
+        by_outputs.append([torch.cat(part) for part in zip(*chunks, strict=True)])
+    r, variance, refitted = zip(*by_outputs, strict=True)
     return [(torch.cat(r, -1), torch.cat(variance, -1), torch.stack(refitted).any(0))]
 
 
@@ -262,7 +270,8 @@ def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, g
     together = max(form.B.numel(), _TOGETHER)
     columns = form.w.numel() * regs.shape[-1]  # of P, for one regularisation
     largest = partition.groups[-1].shape[-1]
-    width = max(1, together // (columns * form.w.shape[-1] if largest > 1 else columns))
+    numbers = columns if largest == 1 else columns * form.w.shape[-1]
+    width = max(1, together // numbers)
     held_out: Callable[..., Parts] = form.held_out
     if columns * largest * len(regs) > together and torch.is_grad_enabled():
         held_out = partial(checkpoint, held_out, use_reentrant=False, preserve_rng_state=False)
@@ -281,7 +290,7 @@ def _refuse() -> Dual:
 
 
 def _path(problem: Problem, K: Tensor, Z: Tensor | None, regs: Tensor, axis: bool, bias: bool) -> Path:
-    """Machines from K (..., n, n): a few regularisations in its own dtype, many in float64."""
+    """Machines from K (..., n, n): a few regularisations in the dtype of K, many in float64."""
     few = len(regs) * regs.shape[-1] <= _FEW
     if not few:
         K = K.double()
@@ -310,14 +319,14 @@ def from_kernel_matrix(
         reg: of batch shape; or Regs, those of a path or one for each output.
 
     Returns:
-        Fit, of a path with an axis R before all others; the guard is to be checked.
+        Fit, for a path with an axis R in front of all others; the caller checks the guard.
 
     Several regularisations: differentiable once in K, Y, regs and weight (a few regularisations are
     factorised one by one, and then to every order), but neither in forward mode nor under vmap. Cost one
     eigendecomposition in float64; the backward n^3 for each regularisation. Memory 5 n^2 numbers, 10 n^2
-    with the backward, more with few large clusters, and R n c for what comes back. Regularisations too
-    small for the accuracy of eigenvalues are factorised: some 1e-7 of the scale of K, more where weights
-    differ by many orders; see Note [spectral accuracy].
+    with the backward, more with few large clusters, and R n c for the result. Regularisations too small for
+    the accuracy of eigenvalues are factorised: some 1e-7 of the scale of K, more where weights differ by
+    many orders of magnitude; see Note [spectral accuracy].
     """
     if not isinstance(reg, Regs):
         return solve_dual(guard, K, Y, reg, weight, bias)
@@ -334,8 +343,8 @@ def from_features(
     """`from_kernel_matrix` for the kernel K = Z Z^T, from the features Z (..., n, d), by the cheaper form.
 
     Several regularisations: with fewer features than rows, these are one more axis of the primal form, whose
-    normal equations are gathered once; see `ByFeatures`. With no fewer, this is `from_kernel_matrix` with
-    singular values in place of eigenvalues where regularisations are too small for the latter.
+    normal equations are computed once; see `ByFeatures`. Otherwise this is `from_kernel_matrix`, with
+    singular values in place of eigenvalues if regularisations are too small for the latter.
 
     Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with a graph);
     memory n d + d^2 numbers for each regularisation.
@@ -349,23 +358,23 @@ def from_features(
     with full_precision(Z):
         shifted, centre = centred(problem.expand(Z).double(), zeta, bias)
         if d + bias >= n:
-            if bias:  # once more, as the first mean was rounded: a row that outweighs all others is the mean
+            if bias:  # again, as the first mean was rounded: a row that outweighs all others equals the mean
                 share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
-                again = share @ shifted.detach()
-                shifted, centre = shifted - again, centre + again
+                correction = share @ shifted.detach()
+                shifted, centre = shifted - correction, centre + correction
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
-        guard.check()  # before a decomposition that would fail in words of its own
+        guard.check()  # before a decomposition, whose own error would be less clear
         form = ByFeatures(problem, regs.double(), reg.path, Normal.of(shifted, zeta, bias))
     return Fit(form, problem, _OfFeatures(shifted, centre, Z.dtype))
 
 
 @dataclass
 class ByFeatures(Forms):
-    """Machines of the same rows with fewer features than there are rows: an axis more of the primal form.
+    """Machines with fewer features than rows: the regularisations are one more axis of the primal form.
 
-    Without a graph, the features are rotated once to where the normal matrix is diagonal for every
-    regularisation; with one, it is factorised for each of them.
+    Without a graph, the features are rotated once so that the normal matrix is diagonal for every
+    regularisation; with a graph, it is factorised for each of them.
     """
 
     normal: Normal
@@ -379,21 +388,27 @@ class ByFeatures(Forms):
         return self.normal.rotated(self.regs.amin(0).amin(-1), self.problem.guard)
 
     def along(self, of: Callable[[Primal], tuple[Tensor, ...]]) -> list[Tensor]:
-        """What a function makes of primal forms, tensors (R, ..., c), of a few regularisations at a time."""
+        """The results of a function for primal forms, tensors (R, ..., c), a few regularisations at once."""
         rotated = self._rotated
         normal = self.normal if rotated is None else rotated.normal
-        regs, Y, batch = self.regs, self.problem.Y.double(), self.problem.reg.shape
-        own = regs.shape[-1] > 1
-        regs = regs.expand(len(regs), *batch, regs.shape[-1])
-        regs, Y = (regs.movedim(-1, 1), Y.movedim(-1, 0).unsqueeze(-1)) if own else (regs[..., 0], Y)
+        Y, batch = self.problem.Y.double(), self.problem.reg.shape
+        regs = self.regs.expand(len(self.regs), *batch, self.regs.shape[-1])
+        per_output = regs.shape[-1] > 1
+        if per_output:
+            regs = regs.movedim(-1, 1)  # (R, c, ...)
+            Y = Y.movedim(-1, 0).unsqueeze(-1)  # (c, ..., n, 1)
+        else:
+            regs = regs[..., 0]  # (R, ...)
         width = max(1, _TOGETHER // (normal.V.numel() * self.regs.shape[-1]))
-        found = []
-        for reg in regs.split(width):  # (R, ...) or (R, c, ...)
+        chunks = []
+        for reg in regs.split(width):
             inverse = None if rotated is None else rotated.inverse(reg)
             form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, inverse)
             parts = of(form)
-            found.append([part.movedim(1, -1)[..., 0, :] for part in parts] if own else parts)
-        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+            if per_output:
+                parts = tuple(part.movedim(1, -1)[..., 0, :] for part in parts)
+            chunks.append(parts)
+        return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
     def weighed(self) -> tuple[Tensor, Tensor]:
         """Coefficients of the features, (..., p, c), and the offset (..., c)."""
