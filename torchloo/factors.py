@@ -47,7 +47,7 @@ def condition(L: Tensor, inverse: Tensor | None = None) -> Tensor:
     The norm of the inverse by a few steps of the power method, faster where that of L is known; NaN where
     the factorisation failed.
     """
-    scale = torch.linalg.vector_norm(L, dim=-1, keepdim=True)
+    scale = L.square().sum(-1, keepdim=True).sqrt()
     v = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos().unsqueeze(-1).expand_as(scale)
     size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
     for _ in range(_STEPS):

@@ -245,7 +245,7 @@ class _Backward:
         kept: list[Tensor | None],
     ) -> None:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
-        self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
+        self.others = solved.others.backward()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
         if solved.moments.centre:
@@ -296,10 +296,10 @@ class _Backward:
 
     def _penalty(self) -> None:
         """Cotangents of regs and of the penalty (p, p) without reg: the share of this process."""
-        rotation = self.machines.rotation
-        narrow = rotation.to(self.machines.expansion.kind)
-        gram, p = (narrow @ narrow.mT).to(rotation), len(rotation)
-        has_gram = self.machines.expansion.gram is not None
+        machines, rotation = self.machines, self.machines.rotation
+        narrow, p = machines.narrow, len(rotation)
+        gram = machines.times(narrow, narrow.mT, torch.empty_like(narrow)).to(rotation)
+        has_gram = machines.expansion.gram is not None
         self.penalty = rotation.new_zeros(rotation.shape if has_gram else ())
         v = -self.f * self.t
         for r, j, outputs in self.each:
@@ -311,19 +311,14 @@ class _Backward:
             self.regbar[r, j] += (gram * M).sum() - ((left @ gram) * right).sum()
             if has_gram:
                 outer = left.mT @ right
-                self.penalty += self.machines.regs[r, j] * (M - (outer + outer.mT) / 2)
+                self.penalty += machines.regs[r, j] * (M - (outer + outer.mT) / 2)
 
     def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
         """All rows; Q and regbar are added to where it is these that are gathered."""
         if self.partition is None:
             for number, part in enumerate(self.solved.blocks(what)):
-                visit = self.visited.get(number)
-                if visit is None:
-                    kept = self.kept[number] if self.kept else None
-                    visit = self._single(part, self._rotated(part) if kept is None else kept, gather)
-                    if kept is not None:
-                        self.visited[number] = visit
-                yield visit
+                kept = self.kept[number]
+                yield self._single(part, self._rotated(part) if kept is None else kept, gather)
             return
         for sets in self.partition.groups:
             for some in sets.split(max(1, self.solved.size // sets.shape[1])):
@@ -473,9 +468,7 @@ class _Sent:
     ) -> None:
         machines = work.machines
         self.expansion = machines.expansion
-        self.forth = machines.rotation if machines.folded is None else machines.folded
-        self.triangular = machines.triangular
-        self.penalty = work.penalty
+        self.machines, self.penalty = machines, work.penalty
         self.X = None if X is None else torch.zeros_like(X)
         self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0]) if needs_weight else None
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
@@ -503,8 +496,9 @@ class _Sent:
             return
         _, x, k = self._evaluated
         self._evaluated = None
-        forth, ubar = self.forth.to(ubar.dtype), ubar[: len(self.forth)]
-        columns = times_upper(forth, ubar) if self.triangular else forth.mT @ ubar  # (p, b)
+        forth = self.machines.forth
+        ubar = ubar[: len(forth)]
+        columns = times_upper(forth, ubar) if self.machines.triangular else forth.mT @ ubar  # (p, b)
         if self.expansion.mask is not None:
             columns = columns * self.expansion.mask
         inputs = [x, *self.wanted] if self.X is not None else self.wanted
@@ -523,7 +517,9 @@ class _Sent:
         if self.expansion.gram is not None and self.wanted:
             with torch.enable_grad():
                 Kzz = self.expansion.gram(self.tensors)
-                bar = self.forth.mT @ self.penalty @ self.forth
+                F = self.machines.folded
+                assert F is not None
+                bar = F.mT @ self.penalty @ F
                 if self.expansion.mask is not None:
                     bar = bar * self.expansion.mask * self.expansion.mask.mT
                 self._keep(torch.autograd.grad(Kzz, self.wanted, bar.to(Kzz.dtype), allow_unused=True))

@@ -20,6 +20,7 @@ divided by a small 1 - h, always do.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -207,6 +208,16 @@ class Machines:
     moved: bool = False
     """Whether a step of refinement has been made."""
 
+    @cached_property
+    def narrow(self) -> Tensor:
+        """A^T in the dtype of products."""
+        return self.rotation.to(self.expansion.kind)
+
+    @cached_property
+    def forth(self) -> Tensor:
+        """The derivative of u in the columns, F or A^T, in the dtype of products."""
+        return self.narrow if self.folded is None else self.folded.to(self.expansion.kind)
+
     @property
     def each(self) -> list[tuple[int, int, slice]]:
         """All regularisations: r, j, and the outputs that share it."""
@@ -228,13 +239,14 @@ class Machines:
         out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
             shift = (self.rotation @ self.mean).to(columns.dtype)
-            self._times(self.folded.to(columns.dtype), columns, out[:p]).sub_(shift)
+            self.times(self.forth, columns, out[:p]).sub_(shift)
         else:
             features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
-            self._times(self.rotation.to(features.dtype), features, out[:p])
+            self.times(self.narrow, features, out[:p])
         return out
 
-    def _times(self, matrix: Tensor, V: Tensor, out: Tensor) -> Tensor:
+    def times(self, matrix: Tensor, V: Tensor, out: Tensor) -> Tensor:
+        """The product with a matrix that is triangular if A^T is."""
         return times_lower(matrix, V, out) if self.triangular else torch.mm(matrix, V, out=out)
 
     def outputs(self, u: Tensor, q: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ __all__ = ["StreamFit"]
 # which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
 _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
-# Numbers of rotated features, 128 MB in float64, that may be kept for the backward.
-_KEPT = 1 << 24
+# Numbers of rotated features, 200 MiB in float64, that may be kept for the backward.
+_KEPT = 25 << 20
 
 
 class StreamFit:
@@ -57,8 +57,9 @@ class StreamFit:
 
     It stays as it was solved, whatever becomes of the machine. Held-out rows belong to the graph of the
     machine's parameters as they were then; coefficients to none. Memory, also in the backward: a few (m, m)
-    matrices and a few blocks of m features, whatever the number n of rows, in float64; and what comes
-    back, of order n c for each regularisation.
+    matrices and a few blocks of m features, whatever the number n of rows, in float64; with a graph 200 MiB
+    of features at most, so that they are not computed again; and what comes back, of order n c for each
+    regularisation.
 
     Args:
         machine: whose it is.
@@ -462,7 +463,7 @@ class StreamFit:
 
     def _keep(self, U: Tensor) -> None:
         """Keep rotated features of a block for the backward, unless there are too many."""
-        if self.wants_graph and self.stream.lasting:
+        if self.wants_graph:
             room = _KEPT - sum(block.numel() for block in self.kept if block is not None)
             self.kept.append(U if U.numel() <= room else None)
 
