@@ -57,68 +57,48 @@ class Refitted(NamedTuple):
     """C_L^{-1} X, (p', s)."""
 
 
-class _Set(NamedTuple):
-    """Rows that are left out together."""
-
-    D: Tensor
-    """Features about the mean, and a row of ones for the bias, (p', s)."""
-    zeta: Tensor
-    """Weights, (s,)."""
-    Y: Tensor
-    """Targets, (s, c)."""
-
-    @property
-    def weighted(self) -> Tensor:
-        """sqrt(zeta) (x, y), (s, p' + c)."""
-        return self.zeta.sqrt().unsqueeze(-1) * torch.cat([self.D.mT, self.Y], -1)
-
-
 class _Left(NamedTuple):
-    """What is left to learn from without a set: the triangle of some rows, and other rows (z, 1, y)."""
+    """What there is to learn from: the triangle of the rows in no set, and the rows that are in some.
+
+    Features are those of `Refitted`, about the mean of the rows in no set.
+    """
 
     outside: Tensor
-    """(m, p + bias + c)."""
-    Z: Tensor
-    """Features, (k, p)."""
+    """(m, p' + c)."""
+    X: Tensor
+    """Features, (k, p')."""
     root: Tensor
     """Square roots of the weights, (k, 1)."""
     Y: Tensor
     """(k, c)."""
     bias: bool
 
-    def mean(self) -> Tensor:
-        """That of the features, (1, p), with the weights; zeros without a bias."""
-        p = self.Z.shape[-1]
-        if not self.bias:
-            return torch.zeros_like(self.outside[:1, :p])
-        zeta, ones = self.root.square(), self.outside[:, p : p + 1]
-        total = zeta.sum() + ones.square().sum()
-        return (zeta.mT @ self.Z + ones.mT @ self.outside[:, :p]) / total
+    def without(self, inside: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean (1, p') of the features without some rows (k,), then F (p', p') and coefficients (p', c).
 
-    def solve(self, mean: Tensor, guard: Guard) -> tuple[Tensor, Tensor]:
-        """F (p', p') and coefficients (p', c) of Note [refits by triangles], for features about a mean."""
-        p, outside = self.Z.shape[-1], self.outside.clone()
-        parts = [self.Z - mean, self.Y]
+        The last two are those of Note [refits by triangles], for features about the mean.
+        """
+        X, root, Y = (t[~inside] for t in self[1:4])
+        p, outside = X.shape[-1], self.outside.clone()
+        mean = torch.zeros_like(outside[:1, :p])
         if self.bias:
-            outside[:, :p] -= outside[:, p : p + 1] * mean
-            parts.insert(1, torch.ones_like(self.root))
-        F = triangle(torch.cat([outside, self.root * torch.cat(parts, -1)]))
-        p = p + self.bias
+            zeta, ones = root.square(), outside[:, p - 1 : p]
+            total = zeta.sum() + ones.square().sum()
+            mean[:, :-1] = (zeta.mT @ X + ones.mT @ outside[:, :p])[:, :-1] / total
+            outside[:, : p - 1] -= ones * mean[:, :-1]
+        F = triangle(torch.cat([outside, root * torch.cat([X - mean, Y], -1)]))
         F, d = F[:p, :p], F[:p, p:]
         limit = p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
         guard.require(F.diagonal().abs() > limit, NOT_DEFINITE)
-        return F, torch.linalg.solve_triangular(F, d, upper=True)
+        return mean, F, torch.linalg.solve_triangular(F, d, upper=True)
 
 
-def _mean(Z: Tensor, zeta: Tensor) -> Tensor:
-    """Mean (1, p) of features (n, p) with weights (n, 1); zeros where all are 0."""
-    total = zeta.sum()
-    return zeta.mT @ Z / torch.where(total > 0, total, 1.0)
-
-
-def _about(X: Tensor, mean: Tensor) -> Tensor:
-    """Features (n, p) about a mean (1, p); rows with a bias, (z, 1), keep it."""
-    return X - torch.nn.functional.pad(mean, (0, X.shape[-1] - mean.shape[-1]))
+def _mean(sums: Tensor, bias: bool) -> Tensor:
+    """Mean (1, p') of features from their weighted sums, whose last is the weight; 0 where there is none."""
+    mean = torch.zeros_like(sums)
+    if bias:
+        mean[:, :-1] = sums[:, :-1] / torch.where(sums[:, -1:] > 0, sums[:, -1:], 1.0)
+    return mean
 
 
 def refit_at_once(
@@ -147,20 +127,18 @@ def refit_at_once(
         union = torch.cat(some).unique()
         with torch.no_grad():
             others = root.index_fill(0, union, 0.0)
-            origin = _mean(Z, others.square()) if bias else torch.zeros_like(Z[:1])
-            outside = triangle(torch.cat([others * torch.cat([_about(X, origin), Y], -1), penalty]))
+            origin = _mean(others.square().mT @ X, bias)
+            outside = triangle(torch.cat([others * torch.cat([X - origin, Y], -1), penalty]))
+            left = _Left(outside, X[union] - origin, root[union], Y[union], bias)
         for rows in some:
             with torch.no_grad():
-                kept = union[~torch.isin(union, rows)]
-                left = _Left(outside, Z[kept] - origin, root[kept], Y[kept], bias)
-                mean = left.mean()
-                F, coef = left.solve(mean, guard)
+                mean, F, coef = left.without(torch.isin(union, rows), guard)
                 unit = torch.eye(len(F), dtype=F.dtype, device=F.device)
                 T = torch.linalg.solve_triangular(F.mT, unit, upper=False)
-            V_L = _about(_about(X[rows], origin), mean)
+            V_L = X[rows] - origin - mean
             e = Y[rows] - V_L @ coef
             if torch.is_grad_enabled() and any(t.requires_grad for t in (Z, R, root, Y)):
-                V = root.index_fill(0, rows, 0.0) * _about(X, origin + mean)
+                V = root.index_fill(0, rows, 0.0) * (X - (origin + mean))
                 T = with_derivatives(T, R + V.mT @ V)
                 gradient = V.mT @ (root * Y - V @ coef) - R @ coef
                 e = e - V_L @ (T.mT @ (T @ (gradient - gradient.detach())))
@@ -187,9 +165,9 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
         outputs, sets = machines.outputs_of(j), lost.get((r, j), [])
         for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
             work = _Round(solved, machines.regs[r, j], outputs, some, large)
-            for rows, own, residuals, variance, spread in work.solve():
+            for rows, residuals, variance, *features in work.solve():
                 sink.overwrite(rows, r, j, outputs, residuals, variance)
-                refitted.append(Refitted(r, j, rows, own.D, own.zeta, own.Y, spread))
+                refitted.append(Refitted(r, j, rows, *features))
             others.together(work.guard.check)
     return refitted
 
@@ -217,86 +195,77 @@ class _Round:
         self, solved: "StreamFit", reg: Tensor, outputs: slice, sets: list[Tensor], large: bool
     ) -> None:
         self.solved, self.reg, self.outputs, self.rows, self.large = solved, reg, outputs, sets, large
-        n, p = solved.stream.n, len(solved.moments.S)
+        n, p, self.bias = solved.stream.n, len(solved.moments.S), solved.moments.centre
         assert n is not None
         self.guard = Guard(solved.function)
         self.number = torch.full((n,), -1, dtype=torch.int32, device="cpu")  # which set a row is in
         for k, rows in enumerate(sets):
             self.number[rows] = k
-        self.p = p + solved.moments.centre
-        columns = self.p + solved.moments.T[:, outputs].shape[1]
+        columns = p + self.bias + solved.moments.T[:, outputs].shape[1]
         self.outside = solved.moments.S.new_zeros(columns, columns)
-        self.origin = solved.moments.S.new_zeros(p, 1)  # from the mean of all rows to that of those in no set
         if solved.others.rank == 0:  # the penalty counts once, whatever the number of processes
             self.outside.diagonal()[:p] = reg.sqrt()
+        # From the mean of all rows to that of the rows in no set.
+        self.origin = torch.zeros_like(self.outside[:1, : p + self.bias])
 
-    def _set_of(self, part: Block) -> _Set:
-        expansion, moments = self.solved.expansion, self.solved.moments
-        D = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z).sub_(self.origin)
-        if moments.centre:
-            D = torch.cat([D, torch.ones_like(D[:1])])
-        return _Set(D, part.weight.double(), part.Y.double()[:, self.outputs])
+    def _read(self, part: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`."""
+        expansion = self.solved.expansion
+        X = expansion.features(expansion.columns(part.X)).sub_(self.solved.moments.mean_z).mT
+        if self.bias:
+            X = torch.cat([X, torch.ones_like(X[:, :1])], -1)
+        root = part.weight.double().sqrt().unsqueeze(-1)
+        return X - self.origin, root, part.Y.double()[:, self.outputs]
 
     def _move_origin(self) -> None:
         """Find the mean of the rows in no set."""
-        sums = torch.zeros_like(self.outside[:1, : self.p].mT)
+        sums = torch.zeros_like(self.origin)
         for part in self.solved.blocks("refits"):
-            rows = self._set_of(part)
+            X, root, _ = self._read(part)
             outside = self.number[part.rows].to(part.X.device) < 0
-            sums += rows.D @ (rows.zeta * outside).unsqueeze(-1)
-        self.origin = sums[:-1] / torch.where(sums[-1] > 0, sums[-1], 1.0)
+            sums += (root.square() * outside.unsqueeze(-1)).mT @ X
+        self.origin = _mean(sums, True)
 
-    def _pass(self) -> list[_Set]:
-        """The triangle of the rows in no set, and the sets themselves."""
-        found: list[list[_Set]] = [[] for _ in self.rows]
+    def _pass(self) -> list[Tensor]:
+        """The triangle of the rows in no set; the others with the numbers of their sets."""
+        found = []
         for part in self.solved.blocks("refits"):
-            number, rows = self.number[part.rows].to(part.X.device), self._set_of(part)
-            for k in [] if self.large else number[number >= 0].unique().tolist():
-                at = number == k
-                found[k].append(_Set(rows.D[:, at], rows.zeta[at], rows.Y[at]))
-            weighted = rows.weighted * (number < 0).unsqueeze(-1)
+            number, rows = self.number[part.rows].to(part.X.device), self._read(part)
+            X, root, Y = rows
+            weighted = root * torch.cat([X, Y], -1) * (number < 0).unsqueeze(-1)
             self.outside = triangle(torch.cat([self.outside, weighted]))
-        parts = (zip(*parts, strict=True) for parts in found if parts)
-        return [_Set(torch.cat(D, 1), torch.cat(zeta), torch.cat(Y)) for D, zeta, Y in parts]
+            inside = (number >= 0) & (not self.large)
+            found.append([t[inside] for t in (number, *rows)])
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
-    def _gather(self) -> tuple[list[_Set], int]:
-        """The sets of all processes, and how many come before those of this one; triangles are joined."""
+    def _gather(self) -> tuple[_Left, Tensor, int]:
+        """The rows of all processes, the number of the set of each, and the first of this process."""
         others, device = self.solved.others, self.outside.device
-        if self.solved.moments.centre:
+        host = device if others.count == 1 else torch.device("cpu")
+        if self.bias:
             others.together(self._move_origin)
-            if others.count > 1:
-                self.origin = others.gather(self.origin.cpu())[0].to(device)  # any will do, if it is the same
-        own = others.together(self._pass)
-        if others.count == 1:
-            return own, 0
-        everyone = others.gather((self.outside.cpu(), [_Set(*(t.cpu() for t in s)) for s in own]))
-        self.outside = triangle(torch.cat([outside.to(device) for outside, _ in everyone]))
-        first = sum(len(sets) for _, sets in everyone[: others.rank])
-        return [_Set(*(t.to(device) for t in s)) for _, sets in everyone for s in sets], first
+            self.origin = others.gather(self.origin.to(host))[0].to(device)  # any will do, if it is the same
+        number, *rows = others.together(self._pass)
+        first = sum(others.gather(len(self.rows))[: others.rank])
+        own = [t.to(host) for t in (self.outside, number + first, *rows)]
+        outside, number, *rows = (torch.cat(t).to(device) for t in zip(*others.gather(own), strict=True))
+        return _Left(triangle(outside), *rows, bool(self.bias)), number, first
 
-    def solve(self) -> Iterator[tuple[Tensor, _Set, Tensor, Tensor, Tensor]]:
-        """Rows (s,) of this process, their features, residuals (s, c), variances (s, 1) and C_L^{-1} X."""
-        sets, first = self._gather()
+    def solve(self) -> Iterator[tuple[Tensor, ...]]:
+        """Rows (s,) of this process, residuals (s, c), variances (s, 1), then the fields of `Refitted`."""
+        left, number, first = self._gather()
         for k, rows in enumerate(self.rows, first):
-            left = self._without(sets, k)
-            mean = left.mean()
-            F, coef = left.solve(mean, self.guard)
-            own = self._set_of(self.solved.stream.take(self.solved.function, rows)) if self.large else sets[k]
-            X = _about(own.D.mT, mean)  # (s, p')
-            half = torch.linalg.solve_triangular(F.mT, X.mT, upper=False)
-            variance = self.reg * (half.square().sum(0) + 1 / own.zeta)
+            inside = number == k
+            mean, F, coef = left.without(inside, self.guard)
+            own = tuple(t[inside] for t in left[1:4])
+            if self.large:
+                own = self._read(self.solved.stream.take(self.solved.function, rows))
+            X, root, Y = own
+            V, zeta = X - mean, root.square()
+            half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
+            variance = self.reg * (half.square().sum(0).unsqueeze(-1) + 1 / zeta)
             spread = torch.linalg.solve_triangular(F, half, upper=True)
-            if left.bias:  # back to features about the mean of all rows
-                spread[-1] -= ((self.origin.mT + mean) @ spread[:-1])[0]
+            if self.bias:  # back to features about the mean of all rows
+                spread[-1] -= ((self.origin + mean) @ spread)[0]
             order = rows if self.large else rows.sort().values  # that of the passes
-            all_rows = own._replace(D=_about(own.D.mT, -self.origin.mT).mT)
-            yield order, all_rows, own.Y - X @ coef, variance.unsqueeze(-1), spread
-
-    def _without(self, sets: list[_Set], k: int) -> _Left:
-        """What is left without set k."""
-        bias, D = bool(self.solved.moments.centre), self.outside[:0, : self.p].mT
-        kept = [s for other, s in enumerate(sets) if other != k]
-        Z = torch.cat([D, *(s.D for s in kept)], 1).mT
-        zeta = torch.cat([self.outside.new_zeros(0), *(s.zeta for s in kept)])
-        Y = torch.cat([self.outside[:0, self.p :], *(s.Y for s in kept)])
-        return _Left(self.outside, Z[:, : self.p - bias], zeta.sqrt().unsqueeze(-1), Y, bias)
+            yield order, Y - V @ coef, variance, (X + self.origin).mT, zeta[:, 0], Y, spread
