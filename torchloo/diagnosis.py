@@ -29,9 +29,9 @@ from torchloo.clusters import Partition
 from torchloo.criteria.score import Score
 from torchloo.criteria.scored_rows import one_positive, two_valued
 from torchloo.guards import Guard
-from torchloo.held_out import HeldOut
+from torchloo.held_out import HeldOut, assemble
 from torchloo.machine import LeastSquares
-from torchloo.smoothers import Fit, assemble
+from torchloo.smoothers import Fit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["HeldOut", "require_held_out"]
+from torchloo.guards import expanded
+
+__all__ = ["HeldOut", "assemble", "require_held_out"]
 
 
 class HeldOut(NamedTuple):
@@ -35,6 +37,26 @@ class HeldOut(NamedTuple):
 
     refitted: Tensor
     """Boolean (..., n): rows refitted explicitly because the closed form would have lost its accuracy."""
+
+
+def assemble(
+    Y: Tensor,
+    weight: Tensor,
+    clusters: Tensor | None,
+    parts: tuple[Tensor, Tensor, Tensor],
+    flat: bool,
+    outputs: Tensor | None = None,
+) -> HeldOut:
+    """A HeldOut in the dtype of the targets, without the output axis where `flat` is set.
+
+    `parts` are residuals (..., n, c), variances (..., n, 1) or (..., n, c), and refitted rows (..., n).
+    """
+    r, variance, refitted = parts
+    r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    weight = expanded(weight, refitted.shape)
+    fields = (Y - r if outputs is None else outputs, r, expanded(Y, r.shape), expanded(variance, r.shape))
+    outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
+    return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
 
 
 def require_held_out(function: str, held_out: Any, signs: bool = False) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from torchloo.clusters import Partition, row_sets
 from torchloo.dual import Dual, dual, inner_products
-from torchloo.guards import Guard, expanded, require_floating
-from torchloo.held_out import HeldOut
+from torchloo.guards import Guard, require_floating
+from torchloo.held_out import HeldOut, assemble
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, ridge_penalty
@@ -42,24 +42,11 @@ from torchloo.representation import (
 __all__ = [
     "Fit",
     "Form",
-    "assemble",
     "loo_features",
     "solve_dual",
     "solve_features",
     "solve_primal",
 ]
-
-
-def assemble(
-    Y: Tensor, weight: Tensor, clusters: Tensor | None, parts: tuple[Tensor, Tensor, Tensor], flat: bool
-) -> HeldOut:
-    """A HeldOut in the dtype of the targets, without the output axis where `flat` is set."""
-    r, variance, refitted = parts
-    r, variance = r.to(Y.dtype), variance.to(Y.dtype)
-    weight = expanded(weight, refitted.shape)
-    fields = (Y - r, r, expanded(Y, r.shape), expanded(variance, r.shape))
-    outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
-    return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
 
 
 class Form(Protocol):

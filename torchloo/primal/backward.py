@@ -35,8 +35,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import Partition
-from torchloo.held_out import HeldOut
 from torchloo.primal.block import Block
+from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.moments import add_weighted, mirrored, room_like, times_upper
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchloo.primal.refit import Refitted
     from torchloo.primal.solved import StreamFit
 
-__all__ = ["Graph", "HeldOutRows", "assemble_rows"]
+__all__ = ["Graph", "HeldOutRows"]
 
 
 class Graph(NamedTuple):
@@ -56,22 +56,6 @@ class Graph(NamedTuple):
     """Targets, (n, c)."""
     weight: Tensor | None = None
     """Weights, (n,)."""
-
-
-def assemble_rows(
-    fields: Sequence[Any], graph: Graph, labels: Tensor | None, flat: bool, path: bool
-) -> HeldOut:
-    """A HeldOut from the fields of a Sink, of which outputs may be None; only a path keeps the axis R."""
-    residuals, variance, refitted, targets, weight, outputs = fields
-    targets, weight = (b if a is None else a for a, b in ((graph.Y, targets), (graph.weight, weight)))
-    if not path:
-        residuals, variance, refitted = residuals[0], variance[0], refitted[0]
-        outputs = None if outputs is None else outputs[0]
-    outputs = targets - residuals if outputs is None else outputs
-    shaped = (outputs, residuals, targets.expand_as(residuals), variance.expand_as(residuals))
-    outputs, residuals, targets, variance = (t[..., 0] if flat else t for t in shaped)
-    weight = weight.expand(refitted.shape)
-    return HeldOut(outputs, residuals, targets, weight, labels, variance, refitted)
 
 
 class HeldOutRows(Function):
@@ -209,21 +193,19 @@ class _Refit:
 
 
 def _inverse_blocks(
-    X: Tensor, zeta: Tensor, f: Tensor, lost: Tensor | None
+    X: Tensor, zeta: Tensor, f: Tensor, least: Tensor
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """W = P_LL^{-1} of sets of rows X (g, s, p') as functions: W x, and diag(W diag(g) W) for g (g, s, 1).
+    """P_LL^{-1} of sets of rows X (g, s, p') as functions: of x, and the diagonal of W diag(g) W, (g, s, 1).
 
-    By Note [leaving sets out]. Lost sets, (g, 1, 1), get some harmless W.
+    By Note [leaving sets out]. Lost sets get some harmless W.
     """
-    size = min(X.shape[-2:])
-    unit, root = torch.eye(size, dtype=X.dtype, device=X.device), f.sqrt()
-    V = X * zeta.sqrt() * root
-    rest = unit - (V @ V.mT if X.shape[-2] == size else V.mT @ V)
-    rest = torch.cholesky_inverse(torch.linalg.cholesky(rest if lost is None else rest.where(~lost, unit)))
-    if X.shape[-2] == size:
-        W = rest / zeta.sqrt() / zeta.sqrt().mT
+    B = X * zeta.sqrt() * f.sqrt()
+    if X.shape[-2] <= X.shape[-1]:
+        T, _ = root_of_rest(block_of_rest(B), least)
+        W = T.mT @ T / zeta.sqrt() / zeta.sqrt().mT
         return (lambda x: W @ x), (lambda g: W.square() @ g)
-    half = X * root @ rest * root  # X C_L^{-1}
+    T, _ = root_of_rest(block_of_rest(B.mT), least)
+    half = X * f.sqrt() @ (T.mT @ T) * f.sqrt()  # X C_L^{-1}
 
     def squares(g: Tensor) -> Tensor:
         quadratic = (half @ ((g * X).mT @ X) * half).sum(-1, keepdim=True)
@@ -379,7 +361,7 @@ class _Backward:
         diagonal, DN = torch.zeros_like(z), torch.zeros_like(X)
         for k, j, outputs in self.each:
             lost = None if flags is None else flags[k, j].reshape(shape)[:, :1, None]
-            times, squares = _inverse_blocks(X, z, self.f[k, j], lost)
+            times, squares = _inverse_blocks(X, z, self.f[k, j], self.machines.least[k, j])
             r_L, rbar_L = (t[k, outputs].unflatten(-1, shape).permute(1, 2, 0) for t in (r, rbar))
             N, abar_L = z * X * self.f[k, j], times(rbar_L)  # (g, s, p') and (g, s, c)
             DN_L = -(abar_L @ (r_L.mT @ N) + r_L @ (abar_L.mT @ N)) / 2
@@ -496,7 +478,7 @@ class _Sent:
             return
         _, x, k = self._evaluated
         self._evaluated = None
-        forth = self.machines.forth
+        forth = self.machines.forth.to(ubar.dtype)
         ubar = ubar[: len(forth)]
         columns = times_upper(forth, ubar) if self.machines.triangular else forth.mT @ ubar  # (p, b)
         if self.expansion.mask is not None:
@@ -517,8 +499,7 @@ class _Sent:
         if self.expansion.gram is not None and self.wanted:
             with torch.enable_grad():
                 Kzz = self.expansion.gram(self.tensors)
-                F = self.machines.folded
-                assert F is not None
+                F = self.machines.forth
                 bar = F.mT @ self.penalty @ F
                 if self.expansion.mask is not None:
                     bar = bar * self.expansion.mask * self.expansion.mask.mT

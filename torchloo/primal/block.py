@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.primal.collective import Alone
 
-__all__ = ["Block", "Blocks", "Memory", "Rows", "Shard", "require_alone"]
+__all__ = ["Block", "Memory", "Rows", "Shard", "require_alone"]
 
 
 class Rows:
@@ -56,59 +56,13 @@ class Block(NamedTuple):
         return slice(self.start, self.start + len(self.X))
 
 
-class Blocks(Protocol):
-    """Where blocks come from: `Memory`, or a Stream."""
-
-    block: int | None
-    """Rows in a block; None leaves the choice to the machine."""
-
-    @property
-    def n(self) -> int | None:
-        """Number of rows, where it is known."""
-        ...
-
-    @property
-    def flat(self) -> bool:
-        """Whether the targets came without an output axis."""
-        ...
-
-    @property
-    def lasting(self) -> bool:
-        """Whether the rows are sure to be the same in every pass."""
-        ...
-
-    @property
-    def known(self) -> tuple[Tensor, Tensor] | None:
-        """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
-        ...
-
-    @property
-    def classes(self) -> Tensor | None:
-        """The classes (c,) of targets that came as labels; None of numbers."""
-        ...
-
-    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
-        """All rows, `size` at a time, in a pass for some purpose."""
-        ...
-
-    def take(self, function: str, index: Tensor) -> Block:
-        """The rows of an index (b,), in its order."""
-        ...
-
-    def spool(self, function: str, parts: Iterator[Block]) -> None:
-        """Make sure that `take` can reach every row."""
-        ...
-
-    def bar(self, what: str) -> "tqdm[Any]":
-        """A progress bar of all rows."""
-        ...
-
-
 class Memory:
-    """Rows that are in memory, looked at already."""
+    """Rows that are in memory, looked at already; a Stream has the same members."""
 
     block: int | None = None
+    """Rows in a block; None leaves the choice to the machine."""
     lasting = True
+    """Whether the rows are sure to be the same in every pass."""
 
     def __init__(
         self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool, classes: Tensor | None = None
@@ -118,7 +72,7 @@ class Memory:
 
     @property
     def known(self) -> tuple[Tensor, Tensor] | None:
-        """Targets (n, c) and weights (n,) of all rows."""
+        """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
         return self.Y, self.weight
 
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:

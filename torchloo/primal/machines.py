@@ -213,10 +213,10 @@ class Machines:
         """A^T in the dtype of products."""
         return self.rotation.to(self.expansion.kind)
 
-    @cached_property
+    @property
     def forth(self) -> Tensor:
-        """The derivative of u in the columns, F or A^T, in the dtype of products."""
-        return self.narrow if self.folded is None else self.folded.to(self.expansion.kind)
+        """The derivative of u in the columns, F or A^T."""
+        return self.rotation if self.folded is None else self.folded
 
     @property
     def each(self) -> list[tuple[int, int, slice]]:
@@ -239,7 +239,7 @@ class Machines:
         out[p:] = 1.0
         if fold and self.fold and self.folded is not None:
             shift = (self.rotation @ self.mean).to(columns.dtype)
-            self.times(self.forth, columns, out[:p]).sub_(shift)
+            self.times(self.folded.to(columns.dtype), columns, out[:p]).sub_(shift)
         else:
             features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
             self.times(self.narrow, features, out[:p])

@@ -248,8 +248,9 @@ class _Round:
         number, *rows = others.together(self._pass)
         first = sum(others.gather(len(self.rows))[: others.rank])
         own = [t.to(host) for t in (self.outside, number + first, *rows)]
-        outside, number, *rows = (torch.cat(t).to(device) for t in zip(*others.gather(own), strict=True))
-        return _Left(triangle(outside), *rows, bool(self.bias)), number, first
+        everyone = (torch.cat(t).to(device) for t in zip(*others.gather(own), strict=True))
+        outside, number, X, root, Y = everyone
+        return _Left(triangle(outside), X, root, Y, self.bias), number, first
 
     def solve(self) -> Iterator[tuple[Tensor, ...]]:
         """Rows (s,) of this process, residuals (s, c), variances (s, 1), then the fields of `Refitted`."""

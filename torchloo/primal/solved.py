@@ -19,9 +19,9 @@ from torch import Tensor
 from torchloo.clusters import Partition
 from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
-from torchloo.held_out import HeldOut
-from torchloo.primal.backward import Graph, HeldOutRows, assemble_rows
-from torchloo.primal.block import Block, Blocks
+from torchloo.held_out import HeldOut, assemble
+from torchloo.primal.backward import Graph, HeldOutRows
+from torchloo.primal.block import Block, Memory
 from torchloo.primal.collective import Alone, require_own, require_same
 from torchloo.primal.machines import (
     LARGE,
@@ -41,6 +41,7 @@ from torchloo.problem import Regs
 
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
+    from torchloo.streaming.stream import Stream
 
 __all__ = ["StreamFit"]
 
@@ -79,7 +80,7 @@ class StreamFit:
         self,
         machine: "LeastSquares",
         guard: Guard,
-        stream: Blocks,
+        stream: "Memory | Stream",
         expansion: Expansion,
         reg: Tensor | Regs,
         others: Alone,
@@ -388,7 +389,13 @@ class StreamFit:
         else:
             with torch.no_grad():
                 fields = self.run(machines, partition, out)[0].fields
-        return assemble_rows(fields, self.graph, labels, self.stream.flat, self._path)
+        residuals, variance, refitted, targets, weight, outputs = fields
+        if self.graph.Y is not None:
+            targets, weight = self.graph.Y, self.graph.weight
+        parts = (residuals, variance, refitted)
+        if not self._path:
+            residuals, variance, refitted, outputs = (None if t is None else t[0] for t in (*parts, outputs))
+        return assemble(targets, weight, labels, (residuals, variance, refitted), self.stream.flat, outputs)
 
     def run(
         self, machines: Machines, partition: Partition | None, out: str | Path | None = None
