@@ -511,7 +511,7 @@ def test_an_event_of_a_variable_without_a_column_is_noticed(values, monkeypatch)
     one_pass = unlearn._unlearn
 
     def counted(problem, full, targets, *others, whole):
-        followed.append(len(targets.room))
+        followed.append(len(targets.kept))
         return one_pass(problem, full, targets, *others, whole=whole)
 
     monkeypatch.setattr(unlearn, "_unlearn", counted)

@@ -85,7 +85,7 @@ def _followed(K, y, C, stop_at_error):
     ((_, problem),) = merge_duplicates(double.K, y[None], box, double.rounding)
     full = solve_exactly(problem)
     variable = (full.alpha[0] > 0).nonzero()[:, 0]
-    targets = unlearn.Targets(torch.zeros_like(variable), variable, full.alpha[0, variable])
+    targets = unlearn.Targets(torch.zeros_like(variable), variable, full.alpha.new_zeros(len(variable)))
     tableau = unlearn._tableaux(problem, full, targets, not stop_at_error, whole=True)
     row, column = tableau.find(targets.table, variable)
     base = unlearn.perturbed_base(problem, full, tableau)
@@ -96,7 +96,7 @@ def _followed(K, y, C, stop_at_error):
             follow, "_round", lambda *args, **options: rounds.append(1) or one_round(*args, **options)
         )
         with Counting() as counting:
-            ends = follow.follow(base, targets.table, row, column, targets.room, stop_at_error)
+            ends = follow.follow(base, targets.table, row, column, targets.room(full), stop_at_error)
     return ends, len(rounds), counting.synchronisations
 
 

@@ -211,7 +211,7 @@ def test_the_margin_of_a_row_never_rises_on_its_way_out(problem):
     # Coefficients of size C carry rounding of size 1e-16 C times the condition of the free set.
     rounding = 1e-7 * max(1.0, C / 1e3)
     for share in (0.2, 0.4, 0.6, 0.8, 1.0):
-        end = unlearn(merged, full, Targets(torch.zeros_like(target), target, share * held[target]))
+        end = unlearn(merged, full, Targets(torch.zeros_like(target), target, (1 - share) * held[target]))
         later = torch.where(end.proved, y_r * end.output, margin)
         assert bool((later <= margin + rounding * (1 + margin.abs())).all())
         margin = later

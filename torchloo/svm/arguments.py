@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+from torchloo.svm.tolerances import FEW_DIGITS
 
 __all__ = ["Caller", "checked", "indefinite"]
 
-_TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
+_ASYMMETRY = 1e-6  # of the largest entry: rounding of k_ij and k_ji to float32
 _BLOCK = 2**21  # entries of K compared at once with their mirror images
 
 
@@ -69,7 +70,9 @@ def checked(
     if given:
         guard.positive(**{"C * weight": box})
     name = "C * weight" if given else "C"
-    guard.require(box.amax(-1) >= _TINY, f"{name} must be at least {_TINY:.1e} in some row; use a larger C")
+    guard.require(
+        box.amax(-1) >= FEW_DIGITS, f"{name} must be at least {FEW_DIGITS:.1e} in some row; use a larger C"
+    )
     guard.check()
     return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
 
@@ -94,7 +97,7 @@ def _is_symmetric(K: Tensor) -> Tensor:
     for i in range(0, n, size):
         block = K[:, i : i + size, i:] - K[:, i:, i : i + size].mT
         apart = apart.maximum(block.abs_().amax((1, 2)))
-    return apart <= 1e-6 * torch.maximum(high, -low)
+    return apart <= _ASYMMETRY * torch.maximum(high, -low)
 
 
 def indefinite(caller: Caller, least: float) -> str:

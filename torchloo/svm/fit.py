@@ -15,13 +15,13 @@ from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import Problem, merge_duplicates
 from torchloo.svm.solve.systems import lifted_factor
 from torchloo.svm.stacked import times_vector
+from torchloo.svm.tolerances import FEW_DIGITS
 
 __all__ = ["SVMFit", "solve_problems", "svm", "train", "trained"]
 
 _SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
 _USEFUL = 1e-3  # of one that certificates can still work with
 _DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
-_TINY = torch.finfo(torch.float64).tiny  # below, numbers have too few digits
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
 
 
@@ -193,7 +193,9 @@ class _Source(NamedTuple):
         largest = given.diagonal(dim1=1, dim2=2).amax(1).double()
         unit = (torch.finfo(torch.float32).eps * largest).masked_fill(~single, 0)
         rounding = self.matrix.rounding[self.rows].amax(1).square()
-        allowed = torch.maximum(_DOUBLE * size, K.shape[-1] * torch.maximum(unit, rounding)).clamp_min(_TINY)
+        allowed = torch.maximum(_DOUBLE * size, K.shape[-1] * torch.maximum(unit, rounding)).clamp_min(
+            FEW_DIGITS
+        )
         worst = least + allowed
         if bool((worst < 0).any()):
             raise ValueError(

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
+from torchloo.svm.solve.systems import Bordered, bordered_matrix
+from torchloo.svm.stacked import set_of
+from torchloo.svm.tolerances import SINGULAR, at_bound, strictly_inside
 
 __all__ = ["Deferred", "Machines", "matrix_numbers", "outputs_with_gradient"]
 
 _ROWS = 2**20  # entries of the rows of machines that are entered at once
 _TOGETHER = 2**22  # entries of the inverses of machines that are made at once
-_SINGULAR = 1e-13  # of the largest pivot or eigenvalue: 0 but for rounding
-_INSIDE = 1e-7  # of the box, or of the largest coefficient: this far from both bounds is free
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Machines:
         others = problem.row_box.masked_fill(group[rows][:, None] == group, 0.0)
         total = others.new_zeros(len(rows), len(y)).index_add_(1, v, others)
         share = (others / total[:, v]).nan_to_num(0.0)
-        upper = (alpha >= box - _width(alpha, box)) & (box > 0)
+        upper = (alpha >= box - at_bound(alpha, box)) & (box > 0)
         lam, rate = _adjoints(problem, v[rows], which, alpha, box, upper, total)
         self.coef[rows] = (alpha * y)[which][:, v] * share / problem.scale
         self.adjoint[rows] = -lam[:, v] * share
@@ -120,8 +121,7 @@ def _adjoints(
     problem: Problem, r: Tensor, which: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
     """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
-    width = _width(alpha, box)
-    free = (alpha > width) & (alpha < box - width)  # (G, m)
+    free = strictly_inside(alpha, box)  # (G, m)
     lam, mu = torch.zeros_like(left), torch.zeros_like(r, dtype=left.dtype)
     targets, place = _by_machine(which, len(alpha))
     for machines in _that_fit(free, targets.shape[1]):
@@ -161,36 +161,22 @@ def _that_fit(free: Tensor, targets: int) -> tuple[Tensor, ...]:
 def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Free variables S (G, s), padded, and for targets r (G, t) lambda_S (G, t, s) and mu (G, t).
 
-    By M = K_SS + c 1 1^T, c the mean diagonal or 1, which is positive definite: with x = M^-1 K_Sr and
-    e = M^-1 1, lambda_S = x + e (1 - 1^T x) / 1^T e and mu = c - (1 - 1^T x) / 1^T e.
+    The equations are singular where the free points depend on each other, which ties leave behind: then
+    lambda is not unique, and the shortest one treats all of them alike.
     """
-    S = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(free.sum(1).max())]
-    real = free.gather(1, S)
-    both = real[:, :, None] & real[:, None, :]
-    c = ((K.diagonal()[S] * real).sum(1) / real.sum(1)).clamp_min_(1.0)  # points at 0 have no diagonal
-    M = torch.where(both, K[S[:, :, None], S[:, None, :]] + c[:, None, None], torch.diag_embed(~real).to(K))
-    near = K[r[:, :, None], S[:, None, :]] * real[:, None]  # (G, t, s)
-    rhs = torch.cat([real[:, None].to(K), near], 1)
-    solution = _smallest_solution(M, rhs.mT).mT
-    e, x = solution[:, :1], solution[:, 1:]
-    rest = (1 - x.sum(-1)) / e.sum(-1)  # (G, t)
-    return S, x + rest[:, :, None] * e, c[:, None] - rest
-
-
-def _smallest_solution(M: Tensor, rhs: Tensor) -> Tensor:
-    """M^-1 rhs for M (G, s, s), semi-definite, and rhs (G, s, t) in its range.
-
-    An M is singular where the free points depend on each other, which ties leave behind: then lambda is
-    not unique, and the shortest one treats all of them alike.
-    """
-    L, info = torch.linalg.cholesky_ex(M)
-    pivots = L.diagonal(dim1=-2, dim2=-1).square()
-    singular = (info > 0) | ~(pivots.amin(1) > _SINGULAR * pivots.amax(1))
-    if not bool(singular.any()):
-        return torch.cholesky_solve(rhs, L)
-    w, V = torch.linalg.eigh(M)
-    inverse = torch.where(w > _SINGULAR * w[:, -1:], 1 / w, 0.0)
-    return V @ (inverse[:, :, None] * (V.mT @ rhs))
+    S, real = set_of(free)
+    K_SS = K[S[:, :, None], S[:, None, :]]
+    K_rS = K[r[:, :, None], S[:, None, :]] * real[:, None]  # (G, t, s)
+    one = torch.ones_like(r, dtype=K.dtype)
+    system = Bordered(K_SS, real)
+    mu, lam = system.solve(one, K_rS)
+    rows = (~system.regular(SINGULAR)).nonzero()[:, 0]
+    if len(rows):
+        M = bordered_matrix(K_SS[rows], real[rows])
+        rhs = torch.cat([one[rows, :, None], K_rS[rows]], 2)
+        shortest = rhs @ torch.linalg.pinv(M, rtol=SINGULAR, hermitian=True)
+        mu[rows], lam[rows] = shortest[:, :, 0], shortest[:, :, 1:]
+    return S, lam, mu
 
 
 def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:
@@ -200,11 +186,6 @@ def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left:
     low = s.masked_fill(~demands_more | (left <= 0), -torch.inf).argmax(1, keepdim=True)
     high = s.masked_fill(demands_more | (left <= 0), torch.inf).argmin(1, keepdim=True)
     return torch.zeros_like(left).scatter(1, low, 0.5).scatter(1, high, 0.5)
-
-
-def _width(alpha: Tensor, box: Tensor) -> Tensor:
-    """How near a bound a coefficient is at it, (G, m): a box may be far larger than any coefficient."""
-    return _INSIDE * torch.minimum(box, alpha.amax(1, keepdim=True))
 
 
 def matrix_numbers(K: Tensor, batch: torch.Size) -> Tensor:

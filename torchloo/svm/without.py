@@ -10,11 +10,11 @@ from torchloo.svm.smo.rounds import seed_without, smo
 from torchloo.svm.solve.exact import ATTEMPTS, Exact, Sets, solve_from
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.solve.smaller import solve_smaller
+from torchloo.svm.tolerances import CLOSE, between_bounds
 
 __all__ = ["Without", "solve_without"]
 
 _EXACT = 1e-12  # violation of an SMO that counts as none: rounding
-_CLOSE = 1e-6  # violation at which its sets are nearly always the optimal ones
 _ROUNDS = 200  # of the SMO; what needs more is left to the interior point
 _PATIENCE = 4  # rounds that may fail to halve the violation; then too
 
@@ -45,16 +45,16 @@ def solve_without(problem: Problem, full: Exact, boxes: Tensor, near: Tensor) ->
     y, before = (x.expand_as(boxes) for x in (problem.y, full.alpha.clamp_min(0)))
     table = torch.zeros(len(boxes), dtype=torch.long, device=boxes.device)
     start = seed_without(before, y, boxes, near)
-    end = smo(problem.K, y, boxes, start, _CLOSE, table=table, most_rounds=_ROUNDS, patience=_PATIENCE)
+    end = smo(problem.K, y, boxes, start, CLOSE, table=table, most_rounds=_ROUNDS, patience=_PATIENCE)
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     attempts = ATTEMPTS if bool(full.optimal) else 1
 
     def from_sets(rows: Tensor, smaller: Problem, part: Tensor, V: Tensor) -> Exact:
         alpha, box = end.alpha[rows[part]].gather(1, V), smaller.box
-        sets = Sets(alpha, end.bias[rows[part]], (alpha > 0) & (alpha < box), alpha >= box)
+        sets = Sets(alpha, end.bias[rows[part]], between_bounds(alpha, box), alpha >= box)
         return solve_from(smaller, sets, attempts)
 
-    alpha, close = end.alpha, end.violation <= _CLOSE
+    alpha, close = end.alpha, end.violation <= CLOSE
     for which, solve in ((close & (end.violation > _EXACT), from_sets), (~close, None)):
         rows = which.nonzero()[:, 0]
         if len(rows):

@@ -11,13 +11,16 @@ from torchloo.svm.outcomes import RowOutcome
 from torchloo.svm.path.unlearn import Targets, Unlearned, unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
-from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
+from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.stacked import Tables, times_vector
+from torchloo.svm.tolerances import at_bound, strictly_inside
 
 __all__ = ["leave_one_out_by_path"]
+
+_USED = 1e-9  # of the box, or of the largest coefficient if that is less: a row with less is not used
 
 
 class _Rows:
@@ -29,7 +32,7 @@ class _Rows:
         self.y, box, alpha = (x.gather(1, v) for x in (problem.y, problem.box, full.alpha))
         self.kept = left_of(box, problem.row_box)
         self.room = alpha - self.kept
-        self.open = self.room > 1e-9 * torch.minimum(box, full.alpha.amax(1, keepdim=True))
+        self.open = self.room > _USED * torch.minimum(box, full.alpha.amax(1, keepdim=True))
         self.outputs = (problem.y * (1 + full.margin)).gather(1, v)
         self.doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)  # (T, m)
         self.certified = self.outputs.abs() > self.doubt.gather(1, v)
@@ -83,10 +86,9 @@ def leave_one_out_by_path(
     if len(index):
         first, number = _distinct(rows, index)
         target = rows.at(problem.variable, first)
-        targets = Targets(first // rows.y.shape[1], target, rows.at(rows.room, first))
-        kept = rows.at(rows.kept, first)
-        end, by = _with_refits(problem, full, targets, kept, unlearn(problem, full, targets, values, trace))
-        paths = _Paths(index, number, targets, end, kept)
+        targets = Targets(first // rows.y.shape[1], target, rows.at(rows.kept, first))
+        end, by = _with_refits(problem, full, targets, unlearn(problem, full, targets, values, trace))
+        paths = _Paths(index, number, targets, end)
         rows.put(index, outputs=end.output[number], certified=end.proved[number])
         rows.put(index, iterations=end.events[number], resolved_by=by[number])
     outputs = rows.outputs if values else torch.where(rows.outputs >= 0, 1.0, -1.0).to(rows.outputs)
@@ -125,7 +127,7 @@ def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     problem, v = rows.problem, rows.problem.variable
     # A row may take the only free variable to its bound merely by making its box smaller.
-    filled = inner.gather(1, v) & (rows.room >= -1e-7 * problem.box.gather(1, v))
+    filled = inner.gather(1, v) & (rows.room >= -at_bound(rows.full.alpha, problem.box).gather(1, v))
     loose = ~rows.open & (inner.sum(1, keepdim=True) - filled.int() == 0)
     index = loose.view(-1).nonzero()[:, 0]
     if not len(index):
@@ -153,18 +155,13 @@ def _held(problem: Problem, table: Tensor, alpha: Tensor, target: Tensor, kept: 
     return Held(alpha, u, box, target, rounding, kept, table=table)
 
 
-def _with_refits(
-    problem: Problem, full: Exact, targets: Targets, kept: Tensor, end: Unlearned
-) -> tuple[Unlearned, Tensor]:
-    """Solve without the rows what the paths have left open; and by what each is resolved, (N,).
-
-    `kept` (N,) is what is left of the boxes.
-    """
+def _with_refits(problem: Problem, full: Exact, targets: Targets, end: Unlearned) -> tuple[Unlearned, Tensor]:
+    """Solve without the rows what the paths have left open; and by what each is resolved, (N,)."""
     by = torch.full_like(targets.table, code.PATH)
     left = (~end.solved).nonzero()[:, 0]
     if not len(left):
         return end, by
-    table, target, kept = targets.table[left], targets.variable[left], kept[left]
+    table, target, kept = targets.take(left)
     boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
     alpha = solve_smaller(problem, table, boxes, full.alpha[table].clamp_min(0).minimum(boxes))
     output, proved = judged(problem.K, problem.y[table], _held(problem, table, alpha, target, kept))
@@ -182,8 +179,6 @@ class _Paths(NamedTuple):
     """Which path each has, (R,)."""
     targets: Targets
     end: Unlearned
-    kept: Tensor
-    """What is left of the boxes of the targets, (N,)."""
 
 
 def _deferred(problem: Problem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
@@ -205,5 +200,5 @@ def _enter(machines: Machines, problem: Problem, paths: _Paths, t: int) -> None:
         return
     index, number = paths.rows[own] - t * n, paths.number[own]
     first = (paths.targets.table == t).nonzero()[:, 0]
-    target, alpha, kept = paths.targets.variable[first], paths.end.alpha[first], paths.kept[first]
-    machines.enter_without(problem, index, number - first[0], target, alpha, kept)
+    _, target, kept = paths.targets.take(first)
+    machines.enter_without(problem, index, number - first[0], target, paths.end.alpha[first], kept)

@@ -23,6 +23,7 @@ from torchloo.svm.proof.certify import (
 from torchloo.svm.solve.exact import Exact
 from torchloo.svm.solve.merge import Problem
 from torchloo.svm.stacked import Tables
+from torchloo.svm.tolerances import CLOSE, EXACT
 
 __all__ = ["Targets", "Unlearned", "unlearn"]
 
@@ -30,8 +31,7 @@ _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
 _TOGETHER = 2**20  # coefficients at the ends of paths that are looked at at once
-_EXACT = 1e-9  # slip of a solution that counts as exact
-_NEAR = 1e-6  # slip that may be rounding
+_WIDEST = 1e3  # boxes beyond which the perturbation grows no more
 
 
 class Targets(NamedTuple):
@@ -43,12 +43,16 @@ class Targets(NamedTuple):
     variable: Tensor
     """Variables, each to be lowered alone, (N,)."""
 
-    room: Tensor
-    """How much of alpha goes, (N,)."""
+    kept: Tensor
+    """What is left of their boxes: alpha is lowered to it, (N,)."""
 
     def take(self, rows: Tensor) -> "Targets":
         """Those at `rows`."""
         return Targets(*(x[rows] for x in self))
+
+    def room(self, full: Exact) -> Tensor:
+        """How far alpha of each has to go, (N,)."""
+        return full.alpha[self.table, self.variable] - self.kept
 
 
 class Unlearned(NamedTuple):
@@ -77,7 +81,7 @@ class Unlearned(NamedTuple):
 def unlearn(
     problem: Problem, full: Exact, targets: Targets, values: bool = True, coefficients: bool = False
 ) -> Unlearned:
-    """Lower alpha of each target by its room along the exact path and certify the end.
+    """Lower alpha of each target to what is kept along the exact path and certify the end.
 
     The tableaux of all machines are stacked and followed as one batch; at first with columns only for the
     variables of the smallest margins, and again with all where the margins of the end show that another one
@@ -109,7 +113,7 @@ def _unlearn(
     tableau = _tableaux(problem, full, targets, values, whole)
     row, column = tableau.find(targets.table, targets.variable)
     base = perturbed_base(problem, full, tableau)
-    ends = follow(base, targets.table, row, column, targets.room, not values)
+    ends = follow(base, targets.table, row, column, targets.room(full), not values)
     done = []
     for tables, first, last in _that_fit(targets.table, *problem.y.shape):
         own = Targets(*(x[first:last] for x in targets))
@@ -161,13 +165,11 @@ def _certified(
     problem: Problem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets, coefficients: bool
 ) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
-    tables, (_, r, room) = Tables(targets.table, len(problem.y)), targets
-    gone, finished = room - ends.room, ends.room <= 0
+    tables, r = Tables(targets.table, len(problem.y)), targets.variable
+    gone, finished = targets.room(full) - ends.room, ends.room <= 0
     end = Finish(problem, full, tableau, ends, tables, r, gone)
-    y_r, alpha_r, box_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha, problem.box))
-    kept = alpha_r - room
-    # Where alpha of the target is the room, rounding must not leave a box of 1e-17.
-    kept = torch.where(kept < 1e-9 * box_r, 0.0, kept).mul_(finished)
+    y_r, alpha_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha))
+    kept = targets.kept * finished
     stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
     output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
     rows = ((sign == 0) | ~exact).nonzero()[:, 0]
@@ -219,7 +221,7 @@ def _proof_by_moved(
     sign, _, slip = sign_by_reach(
         y, held._replace(rest=rest), bias, f - bias, reach_of(problem.K, end.target, tables.table)
     )
-    return f, sign, slip.maximum(end.stray) <= _EXACT
+    return f, sign, slip.maximum(end.stray) <= EXACT
 
 
 def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,8 +231,8 @@ def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Ten
     """
     bias = held_out_bias(y, held)
     sign, _, slip = gap_ball_sign(K, y, held, bias)
-    exact = slip.maximum(stray) <= _EXACT
-    near = (((sign == 0) | ~exact) & (slip <= _NEAR)).nonzero()[:, 0]
+    exact = slip.maximum(stray) <= EXACT
+    near = (((sign == 0) | ~exact) & (slip <= CLOSE)).nonzero()[:, 0]
     if len(near):
         labels = y if y.ndim == 1 else y[near]
         by_set, error = sign_by_active_set(K, labels, held.take(near), bias[near])
@@ -252,7 +254,7 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     margin = torch.where(
         full.upper, full.margin.clamp_max(0) - jitter[0], full.margin.clamp_min(0) + jitter[0]
     )
-    widen = full.free * problem.box.clamp_max(1e3)
+    widen = full.free * problem.box.clamp_max(_WIDEST)
     low = full.alpha.clamp_max(0) * full.free - widen * jitter[0]
     high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box) + widen * jitter[1]
     diagonal = problem.K.diagonal(dim1=1, dim2=2)

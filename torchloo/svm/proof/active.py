@@ -26,8 +26,9 @@ from torch.nn.functional import pad
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.accurate import in_parts
-from torchloo.svm.solve.systems import Bordered
+from torchloo.svm.solve.systems import Bordered, bordered_matrix
 from torchloo.svm.stacked import Tables, set_of, times_vector
+from torchloo.svm.tolerances import between_bounds
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 
@@ -89,7 +90,7 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     rounding += (held.alpha * held.rounding).sum(1, keepdim=True) * held.rounding
     imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit) + of_sum * size_rest[:, 0]
     box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, y))
-    free = (held.alpha > 0) & (held.alpha < box)
+    free = between_bounds(held.alpha, box)
     each = max(1, _TOGETHER // (held.u.shape[1] * max(1, int(free.sum(1).max()))))
     fields = (free, y, d, held.alpha, box, miss, rounding, imbalance)
     parts = zip(tables.table.split(each), *(x.split(each) for x in fields), strict=True)
@@ -143,11 +144,9 @@ def _change(K_free: Tensor, real: Tensor, d: Tensor, residual: Tensor) -> tuple[
     system = Bordered(K_free, real)
     corner, edge, inner = system.inverse()
     s = edge.shape[1]
-    R, M = pad(inner, (1, 0, 1, 0)), pad(K_free * (real[:, :, None] & real[:, None]), (1, 0, 1, 0))
+    R, M = pad(inner, (1, 0, 1, 0)), bordered_matrix(K_free, real)
     R[:, 0, 0], R[:, 0, 1:], R[:, 1:, 0] = corner, edge, edge
-    M[:, 0, 1:] = M[:, 1:, 0] = real.to(M)
-    for matrix in (R, M):  # what does not count has equations of its own
-        matrix.diagonal(dim1=1, dim2=2)[:, 1:].add_((~real).to(M))
+    R.diagonal(dim1=1, dim2=2)[:, 1:].add_((~real).to(R))
     wrong = R @ M
     wrong.diagonal(dim1=1, dim2=2).copy_((R * M.mT).sum(2) - 1)
     size = R.abs()

@@ -49,6 +49,7 @@ from torch import Tensor
 from torchloo.svm.host_reads import subset
 from torchloo.svm.solve.exact import duality_gap
 from torchloo.svm.stacked import dot
+from torchloo.svm.tolerances import AT_BOUND, NOTHING, strictly_inside
 
 __all__ = [
     "Held",
@@ -69,6 +70,7 @@ __all__ = [
 
 _ROUNDING = 1e-12  # of the largest |u|
 _CLOSE = 1e-9  # decision values that rounding may take for each other
+_UNIT = 1e-15  # of a sum of boxes: its rounding
 _LONGER = 1.01  # a root of k_ii, or of k', before rounding to float32
 
 
@@ -174,7 +176,7 @@ class Held(NamedTuple):
         least, total = smallest_and_sum(self.box) if self.rest is None else (self.rest.least, self.rest.total)
         if self.own is not None:
             least = least.minimum(self.own.masked_fill(self.own <= 0, torch.inf))
-        return 1e-9 * least + 1e-15 * total
+        return _slack(least, total)
 
     def largest(self) -> Tensor:
         """The largest |u|, (B,)."""
@@ -187,6 +189,11 @@ def smallest_and_sum(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight.masked_fill(weight <= 0, torch.inf).amin(-1), weight.sum(-1)
 
 
+def _slack(least: Tensor, total: Tensor) -> Tensor:
+    """How far a sum of boxes may be off, from the least box and the sum of all."""
+    return NOTHING * least + _UNIT * total
+
+
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """The two values of s (B, m) between which the weight from below passes `count` (B,).
 
@@ -196,7 +203,7 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
     s, order = s.masked_fill(weight <= 0, torch.inf).sort(-1)
     below = weight.gather(-1, order).cumsum(-1)
     least, total = smallest_and_sum(weight)
-    slack = (1e-9 * least + 1e-15 * total)[:, None]
+    slack = _slack(least, total)[:, None]
     infinity = s.new_full((len(s), 1), torch.inf)
     s = torch.cat([-infinity, s, infinity], -1)
     first = (below < count[:, None] - slack).sum(-1, keepdim=True) + 1
@@ -216,17 +223,10 @@ def held_out_bias(y: Tensor, held: Held) -> Tensor:
 
 def bias_by_free(y: Tensor, held: Held) -> Tensor:
     """The bias of each solution by its free variables, NaN where none is free; (B,)."""
-    free = _inside(held.alpha, held.box)
-    if held.own is not None:
-        own = _inside(held.of_target(held.alpha), held.own)
-        free.scatter_(1, held.target[:, None], own[:, None])
-    return bias_of_free(y - held.u, free)
-
-
-def _inside(alpha: Tensor, box: Tensor) -> Tensor:
-    """Which alpha lie within their boxes, to 7 digits."""
-    width = 1e-7 * box
-    return (alpha > width) & (alpha < box - width)
+    # By the boxes alone: the listed variables need not hold the largest coefficient, and a free one that is
+    # taken for bounded only leaves the bias to its interval.
+    box = held.weight()
+    return bias_of_free(y - held.u, strictly_inside(held.alpha, box, AT_BOUND * box))
 
 
 def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:

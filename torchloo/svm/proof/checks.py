@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import result as code
+from torchloo.svm.tolerances import NOTHING, strictly_inside
 
 __all__ = [
     "check_correct_unused",
@@ -11,7 +12,6 @@ __all__ = [
     "check_joachims",
     "check_norm",
     "only_of_its_class",
-    "strictly_inside",
     "sufficiency_checks",
 ]
 
@@ -41,12 +41,6 @@ def only_of_its_class(y: Tensor) -> Tensor:
     positive = y > 0
     count = positive.sum(-1, keepdim=True)
     return torch.where(positive, count == 1, count == y.shape[-1] - 1)
-
-
-def strictly_inside(alpha: Tensor, box: Tensor) -> Tensor:
-    """Which alpha are free, to 7 digits of the largest one: boxes may be far larger than any alpha."""
-    margin = 1e-7 * torch.minimum(box, alpha.amax(-1, keepdim=True))
-    return (alpha > margin) & (alpha < box - margin)
 
 
 def check_correct_unused(alpha: Tensor) -> Tensor:
@@ -91,5 +85,5 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     low = torch.where(high, 0.0, box[machine]).sum(1)
     positive, negative = ((box * side).sum(-1, keepdim=True) for side in (y > 0, y < 0))
     own_class = torch.where(y > 0, positive, negative) - box
-    passed = low < own_class[row] - 1e-9 * box.amin(-1)[machine]
+    passed = low < own_class[row] - NOTHING * box.amin(-1)[machine]
     return torch.zeros_like(y, dtype=torch.bool).index_put(row, passed)

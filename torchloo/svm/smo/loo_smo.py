@@ -8,10 +8,11 @@ from torchloo.svm import result as code
 from torchloo.svm.fit import SVMFit
 from torchloo.svm.outcomes import RowOutcome
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
-from torchloo.svm.proof.checks import only_of_its_class, strictly_inside, sufficiency_checks
+from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.smo.bound import BOUND, DualBound, SMOOptions
 from torchloo.svm.smo.rounds import SMOState, seed_without, smo
 from torchloo.svm.solve.low_rank import in_double
+from torchloo.svm.tolerances import strictly_inside
 
 __all__ = ["SMOOptions", "check_options", "leave_clusters_out_by_smo", "leave_one_out_by_smo"]
 

@@ -15,16 +15,15 @@ from torchloo.svm.solve.merge import Problem
 from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered
 from torchloo.svm.stacked import block_of, rows_of, set_of, times_vector
+from torchloo.svm.tolerances import CLOSE, EXACT, SINGULAR
 
 __all__ = ["ATTEMPTS", "Exact", "Sets", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
 
-_SLIP = 1e-9  # how far rounding may carry a solution past its bounds
-_CLOSE = 1e-6  # how far, if the sets are open to rounding
 _DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
-_ROUNDED = 1e-13  # the same where every digit counts
 _SMALL = 1e-9  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
+_JITTER = 1e-6  # margins at the start of a homotopy, off all ties
 
 
 class Exact(NamedTuple):
@@ -51,12 +50,12 @@ class Exact(NamedTuple):
     @property
     def optimal(self) -> Tensor:
         """Whether every condition holds to rounding, (B,)."""
-        return self.slip <= _SLIP
+        return self.slip <= EXACT
 
     @property
     def close(self) -> Tensor:
         """Whether every condition nearly holds: all that can be had where margins hardly differ, (B,)."""
-        return self.slip <= _CLOSE
+        return self.slip <= CLOSE
 
     def take(self, rows: Tensor) -> "Exact":
         """The machines at `rows`."""
@@ -124,7 +123,7 @@ def _gap_inside(problem: Problem, solution: Exact) -> Tensor:
     """`relative_gap` of solutions that are not optimal."""
     alpha, box, y = solution.alpha, problem.box, problem.y
     inside = alpha.clamp_min(0).minimum(box)
-    inside = torch.where((alpha - inside).abs() > _SLIP * box.clamp(min=1.0), inside, alpha)
+    inside = torch.where((alpha - inside).abs() > EXACT * box.clamp(min=1.0), inside, alpha)
     margin = solution.margin + y * times_vector(problem.K, (inside - alpha) * y)
     imbalance = ((inside * y).sum(1) * solution.bias).abs()
     return (duality_gap(inside, margin, box) + imbalance) / inside.sum(1)
@@ -176,7 +175,7 @@ def solve_from(problem: Problem, sets: Sets, attempts: int = ATTEMPTS, tight: bo
 
 def _attempt(problem: Problem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     """The sets without what makes their equations singular, and the best solutions that they lead to."""
-    K, tolerance = problem.K, _ROUNDED if tight else _DEPENDENT
+    K, tolerance = problem.K, SINGULAR if tight else _DEPENDENT
     none = (~sets.free.any(1)).nonzero()[:, 0]
     if len(none):
         sets = sets.replaced(none, _free_one(problem.take(none), sets.take(none)))
@@ -282,7 +281,7 @@ class _Crossing(NamedTuple):
 
     def move(self) -> tuple[Tensor, Tensor]:
         """Go on until a chosen variable meets an end; the end's number, and whether one is met, (B, 1)."""
-        response = torch.hardshrink(times_vector(self.rates, self.way), _SLIP)[:, :, None]
+        response = torch.hardshrink(times_vector(self.rates, self.way), EXACT)[:, :, None]
         soonest, end = (response / self.ends).flatten(1).max(1, keepdim=True)  # 1 / step
         step = soonest.clamp_min(1).reciprocal_()
         self.ends.addcmul_(response, step[:, :, None], value=-1)
@@ -347,7 +346,7 @@ def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
     """What rounding of sums of m terms does to each margin, (B, m), up to what is close."""
     length = K.diagonal(dim1=1, dim2=2).sqrt()
     unit = torch.finfo(K.dtype).eps * alpha.shape[1] ** 0.5
-    return (unit * (length * alpha.abs()).sum(1, keepdim=True) * length).clamp_max_(_CLOSE)
+    return (unit * (length * alpha.abs()).sum(1, keepdim=True) * length).clamp_max_(CLOSE)
 
 
 def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
@@ -373,7 +372,7 @@ def _homotopy(problem: Problem, sets: Sets) -> Sets:
     alpha, bias, free, upper = sets
     B, m = y.shape
     generator = torch.Generator("cpu").manual_seed(1)
-    jitter = 1e-6 * (1 + torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")).to(K.device)
+    jitter = _JITTER * (1 + torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")).to(K.device)
     margin = y * (times_vector(K, alpha * y) + bias[:, None]) - 1
     lift = torch.where(upper, -margin.clamp_min(0) - jitter, (-margin).clamp_min(0) + jitter)
     lift = torch.where(free, -margin, lift)  # (B, m)

@@ -70,7 +70,7 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
     low, high = K.amin((1, 2)), K.amax((1, 2))
     key, order = torch.sort(K @ probe)
-    tolerance = 1e-13 * n * torch.maximum(high, -low)
+    tolerance = _SAME * n * torch.maximum(high, -low)
     starts = torch.ones_like(order, dtype=torch.bool)
     starts[:, 1:] = key[:, 1:] - key[:, :-1] > tolerance[:, None]
     scale = _scale(K, C)

@@ -9,10 +9,11 @@ nothing of a common size may be added to K, and a pivot is compared to the diago
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchloo.svm.stacked import times_vector
 
-__all__ = ["Bordered", "Dense", "LowRank", "lifted_factor"]
+__all__ = ["Bordered", "Dense", "LowRank", "bordered_matrix", "lifted_factor"]
 
 _RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
@@ -111,6 +112,17 @@ class LowRank:
     def machines(self, rows: Tensor) -> "LowRank":
         """Those of the machines at `rows`."""
         return LowRank(self.F[rows])
+
+
+def bordered_matrix(K: Tensor, real: Tensor) -> Tensor:
+    """[0 1^T; 1 K_SS], (B, s + 1, s + 1), for the points in `real` (B, s) of K_SS (B, s, s).
+
+    A point that does not count has an equation of its own, with 1 on the diagonal.
+    """
+    M = pad(K * (real[:, :, None] & real[:, None]), (1, 0, 1, 0))
+    M[:, 0, 1:] = M[:, 1:, 0] = real.to(M)
+    M.diagonal(dim1=1, dim2=2)[:, 1:].add_((~real).to(M))
+    return M
 
 
 class Bordered:
