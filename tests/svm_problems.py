@@ -7,10 +7,8 @@ from torch import Tensor
 from torchloo.svm import svm
 from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import solve_problems
-from torchloo.svm.outcomes import RowOutcome
+from torchloo.svm.records import Exact, Problem, RowOutcome
 from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
-from torchloo.svm.solve.exact import Exact
-from torchloo.svm.solve.merge import Problem
 
 
 def rbf(X: Tensor, lengthscale: float | Tensor = 1.0) -> Tensor:

@@ -14,10 +14,10 @@ import torchloo as tl
 from torchloo.svm import SVC, svm, svm_lco, svm_loo
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
+from torchloo.svm.records import Problem
 from torchloo.svm.solve import exact
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
-from torchloo.svm.solve.merge import Problem
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
 

@@ -6,7 +6,7 @@ from counting import Counting
 from svm_problems import rbf, toy
 from torch.testing import assert_close
 
-from torchloo.svm import host_reads, svm_loo
+from torchloo.svm import stacked, svm_loo
 from torchloo.svm.path import follow, unlearn
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
@@ -108,7 +108,7 @@ def test_on_an_accelerator_paths_wait_once_in_eight_rounds_and_end_where_they_wo
     X, y = toy(44, n=80, noise=1.0)
     K = rbf(X, 0.8)
     expected, rounds, _ = _followed(K, y, C, stop_at_error)
-    monkeypatch.setattr(host_reads, "_AT_NO_COST", set())
+    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
     ends, more, waits = _followed(K, y, C, stop_at_error)
     assert rounds <= more < rounds + 8  # rounds past the end change nothing
     assert waits <= more / 8 + 2  # one at the start, one at the end
@@ -126,7 +126,7 @@ def test_paths_that_wait_for_a_singular_pivot_end_where_they_would(monkeypatch):
     monkeypatch.setattr(follow, "begin_swap", lambda *args: swaps.append(1) or begin(*args))
     expected = svm_loo(X @ X.T, y, 1.0)
     assert swaps
-    monkeypatch.setattr(host_reads, "_AT_NO_COST", set())
+    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
     swaps.clear()
     held = svm_loo(X @ X.T, y, 1.0)
     assert swaps

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import host_reads, svm, svm_lco, svm_loo
+from torchloo.svm import stacked, svm, svm_lco, svm_loo
 from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import trained
 from torchloo.svm.proof.certify import value_bound
@@ -471,7 +471,7 @@ def test_where_the_host_must_wait_it_does_so_once_a_round(options, monkeypatch):
         )
 
     usual = solve()
-    monkeypatch.setattr(host_reads, "_AT_NO_COST", set())
+    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
     with Counting() as count:
         end = solve()
     assert count.synchronisations == rounds["looks"] > 3

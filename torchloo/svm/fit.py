@@ -10,9 +10,10 @@ from torch import Tensor
 from torchloo.svm.arguments import Caller, checked, indefinite
 from torchloo.svm.outcomes import stacks
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.solve.exact import Exact, duality_gap, relative_gap, solve_exactly
+from torchloo.svm.records import Exact, Problem, duality_gap
+from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
-from torchloo.svm.solve.merge import Problem, merge_duplicates
+from torchloo.svm.solve.merge import merge_duplicates
 from torchloo.svm.solve.systems import lifted_factor
 from torchloo.svm.stacked import times_vector
 from torchloo.svm.tolerances import FEW_DIGITS

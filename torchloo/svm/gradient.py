@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.svm.solve.exact import Exact
-from torchloo.svm.solve.merge import Problem
+from torchloo.svm.records import Exact, Problem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
 from torchloo.svm.stacked import set_of
 from torchloo.svm.tolerances import SINGULAR, at_bound, strictly_inside

@@ -1,5 +1,7 @@
 """svm_lco: leave-cluster-out of the SVM."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,16 +10,22 @@ from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
 from torchloo.svm.gradient import Deferred, Machines
-from torchloo.svm.outcomes import RowOutcome, Stack, assembled, stacks, without_graph
+from torchloo.svm.outcomes import Stack, assembled, stacks, without_graph
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
+from torchloo.svm.records import Exact, Problem, RowOutcome
 from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
-from torchloo.svm.solve.merge import Problem
-from torchloo.svm.solve.smaller import left_of
-from torchloo.svm.without import solve_without
+from torchloo.svm.smo.rounds import seed_without, smo
+from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
+from torchloo.svm.solve.smaller import left_of, solve_smaller
+from torchloo.svm.tolerances import CLOSE, between_bounds
 
 __all__ = ["leave_clusters_out", "svm_lco"]
+
+_EXACT = 1e-12  # violation of an SMO that counts as none: rounding
+_ROUNDS = 200  # of the SMO; what needs more is left to the interior point
+_PATIENCE = 4  # rounds that may fail to halve the violation; then too
 
 
 def svm_lco(
@@ -108,7 +116,7 @@ def _leave_clusters_out_exactly(
     both = _both_classes(problem.y, boxes)
     if bool(both.any()):
         near = (gone[both] > 0).to(y) @ problem.K
-        alpha[both], *effort = solve_without(stacked, full, boxes[both], near)
+        alpha[both], *effort = _solve_without(stacked, full, boxes[both], near)
         counts[:, both] = torch.stack(effort)
     outputs, certified = _outputs(problem, alpha, boxes, member)
     by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
@@ -118,6 +126,40 @@ def _leave_clusters_out_exactly(
     iterations, columns, newton = counts[:, member]
     found = [x[None] for x in (outputs, certified, by, iterations, columns, newton)]
     return RowOutcome.of(found, None if machines is None else [machines])
+
+
+def _solve_without(
+    problem: Problem, full: Exact, boxes: Tensor, near: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The machines of one problem for smaller boxes (B, m), exactly; each has both classes left.
+
+    Their coefficients (B, m), and what the SMO has taken for each: pairs, kernel columns, those of its seeds
+    among them, and Newton steps, (B,).
+
+    All are seeded from the full machine (`near` (B, m) tells which variables take what goes first), solved
+    nearly by one batched SMO, and then exactly from its sets, or anew where it has not come close. For 50
+    clusters of diabetis, RBF, C = 1 this takes a tenth of the time of solving each anew.
+    """
+    y, before = (x.expand_as(boxes) for x in (problem.y, full.alpha.clamp_min(0)))
+    table = torch.zeros(len(boxes), dtype=torch.long, device=boxes.device)
+    start = seed_without(before, y, boxes, near)
+    end = smo(problem.K, y, boxes, start, CLOSE, table=table, most_rounds=_ROUNDS, patience=_PATIENCE)
+    # Where homotopies have failed the full machine they would fail these too, and take their time.
+    attempts = ATTEMPTS if bool(full.optimal) else 1
+
+    def from_sets(rows: Tensor, smaller: Problem, part: Tensor, V: Tensor) -> Exact:
+        alpha, box = end.alpha[rows[part]].gather(1, V), smaller.box
+        sets = Sets(alpha, end.bias[rows[part]], between_bounds(alpha, box), alpha >= box)
+        return solve_from(smaller, sets, attempts)
+
+    alpha, close = end.alpha, end.violation <= CLOSE
+    for which, solve in ((close & (end.violation > _EXACT), from_sets), (~close, None)):
+        rows = which.nonzero()[:, 0]
+        if len(rows):
+            known = alpha[rows], end.violation[rows]
+            exact = solve_smaller(problem, table[rows], boxes[rows], *known, solve and partial(solve, rows))
+            alpha = alpha.index_copy(0, rows, exact)
+    return alpha, end.steps, end.columns + (start != before).sum(1), end.newton
 
 
 def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
-from torchloo.svm.outcomes import RowOutcome, Stack, assembled, stacks, without_graph
+from torchloo.svm.outcomes import Stack, assembled, stacks, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
+from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
 

@@ -2,39 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
+from torchloo.svm.gradient import matrix_numbers, outputs_with_gradient
+from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut, rounded
 
-__all__ = ["RowOutcome", "Stack", "assembled", "stacks", "without_graph"]
+__all__ = ["Stack", "assembled", "stacks", "without_graph"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 
 Stack = tuple[Tensor, Tensor, Tensor]
 """Problems K (B, n, n), y (B, n), box (B, n)."""
-
-
-class RowOutcome(NamedTuple):
-    """Outcome for each of the n rows of B problems, (B, n)."""
-
-    outputs: Tensor
-    certified: Tensor
-    resolved_by: Tensor
-    iterations: Tensor
-    columns: Tensor
-    newton: Tensor
-    machines: list[Deferred] | None
-    """The held-out machines of each problem for the backward; None if not asked for."""
-
-    @classmethod
-    def of(cls, fields: list[Tensor], machines: list[Deferred] | None) -> "RowOutcome":
-        """From all but the machines, in order."""
-        outputs, certified, by, iterations, columns, newton = fields
-        return cls(outputs, certified, by, iterations, columns, newton, machines)
 
 
 def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterator[Stack]:

@@ -1,11 +1,45 @@
-"""Stacked problems: a set of variables for each, padded to the largest; and solutions of each of them."""
+"""Stacked problems: a set of variables for each, padded to the largest; and solutions of each of them.
+
+The host may read values of them at no cost on a CPU; on an accelerator it has to wait for them.
+"""
 
 from copy import copy
 
 import torch
 from torch import Tensor
 
-__all__ = ["Tables", "block_of", "columns_of", "dot", "rows_of", "set_of", "times_vector"]
+__all__ = [
+    "Tables",
+    "block_of",
+    "columns_of",
+    "dot",
+    "may_look",
+    "rounds_per_look",
+    "rows_of",
+    "set_of",
+    "subset",
+    "times_vector",
+]
+
+_READ_AT_NO_COST = {"cpu"}
+_ROUNDS = 8  # of a loop on an accelerator between two looks at values
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values of x can be read without waiting."""
+    return x.device.type in _READ_AT_NO_COST
+
+
+def rounds_per_look(x: Tensor) -> int:
+    """After how many rounds a loop over x may look at values again."""
+    return 1 if may_look(x) else _ROUNDS
+
+
+def subset(mask: Tensor) -> Tensor:
+    """Indices that include those where the mask (B,) is true: just these where it may be read, else all."""
+    if may_look(mask):
+        return mask.nonzero()[:, 0]
+    return torch.arange(len(mask), device=mask.device)
 
 
 def set_of(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchloo.svm.path.roles import Shared, Turn
+from torchloo.svm.path.roles import Shared, Turn, begin_swap, end_swap
 from torchloo.svm.path.state import Base, Ends, Paths, times
-from torchloo.svm.path.swap import begin_swap, end_swap
 
 __all__ = ["follow"]
 

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from torchloo.svm import result as code
 from torchloo.svm.gradient import Deferred, Machines
-from torchloo.svm.outcomes import RowOutcome
-from torchloo.svm.path.unlearn import Targets, Unlearned, unlearn
+from torchloo.svm.path.unlearn import Targets, unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
-from torchloo.svm.solve.exact import Exact
-from torchloo.svm.solve.merge import Problem
+from torchloo.svm.records import Exact, Problem, RowOutcome, Unlearned
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.stacked import Tables, times_vector
 from torchloo.svm.tolerances import at_bound, strictly_inside

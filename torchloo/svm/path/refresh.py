@@ -32,8 +32,7 @@ from torch.nn.functional import embedding_bag, pad
 
 from torchloo.svm.path.state import Ends, times
 from torchloo.svm.path.tableau import Tableau
-from torchloo.svm.solve.exact import Exact
-from torchloo.svm.solve.merge import Problem
+from torchloo.svm.records import Exact, Problem
 from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
 
 __all__ = ["Finish"]

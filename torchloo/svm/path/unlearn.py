@@ -20,12 +20,11 @@ from torchloo.svm.proof.certify import (
     sign_by_reach,
     smallest_and_sum,
 )
-from torchloo.svm.solve.exact import Exact
-from torchloo.svm.solve.merge import Problem
+from torchloo.svm.records import Exact, Problem, Unlearned
 from torchloo.svm.stacked import Tables
 from torchloo.svm.tolerances import CLOSE, EXACT
 
-__all__ = ["Targets", "Unlearned", "unlearn"]
+__all__ = ["Targets", "unlearn"]
 
 _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
@@ -53,29 +52,6 @@ class Targets(NamedTuple):
     def room(self, full: Exact) -> Tensor:
         """How far alpha of each has to go, (N,)."""
         return full.alpha[self.table, self.variable] - self.kept
-
-
-class Unlearned(NamedTuple):
-    """Where the paths of N variables ended."""
-
-    output: Tensor
-    """f(x_r) at the end, (N,)."""
-
-    proved: Tensor
-    """Its sign is certified, and the value exact if the path came to its end, (N,) bool."""
-
-    solved: Tensor
-    """Proved, or at the end of its path and exact: a refit would find nothing else, (N,) bool."""
-
-    events: Tensor
-    """Number of events, (N,)."""
-
-    alpha: Tensor
-    """Coefficients at the end if they are asked for, (N, m), else (N, 0)."""
-
-    def replaced(self, rows: Tensor, by: "Unlearned") -> "Unlearned":
-        """With other ends of the variables at `rows`."""
-        return Unlearned(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
 def unlearn(

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
-from torchloo.svm.solve.accurate import in_parts
-from torchloo.svm.solve.systems import Bordered, bordered_matrix
+from torchloo.svm.solve.systems import Bordered, bordered_matrix, in_parts
 from torchloo.svm.stacked import Tables, set_of, times_vector
 from torchloo.svm.tolerances import between_bounds
 

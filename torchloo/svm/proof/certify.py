@@ -46,9 +46,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.host_reads import subset
-from torchloo.svm.solve.exact import duality_gap
-from torchloo.svm.stacked import dot
+from torchloo.svm.records import duality_gap, gap_terms
+from torchloo.svm.stacked import dot, subset
 from torchloo.svm.tolerances import AT_BOUND, NOTHING, strictly_inside
 
 __all__ = [
@@ -319,13 +318,10 @@ def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding:
 
 
 def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
-    """Duality gap, with what rounding of K may add, and largest miss of a margin, (B,) both.
-
-    The gap is the sum of alpha max(margin, 0) + (box - alpha) max(-margin, 0) >= 0: nothing cancels.
-    """
+    """Duality gap, with what rounding of K may add, and largest miss of a margin, (B,) both."""
     margin = (held.u + bias[:, None]).sub_(y).mul_(y)
     alpha = held.alpha.clamp_min(0).minimum(held.box)
-    terms = margin.clamp_max(0).mul_(held.box).neg_().addcmul_(alpha, margin).clamp_min_(0)
+    terms = gap_terms(alpha, margin, held.box)
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
     E = doubt[:, None] * held.rounding
@@ -337,8 +333,7 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     if held.own is None:
         return gap, slip
     margin_r, alpha_r = held.of_target(margin), held.of_target(alpha).minimum(held.own)
-    of_r = alpha_r * margin_r.clamp_min(0) + (held.own - alpha_r) * (-margin_r).clamp_min(0)
-    return gap + of_r, slip
+    return gap + gap_terms(alpha_r, margin_r, held.own), slip
 
 
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from torchloo.svm.host_reads import may_look, subset
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
 from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.rounds import SMOState
+from torchloo.svm.stacked import may_look, subset
 
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "SMOOptions", "primal_objective"]
 

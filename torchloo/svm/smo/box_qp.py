@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.host_reads import may_look, subset
+from torchloo.svm.stacked import may_look, subset
 
 __all__ = ["box_qp"]
 

@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.host_reads import may_look, subset
-from torchloo.svm.stacked import rows_of
+from torchloo.svm.stacked import may_look, rows_of, subset
 
 __all__ = ["FreeSets", "Groups"]
 

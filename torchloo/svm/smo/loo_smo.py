@@ -6,9 +6,9 @@ from torch import Tensor
 from torchloo.guards import whole_number
 from torchloo.svm import result as code
 from torchloo.svm.fit import SVMFit
-from torchloo.svm.outcomes import RowOutcome
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
+from torchloo.svm.records import RowOutcome
 from torchloo.svm.smo.bound import BOUND, DualBound, SMOOptions
 from torchloo.svm.smo.rounds import SMOState, seed_without, smo
 from torchloo.svm.solve.low_rank import in_double

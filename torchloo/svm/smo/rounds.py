@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from torchloo.svm.host_reads import may_look, subset
 from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.free_newton import FreeSets, Groups
+from torchloo.svm.stacked import may_look, subset
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.bound import DualBound

@@ -9,66 +9,20 @@ from torch.nn.functional import pad
 from torchloo.svm.path.follow import follow
 from torchloo.svm.path.state import TOUCH, Base
 from torchloo.svm.path.tableau import pivot_transform
-from torchloo.svm.solve.accurate import accurate_product
+from torchloo.svm.records import Exact, Problem, duality_gap
 from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
-from torchloo.svm.solve.merge import Problem
 from torchloo.svm.solve.newton import Interior
-from torchloo.svm.solve.systems import Bordered
+from torchloo.svm.solve.systems import Bordered, accurate_product
 from torchloo.svm.stacked import block_of, rows_of, set_of, times_vector
 from torchloo.svm.tolerances import CLOSE, EXACT, SINGULAR
 
-__all__ = ["ATTEMPTS", "Exact", "Sets", "duality_gap", "relative_gap", "solve_exactly", "solve_from"]
+__all__ = ["ATTEMPTS", "Sets", "relative_gap", "solve_exactly", "solve_from"]
 
 _DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
 _SMALL = 1e-9  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
 _JITTER = 1e-6  # margins at the start of a homotopy, off all ties
-
-
-class Exact(NamedTuple):
-    """Optimal solutions of B machines and their active sets; free sets are never empty and always regular."""
-
-    alpha: Tensor
-    """Coefficients, (B, m)."""
-
-    bias: Tensor
-    """Offsets, (B,)."""
-
-    margin: Tensor
-    """y f - 1, (B, m)."""
-
-    free: Tensor
-    """Masks of the free sets S, (B, m)."""
-
-    upper: Tensor
-    """Masks of the variables at their upper bounds, (B, m)."""
-
-    slip: Tensor
-    """How far a coefficient or a margin lies past its bound at most, (B,)."""
-
-    @property
-    def optimal(self) -> Tensor:
-        """Whether every condition holds to rounding, (B,)."""
-        return self.slip <= EXACT
-
-    @property
-    def close(self) -> Tensor:
-        """Whether every condition nearly holds: all that can be had where margins hardly differ, (B,)."""
-        return self.slip <= CLOSE
-
-    def take(self, rows: Tensor) -> "Exact":
-        """The machines at `rows`."""
-        return Exact(*(x[rows] for x in self))
-
-    def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
-        """With other solutions of the machines at `rows`."""
-        return Exact(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
-
-    def where(self, mask: Tensor, other: "Exact") -> "Exact":
-        """These where the mask (B,) is true, else the others."""
-        pairs = zip(self, other, strict=True)
-        return Exact(*(torch.where(mask if x.ndim == 1 else mask[:, None], x, z) for x, z in pairs))
 
 
 class Sets(NamedTuple):
@@ -99,11 +53,6 @@ class Sets(NamedTuple):
     def replaced(self, rows: Tensor, by: "Sets") -> "Sets":
         """With other sets of the machines at `rows`."""
         return Sets(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
-
-
-def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
-    """Primal minus dual objective as a sum of nonnegative terms, so that nothing cancels; (...)."""
-    return (alpha * margin.clamp_min(0) + (box - alpha) * (-margin).clamp_min(0)).sum(-1)
 
 
 def solve_exactly(problem: Problem) -> Exact:

@@ -1,51 +1,15 @@
 """Rows that are one point: identical (x, y) rows become one variable with a larger box."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from torchloo.svm.records import Problem
 from torchloo.svm.stacked import block_of, rows_of, set_of
 
-__all__ = ["Problem", "merge_duplicates"]
+__all__ = ["merge_duplicates"]
 
 _SMALL = 1e-6  # boxes for which the tolerances of the solvers are too coarse
 _SAME = 1e-13  # of the lengths of two points: how far apart entries of K are that count as equal
-
-
-class Problem(NamedTuple):
-    """B SVMs of m variables each, whose rows are all different.
-
-    Scaled to kernels with mean diagonal 1, or to boxes of 1 if less.
-
-    Dividing K by a number and multiplying the boxes by it leaves every decision value as it is, and
-    lets absolute tolerances mean something.
-    """
-
-    K: Tensor
-    """Kernel matrices of the m variables, divided by `scale`, (B, m, m)."""
-
-    y: Tensor
-    """Labels, (B, m)."""
-
-    box: Tensor
-    """Upper bounds: the sum of C over the rows of a variable, times `scale`, (B, m)."""
-
-    row_box: Tensor
-    """C of each row times `scale`, (B, n)."""
-
-    variable: Tensor
-    """Which variable each row belongs to, (B, n)."""
-
-    scale: Tensor
-    """What the kernel matrices that came in were divided by, (B,)."""
-
-    rounding: Tensor
-    """e of Note [rounding of K], of K as it is here, (B, m)."""
-
-    def take(self, rows: Tensor) -> "Problem":
-        """The problems at `rows`."""
-        return Problem(*(x[rows] for x in self))
 
 
 def _scale(K: Tensor, C: Tensor) -> Tensor:

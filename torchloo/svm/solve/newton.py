@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.records import gap_terms
 from torchloo.svm.solve.systems import Dense, LowRank
 
 __all__ = ["Interior", "Iterate"]
@@ -100,8 +101,7 @@ class Iterate:
 
     def relative_gap(self) -> Number:
         """The duality gap, relative to the sum of alpha."""
-        short = self.y * self.miss  # of the margin
-        terms = self.values[0] * (-short).clamp_min(0) + self.values[1] * short.clamp_min(0)
+        terms = gap_terms(self.values[0], -self.y * self.miss, self.box)
         return (self._sum(terms) + abs(self.bias * self.equality_residual)) / self._sum(self.values[0])
 
     def settled(self) -> Tensor:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchloo.svm.solve.exact import Exact, solve_exactly
-from torchloo.svm.solve.merge import Problem
+from torchloo.svm.records import Exact, Problem
+from torchloo.svm.solve.exact import solve_exactly
 
 __all__ = ["left_of", "solve_smaller"]
 

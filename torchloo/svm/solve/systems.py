@@ -1,5 +1,7 @@
 """Linear systems: K + diag(theta) of the interior point, dense or of low rank; those of free sets.
 
+And products summed as if in twice the precision: what is left where large coefficients cancel.
+
 Note [long and short points]
 Where inputs are not scaled some points are longer than others by orders of magnitude, and what a short
 one adds to K is lost beside a mean diagonal or a constant. But Cholesky is as accurate as if every row
@@ -7,13 +9,25 @@ had been divided by the length of its point: rounding of k_ij is relative to the
 nothing of a common size may be added to K, and a pivot is compared to the diagonal entry of its own row.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torchloo.svm.stacked import times_vector
 
-__all__ = ["Bordered", "Dense", "LowRank", "bordered_matrix", "lifted_factor"]
+__all__ = [
+    "Bordered",
+    "Dense",
+    "LowRank",
+    "Parts",
+    "accurate_product",
+    "bordered_matrix",
+    "in_parts",
+    "lifted_factor",
+]
 
 _RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
@@ -195,3 +209,36 @@ class Bordered:
         inner.scatter_(2, at_j.expand(-1, inner.shape[1], 1), -row[:, :, None])
         inner[torch.arange(len(row), device=row.device), self.j[:, 0], self.j[:, 0]] = row.sum(1)
         return -(edge * self.K_j).sum(1), edge, inner
+
+
+class Parts(NamedTuple):
+    """Rows (..., m) as a sum of two parts; sums of products of two leading ones are exact."""
+
+    lead: Tensor
+    """The leading bits, (..., m)."""
+
+    rest: Tensor
+    """The others, (..., m)."""
+
+    largest: Tensor
+    """The largest size of an entry of each row, (..., 1)."""
+
+    most: Tensor
+    """What no entry of `rest` exceeds in size, (..., 1)."""
+
+
+def in_parts(x: Tensor) -> Parts:
+    """Rows (..., m) in two parts: so many leading bits that products of two rows are summed exactly."""
+    bits = (53 - math.ceil(math.log2(x.shape[-1]))) // 2
+    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+    _, exponent = torch.frexp(largest)
+    step = torch.ldexp(torch.ones_like(largest), exponent - bits)
+    lead = (x / step).round_().mul_(step)
+    return Parts(lead, x - lead, largest, step / 2)
+
+
+def accurate_product(K: Tensor, a: Tensor) -> Tensor:
+    """K a for K (..., n, m) and a (..., m): the sum over the leading bits is exact, the rest is small."""
+    K_parts, a_parts = in_parts(K), in_parts(a)
+    small = times_vector(K_parts.rest, a_parts.lead) + times_vector(K, a_parts.rest)
+    return times_vector(K_parts.lead, a_parts.lead) + small

@@ -1,0 +1,152 @@
+"""The records that a row goes through on its way from `svm_loo` to an `SVMHeldOut`, in this order.
+
+Each holds a stack of machines of one size: the problems, merged and scaled; their exact full machines; the
+ends of the paths of single rows; and the outcome for each row.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchloo.svm.tolerances import CLOSE, EXACT
+
+if TYPE_CHECKING:
+    from torchloo.svm.gradient import Deferred
+
+__all__ = ["Exact", "Problem", "RowOutcome", "Unlearned", "duality_gap", "gap_terms"]
+
+
+class Problem(NamedTuple):
+    """B SVMs of m variables each, whose rows are all different.
+
+    Scaled to kernels with mean diagonal 1, or to boxes of 1 if less.
+
+    Dividing K by a number and multiplying the boxes by it leaves every decision value as it is, and
+    lets absolute tolerances mean something.
+    """
+
+    K: Tensor
+    """Kernel matrices of the m variables, divided by `scale`, (B, m, m)."""
+
+    y: Tensor
+    """Labels, (B, m)."""
+
+    box: Tensor
+    """Upper bounds: the sum of C over the rows of a variable, times `scale`, (B, m)."""
+
+    row_box: Tensor
+    """C of each row times `scale`, (B, n)."""
+
+    variable: Tensor
+    """Which variable each row belongs to, (B, n)."""
+
+    scale: Tensor
+    """What the kernel matrices that came in were divided by, (B,)."""
+
+    rounding: Tensor
+    """e of Note [rounding of K], of K as it is here, (B, m)."""
+
+    def take(self, rows: Tensor) -> "Problem":
+        """The problems at `rows`."""
+        return Problem(*(x[rows] for x in self))
+
+
+class Exact(NamedTuple):
+    """Optimal solutions of B machines and their active sets; free sets are never empty and always regular."""
+
+    alpha: Tensor
+    """Coefficients, (B, m)."""
+
+    bias: Tensor
+    """Offsets, (B,)."""
+
+    margin: Tensor
+    """y f - 1, (B, m)."""
+
+    free: Tensor
+    """Masks of the free sets S, (B, m)."""
+
+    upper: Tensor
+    """Masks of the variables at their upper bounds, (B, m)."""
+
+    slip: Tensor
+    """How far a coefficient or a margin lies past its bound at most, (B,)."""
+
+    @property
+    def optimal(self) -> Tensor:
+        """Whether every condition holds to rounding, (B,)."""
+        return self.slip <= EXACT
+
+    @property
+    def close(self) -> Tensor:
+        """Whether every condition nearly holds: all that can be had where margins hardly differ, (B,)."""
+        return self.slip <= CLOSE
+
+    def take(self, rows: Tensor) -> "Exact":
+        """The machines at `rows`."""
+        return Exact(*(x[rows] for x in self))
+
+    def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
+        """With other solutions of the machines at `rows`."""
+        return Exact(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
+
+    def where(self, mask: Tensor, other: "Exact") -> "Exact":
+        """These where the mask (B,) is true, else the others."""
+        pairs = zip(self, other, strict=True)
+        return Exact(*(torch.where(mask if x.ndim == 1 else mask[:, None], x, z) for x, z in pairs))
+
+
+def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
+    """What each variable adds to the duality gap, for margins y f - 1 and 0 <= alpha <= box; (..., m).
+
+    alpha max(margin, 0) + (box - alpha) max(-margin, 0): nothing is negative, so that nothing cancels.
+    """
+    return torch.where(margin > 0, alpha, alpha - box).mul_(margin)
+
+
+def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
+    """Primal minus dual objective, but for an imbalance of y^T alpha; (...)."""
+    return gap_terms(alpha, margin, box).sum(-1)
+
+
+class Unlearned(NamedTuple):
+    """Where the paths of N variables ended."""
+
+    output: Tensor
+    """f(x_r) at the end, (N,)."""
+
+    proved: Tensor
+    """Its sign is certified, and the value exact if the path came to its end, (N,) bool."""
+
+    solved: Tensor
+    """Proved, or at the end of its path and exact: a refit would find nothing else, (N,) bool."""
+
+    events: Tensor
+    """Number of events, (N,)."""
+
+    alpha: Tensor
+    """Coefficients at the end if they are asked for, (N, m), else (N, 0)."""
+
+    def replaced(self, rows: Tensor, by: "Unlearned") -> "Unlearned":
+        """With other ends of the variables at `rows`."""
+        return Unlearned(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
+
+
+class RowOutcome(NamedTuple):
+    """Outcome for each of the n rows of B problems, (B, n)."""
+
+    outputs: Tensor
+    certified: Tensor
+    resolved_by: Tensor
+    iterations: Tensor
+    columns: Tensor
+    newton: Tensor
+    machines: "list[Deferred] | None"
+    """The held-out machines of each problem for the backward; None if not asked for."""
+
+    @classmethod
+    def of(cls, fields: list[Tensor], machines: "list[Deferred] | None") -> "RowOutcome":
+        """From all but the machines, in order."""
+        outputs, certified, by, iterations, columns, newton = fields
+        return cls(outputs, certified, by, iterations, columns, newton, machines)
