@@ -23,7 +23,7 @@ def apply(function: type[Function], *args: Any) -> Any:
         return function.apply(*args)
     if not (torch.is_grad_enabled() and _requires_grad(args)):
         return function.forward(*args)
-    alive = (torch._C._functorch.unwrap_if_dead(t) if isinstance(t, torch.Tensor) else t for t in args)
+    alive = [torch._C._functorch.unwrap_if_dead(t) if isinstance(t, torch.Tensor) else t for t in args]
     return super(Function, function).apply(*alive)  # type: ignore[misc]
 
 

@@ -210,7 +210,8 @@ class Guard:
         for name, matrix in matrices.items():
             if values_visible(matrix):
                 K = _constant(matrix)
-                self.expect(_asymmetry(K), _is_no_excess, partial(_not_symmetric, name, K))
+                message = partial(_not_symmetric, name, K)
+                self._demands.append(_Demand(_asymmetry(K), _is_no_excess, message))
 
     def kernel_matrix(self, **matrices: Tensor) -> None:
         """Demand finite matrices (..., n, n), and symmetric ones unless they are so by construction."""
@@ -222,8 +223,9 @@ class Guard:
             if isinstance(value, Tensor):
                 entries = _constant(value)
                 if values_visible(entries) and entries.numel():
-                    for extreme in (entries,) if entries.ndim == 0 else entries.aminmax():
-                        self.expect(extreme, _is_positive, partial(_not_positive, name, entries))
+                    message = partial(_not_positive, name, entries)
+                    for extreme in entries.aminmax() if entries.ndim else (entries,):
+                        self._demands.append(_Demand(extreme, _is_positive, message))
             elif not isinstance(value, numbers.Real) or not _is_positive(value):
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 

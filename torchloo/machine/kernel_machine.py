@@ -154,18 +154,19 @@ class KernelMachine(nn.Module):
 
         Class labels are coded; see Note [class labels].
         """
-        guard = Guard(self._function, symmetric=self.kernel.is_symmetric, wide=True)
+        kernel = self.kernel
+        guard = Guard(self._function, symmetric=kernel.is_symmetric, wide=True)
         if is_label(y):
             y, _ = self.coded_targets(guard, X, y)
         require_inputs(self._function, X=X, y=y)
         csr.require_layout(self._function, "X", X)
-        event = self.kernel.event_dim
+        event = kernel.event_dim
         if X.ndim <= event or 0 in X.shape:
-            expected = self.kernel.input_shape
             raise ValueError(
-                f"{self._function}: X must be {expected} with at least one row, got shape {tuple(X.shape)}"
+                f"{self._function}: X must be {kernel.input_shape} with at least one row, "
+                f"got shape {tuple(X.shape)}"
             )
-        n, most = X.shape[self.row_axis], X.ndim - event  # rows, and axes of targets (..., n)
+        n, most = X.shape[-event - 1], X.ndim - event  # rows, and axes of targets (..., n)
         flat = y.ndim <= most and y.shape[-1:] == (n,)
         matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
         if not (flat or matrix) or 0 in y.shape:
