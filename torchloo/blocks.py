@@ -1,11 +1,11 @@
 """Held-out residuals from diagonal blocks of P; see Note [held-out residual] in smoothers.py.
 
 Note [solving blocks]
-A block P_LL is badly conditioned where the rows of L resemble each other, or where little is left to
-learn from, and a_L = (P Y)_L then knows r_L = P_LL^{-1} a_L to few digits. Where P = T^T T, as in the
-dual form, r_L is the least-squares solution of T_L r = T Y, and T_L has only the square root of that
-condition: one step of refinement from the residual T Y - T_L r restores the digits, and blocks too
-close to singular for that are solved by a QR factorisation of T_L. Both work on columns of unit length.
+A block P_LL is badly conditioned if the rows of L resemble each other, or if few training rows remain,
+and r_L = P_LL^{-1} a_L, with a_L = (P Y)_L, then has few correct digits. Where P = T^T T, as in the dual
+form, r_L is the least-squares solution of T_L r = T Y, and T_L has only the square root of that condition
+number: one step of refinement from the residual T Y - T_L r restores the digits, and blocks too close to
+singular for that are solved by a QR factorisation of T_L. Both work on columns of unit length.
 """
 
 import functools
@@ -27,16 +27,16 @@ NOT_DEFINITE = (
     "take a larger reg, float64, or a positive semi-definite kernel"
 )
 
-# The least squared Cholesky pivot, once the diagonal is scaled to 1, of a well conditioned block.
+# The least squared Cholesky pivot, with the diagonal scaled to 1, of a well conditioned block.
 _WELL = 1e-3
 
 
 @dataclass
 class Root:
-    """Where P is a product P = T^T T: the factor T, and what it makes of the targets."""
+    """Where P is a product P = T^T T: the factor T, and its product with the targets."""
 
     make: Callable[[], tuple[Tensor, Tensor]]
-    """T (..., n, n) and T Y (..., n, c), computed where they are asked for."""
+    """T (..., n, n) and T Y (..., n, c), computed on demand."""
     groups: tuple[Tensor, ...]
     """The rows (g, s) of the sets of each size, as in a Partition."""
     spare_well: bool = False
@@ -58,18 +58,20 @@ class Root:
 
     def gradient(self, rows: Tensor, r: Tensor) -> Tensor:
         """T_L^T (T Y - T_L r), (..., g, s, c), for rows (g, s) and r (..., g, s, c); n^2 numbers at once."""
-        width = max(1, self.T.shape[-1] // r.shape[-1])
-        parts = []
-        for rows_L, r_L in zip(rows.split(width), r.split(width, -3), strict=True):
-            columns = self.T.mT[..., rows_L, :]  # T_L^T, (..., g, s, n)
-            parts.append(columns @ (self.TY.unsqueeze(-3) - columns.mT @ r_L))
-        return torch.cat(parts, -3)
+        sets_at_once = max(1, self.T.shape[-1] // r.shape[-1])
+        gradients = []
+        chunks = zip(rows.split(sets_at_once), r.split(sets_at_once, -3), strict=True)
+        for rows_L, r_L in chunks:
+            T_L_mT = self.T.mT[..., rows_L, :]  # (..., g, s, n)
+            residual = self.TY.unsqueeze(-3) - T_L_mT.mT @ r_L
+            gradients.append(T_L_mT @ residual)
+        return torch.cat(gradients, -3)
 
 
 class _Solved(Function):
-    """(a_L, P_LL) -> r_L = P_LL^{-1} a_L and diag(P_LL^{-1}) as they were found, with their derivatives.
+    """(a_L, P_LL) -> r_L = P_LL^{-1} a_L and diag(P_LL^{-1}), already computed, with their derivatives.
 
-    W has P_LL^{-1} = W W^T. Under create_graph the inverse is computed anew, from P_LL.
+    P_LL^{-1} = W W^T. With create_graph the inverse is computed again, from P_LL.
     """
 
     generate_vmap_rule = True
@@ -91,7 +93,8 @@ class _Solved(Function):
         else:
             inverse = W @ W.mT
         abar = inverse @ rbar
-        return abar, -abar @ r.mT - inverse @ (variancebar * inverse), None, None
+        blockbar = -abar @ r.mT - inverse @ (variancebar * inverse)
+        return abar, blockbar, None, None
 
 
 def _inverse_root(scale: Tensor, R: Tensor) -> Tensor:
@@ -101,15 +104,16 @@ def _inverse_root(scale: Tensor, R: Tensor) -> Tensor:
 
 
 class _Sets:
-    """The sets of one size s > 1: their r (..., g, s, c) and W (..., g, s, s), and which are doubtful."""
+    """The sets of one size s > 1: their r (..., g, s, c) and W (..., g, s, s), and their conditioning."""
 
     def __init__(self, a: Tensor, block: Tensor) -> None:
         self.scale = block.diagonal(dim1=-2, dim2=-1).rsqrt().unsqueeze(-1)  # (..., g, s, 1)
         L, info = torch.linalg.cholesky_ex(self.scale * block * self.scale.mT)
-        least = L.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+        least_pivot = L.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+        root_eps = torch.finfo(least_pivot.dtype).eps ** 0.5
         self.definite = info == 0  # (..., g)
-        self.well = self.definite & (least > _WELL)
-        self.safe = self.definite & (least > torch.finfo(least.dtype).eps ** 0.5)
+        self.well_conditioned = self.definite & (least_pivot > _WELL)
+        self.refinable = self.definite & (least_pivot > root_eps)  # one step of refinement is enough
         self.W = _inverse_root(self.scale, L.mT)
         self.r = self.W @ (self.W.mT @ a)
 
@@ -117,17 +121,17 @@ class _Sets:
         """One step from the residual, for the sets (g, s)."""
         self.r = self.r + self.W @ (self.W.mT @ root.gradient(rows, self.r))
 
-    def solve_doubtful(self, root: Root, rows: Tensor, guard: Guard) -> None:
-        """By QR those of the sets (g, s) for which one step is not enough; n^2 numbers at once."""
-        doubtful = (~self.safe).nonzero(as_tuple=True)
-        width = max(1, root.T.shape[-1] // rows.shape[1])
-        for index in zip(*(axis.split(width) for axis in doubtful), strict=True):
+    def solve_others_by_qr(self, root: Root, rows: Tensor, guard: Guard) -> None:
+        """Solve the sets (g, s) for which refinement is not enough by QR; n^2 numbers at once."""
+        others = (~self.refinable).nonzero(as_tuple=True)
+        sets_at_once = max(1, root.T.shape[-1] // rows.shape[1])
+        for index in zip(*(axis.split(sets_at_once) for axis in others), strict=True):
             self._solve_by_qr(root, rows, index, guard)
 
     def _solve_by_qr(self, root: Root, rows: Tensor, index: tuple[Tensor, ...], guard: Guard) -> None:
         *batch, which = index
-        place = (*(i.unsqueeze(-1) for i in batch), rows[which])
-        columns = root.T.mT[place]  # (k, s, n)
+        batch_index = [i.unsqueeze(-1) for i in batch]
+        columns = root.T.mT[(*batch_index, rows[which])]  # (k, s, n)
         scale = self.scale[index]
         Q, R = torch.linalg.qr((scale * columns).mT)
         limit = Q.shape[-2] * torch.finfo(R.dtype).eps
@@ -146,42 +150,52 @@ def solve_blocks(
     Args:
         a: rows of P Y, (..., g, s, c) for each size s.
         blocks: diagonal blocks of P, (..., g, s, s) for each size s.
-        guard: takes note of blocks that are not positive definite.
-        root: where P is a product, its factor, which saves the digits of badly conditioned blocks.
+        guard: records blocks that are not positive definite.
+        root: the factor of P, if P is a product, for the accuracy of badly conditioned blocks.
 
     Returns:
         held-out residuals (..., g, s, c) and variances (..., g, s, 1) for each size.
 
     Differentiable in a and the blocks, to every order.
     """
-    solved = []
-    several = iter(()) if all(P_LL.shape[-1] == 1 for P_LL in blocks) else _several(a, blocks, guard, root)
+    residuals, variances = [], []
+    several: Iterator[_Sets] = iter(())
+    if any(P_LL.shape[-1] > 1 for P_LL in blocks):
+        several = _several(a, blocks, guard, root)
     for a_L, P_LL in zip(a, blocks, strict=True):
         if P_LL.shape[-1] == 1:
             guard.expect(P_LL.detach().amin(), lambda least: least > 0, NOT_DEFINITE)
-            solved.append((a_L / P_LL, P_LL.reciprocal()))
+            r_L, variance_L = a_L / P_LL, P_LL.reciprocal()
         else:
             sets = next(several)
-            solved.append(apply(_Solved, a_L, P_LL, sets.r, sets.W))
-    return [r for r, _ in solved], [variance for _, variance in solved]
+            r_L, variance_L = apply(_Solved, a_L, P_LL, sets.r, sets.W)
+        residuals.append(r_L)
+        variances.append(variance_L)
+    return residuals, variances
 
 
 @torch.no_grad()
 def _several(a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | None) -> Iterator[_Sets]:
-    """The sets of every size but 1, solved; values are looked at once, or twice if some are doubtful."""
-    parts = [_Sets(a_L, P_LL) for a_L, P_LL in zip(a, blocks, strict=True) if P_LL.shape[-1] > 1]
-    if root is not None:
-        groups = [rows for rows in root.groups if rows.shape[-1] > 1]
-        visible = bool(parts) and values_visible(*a)
-        if visible and root.spare_well and guard.asks(torch.stack([part.well.all() for part in parts])):
-            return iter(parts)
-        for part, rows in zip(parts, groups, strict=True):
-            part.refine(root, rows)
-        if visible:
-            if not guard.asks(torch.stack([part.safe.all() for part in parts])):
-                for part, rows in zip(parts, groups, strict=True):
-                    part.solve_doubtful(root, rows, guard)
-            return iter(parts)
-    for part in parts:
-        guard.require(part.definite, NOT_DEFINITE)
-    return iter(parts)
+    """The sets of every size but 1, solved; values are read once, or twice if some need QR."""
+    sizes = [_Sets(a_L, P_LL) for a_L, P_LL in zip(a, blocks, strict=True) if P_LL.shape[-1] > 1]
+    if root is None:
+        for sets in sizes:
+            guard.require(sets.definite, NOT_DEFINITE)
+        return iter(sizes)
+    groups = [rows for rows in root.groups if rows.shape[-1] > 1]
+    visible = bool(sizes) and values_visible(*a)
+    if visible and root.spare_well:
+        well_conditioned = torch.stack([sets.well_conditioned.all() for sets in sizes])
+        if guard.asks(well_conditioned):
+            return iter(sizes)
+    for sets, rows in zip(sizes, groups, strict=True):
+        sets.refine(root, rows)
+    if not visible:
+        for sets in sizes:
+            guard.require(sets.definite, NOT_DEFINITE)
+        return iter(sizes)
+    refinable = torch.stack([sets.refinable.all() for sets in sizes])
+    if not guard.asks(refinable):
+        for sets, rows in zip(sizes, groups, strict=True):
+            sets.solve_others_by_qr(root, rows, guard)
+    return iter(sizes)

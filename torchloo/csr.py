@@ -1,4 +1,4 @@
-"""Rows in torch's sparse CSR layout: their inner products, lengths and selections. No gradient in them."""
+"""Rows in torch's sparse CSR layout: inner products, lengths and selections; not differentiable in them."""
 
 import torch
 from torch import Tensor
@@ -6,17 +6,17 @@ from torch import Tensor
 __all__ = ["dense", "inner", "is_csr", "require_layout", "select", "square_length", "take"]
 
 _TILE = 256  # rows made dense at once
-# Above this part of entries stored, products of dense matrices are faster than those of sparse rows.
+# Above this fraction of stored entries, products of dense matrices are faster than those of sparse rows.
 _DENSE = 1 / 8
 
 
 def is_csr(X: Tensor | None) -> bool:
-    """Whether X is there and holds sparse rows."""
+    """Whether X is given and holds sparse rows."""
     return X is not None and X.layout == torch.sparse_csr
 
 
 def require_layout(function: str, name: str, X: Tensor) -> None:
-    """Raise unless X is dense, or CSR rows (n, d) of which no gradient is asked."""
+    """Raise unless X is dense, or CSR rows (n, d) that require no gradient."""
     if X.layout == torch.strided:
         return
     if X.layout != torch.sparse_csr:
@@ -48,7 +48,7 @@ def _entries(X: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take(X: Tensor, rows: Tensor, event_dim: int = 1) -> Tensor:
-    """The given rows (..., m) of dense X (..., n, *event), or of sparse rows (n, d); dense both times."""
+    """The given rows (..., m) of dense X (..., n, *event), or of sparse rows (n, d); the result is dense."""
     if event_dim > 1:
         return take(X.flatten(-event_dim), rows).unflatten(-1, X.shape[-event_dim:])
     if not is_csr(X):
@@ -84,17 +84,20 @@ def square_length(X: Tensor) -> Tensor:
 def inner(X: Tensor, Z: Tensor | None) -> Tensor:
     """x_i . z_j, dense (..., n, m), where X or Z or both are sparse rows; exactly symmetric if Z is None.
 
-    Tiles of Z are made dense and multiplied by the sparse rows of X; where more than an eighth of the
-    entries is stored, all rows are made dense, which then is faster. Memory: the result and a tile.
+    Tiles of Z are made dense and multiplied by the sparse rows of X; if more than an eighth of the entries
+    is stored, all rows are made dense, which is then faster. Memory: the result and a tile.
     """
     if Z is not None and not is_csr(X):
         return inner(Z, X).mT
     if Z is not None and Z.ndim > 2:  # a batch of dense points
         return inner(X, Z.flatten(0, -2)).unflatten(-1, Z.shape[:-1]).movedim(0, -2)
-    wide = X.values().numel() > _DENSE * X.shape[0] * X.shape[1]
-    if Z is not None and (wide or (Z.requires_grad and torch.is_grad_enabled())):
+    nearly_dense = X.values().numel() > _DENSE * X.shape[0] * X.shape[1]
+    if Z is None:
+        return _gram(X.to_dense() if nearly_dense else X)
+    with_graph = Z.requires_grad and torch.is_grad_enabled()
+    if nearly_dense or with_graph:
         return X.to_dense() @ dense(Z).mT
-    return _tiled(X, Z) if Z is not None else _gram(X.to_dense() if wide else X)
+    return _tiled(X, Z)
 
 
 def _tiled(X: Tensor, Z: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ def _rows(X: Tensor, start: int) -> Tensor:
 
 
 def _gram(X: Tensor) -> Tensor:
-    """X X^T by its lower half, tile after tile."""
+    """X X^T by its lower triangle, tile after tile."""
     n = X.shape[0]
     K = (X.values() if is_csr(X) else X).new_empty(n, n)
     for start in range(0, n, _TILE):

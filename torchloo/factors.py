@@ -1,4 +1,4 @@
-"""Cholesky factors of A = B^T B from B itself, where A would square the condition of B."""
+"""Cholesky factors of A = B^T B from B itself, as forming A would square the condition number of B."""
 
 import torch
 from torch import Tensor
@@ -20,35 +20,36 @@ __all__ = [
     "with_derivatives",
 ]
 
-# Products of float32 rows are float32 themselves up to this condition: eps times it is 1e-4.
+# Products of float32 rows are computed in float32 up to this condition number: eps times it is 1e-4.
 SINGLE = 1e-4 / torch.finfo(torch.float32).eps
 
-# Above this condition of A, its Cholesky factorisation loses more digits than leave-one-out can spare.
+# Above this condition number of A, its Cholesky factorisation is not accurate enough for leave-one-out.
 ILL_CONDITIONED = 1e6
 
-# Above this condition, times the square root of the number of rows, eigenvalues of S are known too badly for
-# the smallest regularisation of a path.
+# Above this condition number, times the square root of the number of rows, eigenvalues of S are not accurate
+# enough for the smallest regularisation of a path.
 ILL_CONDITIONED_PATH = 1e6
 
 # Below this 1 - h the closed form has lost too many of the 16 digits, however well conditioned the matrix.
 _REFIT_BELOW = 1e-4
 
-# 1 - h is trusted where it is this many times the error that the condition may have given it: what is divided
-# by it then has 8 digits, and one to spare.
+# 1 - h is trusted if it is at least this multiple of the error that the condition number may cause: quotients
+# by it then have 8 digits, and one to spare.
 _DIGITS = 1e9
 
-# Steps of the power iteration that estimates the condition.
+# Steps of the power iteration that estimates the condition number.
 _STEPS = 3
 
 
 def condition(L: Tensor, inverse: Tensor | None = None) -> Tensor:
-    """An estimate of the condition of A = L L^T (..., p, p), once its diagonal is scaled to 1, (...).
+    """An estimate of the condition number of A = L L^T (..., p, p), with its diagonal scaled to 1, (...).
 
-    The norm of the inverse by a few steps of the power method, faster where that of L is known; NaN where
+    The norm of the inverse by a few steps of the power method, faster if the inverse of L is given; NaN if
     the factorisation failed.
     """
     scale = L.square().sum(-1, keepdim=True).sqrt()
-    v = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos().unsqueeze(-1).expand_as(scale)
+    start = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos()
+    v = start.unsqueeze(-1).expand_as(scale)
     size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
     for _ in range(_STEPS):
         v = scale * v / size
@@ -62,16 +63,16 @@ def condition(L: Tensor, inverse: Tensor | None = None) -> Tensor:
 
 
 def trusted(condition: Tensor) -> Tensor:
-    """The 1 - h that leverages from a matrix of some condition can still tell from 0, of its shape.
+    """The smallest 1 - h that is accurate, for leverages from a matrix of this condition number.
 
-    Below it, rows and sets are refitted. A factor that comes from B itself has the condition of B.
+    Below it, rows and sets are refitted. A factor computed from B itself has the condition number of B.
     """
     lost = _DIGITS * torch.finfo(condition.dtype).eps * condition
     return lost.clamp(min=_REFIT_BELOW, max=max(_REFIT_BELOW, 0.5))
 
 
 def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """T = L^{-1} for C = L L^T (..., p, p), the condition of C, and where there is no L, (...) both."""
+    """T = L^{-1} for C = L L^T (..., p, p), the condition number (...) of C, and `info` (...) of Cholesky."""
     L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
     unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
     T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
@@ -80,10 +81,10 @@ def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-    """T for C = B^T B and B (..., m, p) of full rank, m >= p, the 1 - h that it can still tell from 0, and p.
+    """T for C = B^T B and B (..., m, p) of full rank, m >= p, the smallest accurate 1 - h, and p.
 
-    p (..., p, c) has the least |Y - B p| for targets (..., m, c). Where rows differ by many orders, B^T Y has
-    lost what the short ones say of it.
+    p (..., p, c) minimises |Y - B p| for targets (..., m, c). It is not computed from B^T Y, in which rows
+    that are shorter by many orders of magnitude are lost to rounding.
     """
     p = rows.shape[-1]
     R = triangle(torch.cat([rows, targets], -1))
@@ -94,22 +95,25 @@ def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tens
     L = (pivots.sign().unsqueeze(-1) * R).mT
     unit = torch.eye(p, dtype=L.dtype, device=L.device)
     T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
-    return T, trusted(condition(L, T).sqrt()), torch.linalg.solve_triangular(R, d, upper=True)
+    coefficients = torch.linalg.solve_triangular(R, d, upper=True)
+    return T, trusted(condition(L, T).sqrt()), coefficients
 
 
 def lower_factor(rows: Tensor) -> Tensor:
     """L (..., p, p), lower triangular with a positive diagonal: L L^T = B^T B for B (..., m, p), m >= p."""
     R = triangle(rows)
-    return (R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-1) * R).mT
+    signs = R.diagonal(dim1=-2, dim2=-1).sign()
+    return (signs.unsqueeze(-1) * R).mT
 
 
 def triangle(rows: Tensor) -> Tensor:
     """R (..., p, p), upper triangular, with R^T R = B^T B for B (..., m, p), m >= p.
 
-    By QR of the rows sorted by their length, the longest first: they may differ by many orders.
+    By QR of the rows sorted by their length, the longest first: they may differ by many orders of magnitude.
     """
-    order = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).argsort(-2, descending=True)
-    return torch.linalg.qr(rows.take_along_dim(order, -2), mode="r").R
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    longest_first = length.argsort(-2, descending=True)
+    return torch.linalg.qr(rows.take_along_dim(longest_first, -2), mode="r").R
 
 
 def root_of(R: Tensor, guard: Guard) -> Tensor:
@@ -123,7 +127,7 @@ def root_of(R: Tensor, guard: Guard) -> Tensor:
 def with_derivatives(T: Tensor, C: Tensor) -> Tensor:
     """T (..., p, p) with the derivatives of the inverse of the Cholesky factor of C.
 
-    T is the better value of that inverse; the value of C itself is not used.
+    T is a more accurate value of that inverse; the value of C itself is not used.
     """
     if not C.requires_grad:
         return T

@@ -1,12 +1,12 @@
-"""Sets of rows that may overlap, left out one at a time: buffers about rows, or what else is no partition.
+"""Sets of rows that may overlap, left out one at a time, such as the neighbourhoods of all rows.
 
 Note [overlapping sets]
-Note [held-out residual] in smoothers.py asks of a set L only for a_L and the block P_LL, so sets may share
-rows, and a set may be asked about a few of its rows alone. In the dual form all blocks are read off P itself,
-which is computed once: n sets of s rows name every row s times.
+Note [held-out residual] in smoothers.py needs of a set L only a_L and the block P_LL, so sets may share rows,
+and only some rows of a set may be predicted. In the dual form all blocks are read from P itself, which is
+computed once: n sets of s rows contain every row s times.
 
-Sets are gathered by size and taken a few at a time, so that memory stays that of the problem itself; with a
-graph, what is not kept is computed again in the backward.
+Sets are gathered by size and computed a few at a time, so that memory stays that of the problem itself; with
+a graph, what is not kept is computed again in the backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ __all__ = ["LeaveOutSets", "Parts", "leave_out_by_annihilator"]
 Parts = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (..., m, c), variances (..., m, 1), and which rows (..., m) were refitted."""
 
-# So many numbers at least are computed at once, however small a problem.
+# At least this many numbers are computed at once, however small a problem.
 _TOGETHER = 1 << 22
 
 
@@ -68,11 +68,11 @@ class LeaveOutSets:
         self._back = torch.from_numpy(place.argsort(kind="stable").argsort()).to(device)
 
     def leave_out(self, matrix: Tensor, width: int, one: Callable[..., Parts], *given: Tensor) -> Parts:
-        """The rows to predict, from what a function says of sets (g, s) of one size, a few at a time.
+        """The rows to predict, from the results of a function for sets (g, s) of one size, a few at a time.
 
         Args:
-            matrix: (..., n, k); sets that are taken at once have no more numbers than it, or few.
-            width: how many numbers a row of a set has, unless there are more rows in the set.
+            matrix: (..., n, k); sets computed at once have no more numbers than it, or `_TOGETHER`.
+            width: numbers needed for a row of a set, if the set has no more rows than that.
             one: one(rows, *given) -> held-out residuals (..., g, s, c), variances (..., g, s, 1) and which
                 sets (..., g) were refitted. With a graph and many numbers, called again in the backward.
             given: tensors of the graph.
@@ -96,11 +96,12 @@ class LeaveOutSets:
         return r, variance, marks[..., 0]
 
     def _chunks(self, limit: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sets (g, s) of so many numbers, and where the rows to predict are among their g s rows."""
+        """Sets (g, s) of up to `limit` numbers, and the positions of the rows to predict among theirs."""
         start = 0
         for group in self.groups:
             size = group.shape[1]
-            for rows in group.split(max(1, limit // (size * max(width, size)))):
+            sets_at_once = max(1, limit // (size * max(width, size)))
+            for rows in group.split(sets_at_once):
                 first, last = self._place.searchsorted([start, start + rows.numel()])
                 wanted = torch.from_numpy(self._place[first:last] - start)
                 yield rows, wanted.to(rows.device)
@@ -116,7 +117,7 @@ class _Rows:
         self.number = np.repeat(np.arange(len(sets)), self.sizes)
 
     def by_size(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Rows (g, s) of the sets of each size, ascending, and where each row (l,) has gone among them."""
+        """Rows (g, s) of the sets of each size, ascending, and the position of each row (l,) among them."""
         starts = self.sizes.cumsum() - self.sizes
         groups, place, total = [], np.empty_like(self.rows), 0
         for size in np.unique(self.sizes):
@@ -149,7 +150,8 @@ def _integers(rows: Any) -> np.ndarray:
 def _require_rows(function: str, sets: _Rows, n: int) -> None:
     """Raise unless every set has rows, from 0 to n - 1, each once."""
     if not sets.sizes.all():
-        raise ValueError(f"{function}: set {int((sets.sizes == 0).argmax())} must name a row, got none")
+        empty = int((sets.sizes == 0).argmax())
+        raise ValueError(f"{function}: set {empty} must name a row, got none")
     outside = (sets.rows < 0) | (sets.rows >= n)
     if outside.any():
         k = outside.argmax()

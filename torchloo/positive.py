@@ -15,7 +15,7 @@ Values = float | Sequence[float] | Tensor
 
 def log_of(function: str, name: str, values: Values) -> Tensor:
     """Logarithms in float64 of values checked to be positive and finite."""
-    if isinstance(values, Tensor):  # which stays where it is, whatever the default device
+    if isinstance(values, Tensor):  # stays on its device, whatever the default device
         tensor = values.detach().double()
     else:
         tensor = torch.as_tensor(values, dtype=torch.float64)
@@ -26,22 +26,22 @@ def log_of(function: str, name: str, values: Values) -> Tensor:
 
 
 class Positive:
-    """A positive parameter: ``rate = Positive("...")`` in the body of a class declares all there is to know.
+    """The declaration of a positive parameter, ``rate = Positive("...")`` in the body of a class.
 
-    Searches, the command and its report read the declaration. The instance keeps the logarithm, `log_rate`;
-    ``kernel.rate`` reads the value, exp(log_rate), and ``Kernel.rate`` the declaration itself.
+    Searches, the command and its report read the declaration. The instance stores the logarithm, `log_rate`;
+    ``kernel.rate`` is the value, exp(log_rate), and ``Kernel.rate`` the declaration itself.
 
     Args:
-        meaning: what it is, in the words of a report.
-        start: where a search begins; None: at the value that the parameter has. Of a kernel, a function
-            (Z, each) of rows Z (m, d) in float64 that returns a positive number (), or, where `each` is True,
-            one for each input, (d,). Of a machine, a function of a regularisation (), the one of Note [first
-            start] in search/starts.py.
-        unit: "inputs" for a value that grows with the inputs, such as a distance.
+        meaning: a short explanation for reports.
+        start: the start of a search; None for the current value. For a kernel, a function (Z, each) of rows
+            Z (m, d) in float64 that returns a positive number (), or, if `each` is True, one for each input,
+            (d,). For a machine, a function of the regularisation () of Note [first start] in
+            search/starts.py.
+        unit: "inputs" for a value that scales with the inputs, such as a distance.
         per_input: whether shape (d,) is one value for each input; a batch then has the shape (..., 1) or
             (..., d). Otherwise a single kernel has the shape () and a batch (...).
-        batched: whether a batch of values makes a batch of matrices, as a search over several starts wants
-            them; otherwise they are evaluated one after another.
+        batched: whether a batch of values gives a batch of matrices, which a search over several starts
+            uses; otherwise they are evaluated one after another.
     """
 
     def __init__(

@@ -28,54 +28,58 @@ from torchloo.spectral import from_features
 __all__ = ["SparseLSSVM", "sparse_lssvm"]
 
 
-# What a basis vector must add to those chosen before it, relative to the largest diagonal entry: below
-# this, rounding leaves too little of the function that it would add.
+# The least residual of a basis vector, given those chosen before it, relative to the largest diagonal entry:
+# below this, the function that it adds is mostly rounding error.
 _NEGLIGIBLE = 1e-10
 
 
 def _negligible(Kzz: Tensor) -> Tensor:
-    """What a basis vector must add, (..., 1); see `_NEGLIGIBLE`."""
+    """The least residual of a basis vector, (..., 1); see `_NEGLIGIBLE`."""
     relative = max(_NEGLIGIBLE, Kzz.shape[-1] * torch.finfo(Kzz.dtype).eps)
     return relative * Kzz.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
 
 
 def _enough(Kzz: Tensor, L: Tensor) -> Tensor:
-    """Whether every vector adds enough to those before it, (..., m), by the Cholesky factor of K_zz."""
+    """Whether the residual of every vector is large enough, (..., m), by the Cholesky factor of K_zz."""
     return L.diagonal(dim1=-2, dim2=-1).square() > _negligible(Kzz)
 
 
 def _independent(guard: Guard, Kzz: Tensor) -> Tensor:
     """Which basis vectors (..., m) a pivoted Cholesky factorisation keeps.
 
-    A vector is dropped where the chosen ones leave next to nothing of it; see `_NEGLIGIBLE`.
+    A vector is dropped if its residual, given the chosen ones, is negligible; see `_NEGLIGIBLE`.
     """
     m = Kzz.shape[-1]
-    rest = Kzz.diagonal(dim1=-2, dim2=-1).clone()  # (..., m), what is left of every vector
+    residual = Kzz.diagonal(dim1=-2, dim2=-1).clone()  # (..., m)
     limit = _negligible(Kzz)
     L, info = torch.linalg.cholesky_ex(Kzz)
-    if bool(((info == 0).unsqueeze(-1) & _enough(Kzz, L)).all()):
-        return torch.ones_like(rest, dtype=torch.bool)
-    kept = torch.zeros_like(rest, dtype=torch.bool)
+    factorised = (info == 0).unsqueeze(-1)
+    if bool((factorised & _enough(Kzz, L)).all()):
+        return torch.ones_like(residual, dtype=torch.bool)
+    kept = torch.zeros_like(residual, dtype=torch.bool)
     rows = torch.zeros_like(Kzz)
     for k in range(m):
-        pivot, j = rest.masked_fill(kept, -torch.inf).max(-1, keepdim=True)  # (..., 1)
+        pivot, j = residual.masked_fill(kept, -torch.inf).max(-1, keepdim=True)  # (..., 1)
         enough = pivot > limit
         if not bool(enough.any()):
             break
-        chosen = rows.take_along_dim(j.unsqueeze(-1), -2)  # (..., 1, m), row j of the factor so far
-        column = Kzz.take_along_dim(j.unsqueeze(-1), -2) - chosen @ rows.mT  # (..., 1, m)
-        column = torch.where(enough, column[..., 0, :] / pivot.clamp(min=limit).sqrt(), 0.0)
+        row_j = rows.take_along_dim(j.unsqueeze(-1), -2)  # (..., 1, m), of the factor so far
+        column = Kzz.take_along_dim(j.unsqueeze(-1), -2) - row_j @ rows.mT  # (..., 1, m)
+        scaled = column[..., 0, :] / pivot.clamp(min=limit).sqrt()
+        column = torch.where(enough, scaled, 0.0)
         rows[..., k] = column
-        rest = rest - column.square()
+        residual = residual - column.square()
         kept.scatter_(-1, j, enough | kept.gather(-1, j))
-    guard.require(rest >= -2 * limit, "Kzz must be positive semi-definite")
+    guard.require(residual >= -2 * limit, "Kzz must be positive semi-definite")
     return kept
 
 
 def _factor(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor L (..., m, m) of Note [sparse features], in float64, and what was kept (..., m)."""
-    visible = values_visible(Kzz)
-    kept = _independent(guard, Kzz.detach()) if visible else torch.ones_like(Kzz[..., 0], dtype=torch.bool)
+    """The factor L (..., m, m) of Note [sparse features], in float64, and the vectors kept (..., m)."""
+    if values_visible(Kzz):
+        kept = _independent(guard, Kzz.detach())
+    else:
+        kept = torch.ones_like(Kzz[..., 0], dtype=torch.bool)
     mask = kept.double()
     pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
     L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
@@ -84,7 +88,7 @@ def _factor(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverted(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor, LowerInverse | None]:
-    """`_factor`, with the inverse where all vectors are independent, in one look at the values."""
+    """`_factor`, with the inverse if all vectors are independent; the values are read once."""
     K = Kzz.double()
     L, info = torch.linalg.cholesky_ex(K)
     inverse = LowerInverse(L)
@@ -97,7 +101,7 @@ def _inverted(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor, LowerInverse |
 
 
 def _features(guard: Guard, Kzz: Tensor, Kxz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Features Z (..., n, m) with Z Z^T = K_xz K_zz^{-1} K_zx, the factor of K_zz, and what was kept.
+    """Features Z (..., n, m) with Z Z^T = K_xz K_zz^{-1} K_zx, the factor of K_zz, and the vectors kept.
 
     Note [sparse features]
     The penalty of an expansion over the basis is beta^T K_zz beta, and K_zz is usually singular to
@@ -145,7 +149,7 @@ class _Basis:
     kept: Tensor
 
     def coefficients(self, form: Any) -> Coefficients:
-        """Of the basis, beta = L^{-T} p."""
+        """Coefficients of the basis, beta = L^{-T} p."""
         _, offset, features = self.features.coefficients(form)
         assert features is not None
         with full_precision(self.L):
@@ -165,7 +169,7 @@ class _Basis:
         return _folded(self.features.spread(form), self.L, self.kept, self.features.centre)
 
     def _features(self, rows: Tensor) -> Tensor:
-        """Of kernel rows (..., q, m), about the centre."""
+        """Features of kernel rows (..., q, m), centred."""
         return _of_kernel_rows(self.L, self.kept, rows) - self.features.centre
 
 
@@ -183,9 +187,9 @@ def sparse_lssvm(
 
     Solves min over beta, b of sum_i weight_i |y_i - k_i^T beta - b|^2 + reg beta^T K_zz beta, in the
     primal form on the features of Note [sparse features]. Basis vectors that depend on the others to
-    10 digits (float32: to rounding) are dropped, and the machine is the one on those kept; `Fit.kept`
-    tells which. On meta and fake tensors and inside torch.func transforms, where values cannot be
-    looked at, all are kept.
+    10 digits (float32: to rounding) are dropped, and the machine is that of the remaining ones, marked in
+    `Fit.kept`. On meta and fake tensors and inside torch.func transforms, where values cannot be read,
+    all are kept.
 
     Args:
         Kzz: kernel matrix of the basis, symmetric, (..., m, m).
@@ -195,7 +199,7 @@ def sparse_lssvm(
         weight: row weights, (..., n); None for equal weights.
 
     Returns:
-        Fit with coef (..., m, c) and bias (..., c). The basis stays when a row is left out.
+        Fit with coef (..., m, c) and bias (..., c). The basis is kept when a row is left out.
 
     Differentiable in all five. Cost n m^2. Memory beside Kxz: 6 n m numbers,
     8 n m with the backward, in float64.
@@ -211,18 +215,14 @@ class SparseLSSVM(LeastSquares):
 
     Args:
         kernel: a kernel of torchloo.kernels, not Precomputed (for which call `sparse_lssvm`).
-        reg: regularisation, positive; kept as the parameter `log_reg`.
-        reg_per_output: whether reg (..., c) holds one number for each of the c outputs.
-        basis: the basis vectors (..., m, d), or (..., m, *event) as the inputs are, trainable where they are
-            an nn.Parameter; or a selector of torchloo.basis, which chooses among the training rows at every
-            call of `fit`, `solve`, `loo`, `lco` or `path`; or the number m of training rows to take, the
-            first ones.
-        classes: the class labels there are, where a call may lack some; see Note [class labels] in
-            machine/kernel_machine.py.
+        basis: the basis vectors (..., m, d), or (..., m, *event) like the inputs, trainable if they are an
+            nn.Parameter; or a selector of torchloo.basis, which chooses among the training rows at every
+            call of `fit`, `solve`, `loo`, `lco` or `path`; or a number m, to use the first m training rows.
+        reg, reg_per_output, classes: as in `RLS`.
 
-    Held-out outputs are those for the basis as it is. A selector looks at the inputs of all rows (and
-    `pruned` at all targets), so what it chooses is not chosen anew without each row. To train by a
-    held-out criterion, choose once: ``basis=X[selector(kernel, X).indices]``.
+    Held-out outputs are for a fixed basis. A selector uses the inputs of all rows (and `pruned` all targets);
+    the selection is not repeated without each row. To train by a held-out criterion, choose the basis once:
+    ``basis=X[selector(kernel, X).indices]``.
     """
 
     name = "sparse"
@@ -270,7 +270,7 @@ class SparseLSSVM(LeastSquares):
 
     @property
     def dropped(self) -> Tensor:
-        """How many basis vectors of the fitted machine are not in use, of batch shape."""
+        """Number of basis vectors that the fitted machine does not use, of batch shape."""
         if self.kept is None:
             raise RuntimeError("SparseLSSVM: not fitted; call fit(X, y) first")
         return (~self.kept).sum(-1)
@@ -304,7 +304,7 @@ class SparseLSSVM(LeastSquares):
         self.kept = expansion.kept
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
-        """Features of Note [sparse features], for a basis that does not need all rows to be found."""
+        """Features of Note [sparse features], for a basis that is given or the first rows."""
         if isinstance(self.rows, Selector):
             raise ValueError(
                 f"{self._function}: a selector needs all rows at once; for a stream, choose the basis among "
@@ -337,7 +337,7 @@ class SparseLSSVM(LeastSquares):
     ) -> Expansion:
         """Features from kernel columns evaluate(parameters, z, X), for tensors (z, *parameters).
 
-        z is the basis, or what a network makes of it.
+        z is the basis, or its features.
         """
         with torch.no_grad():
             L, kept, inverse = _inverted(guard, Kzz)
@@ -362,7 +362,7 @@ class SparseLSSVM(LeastSquares):
     def features_of(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
-        """Rows that the kernel columns come from: X or what a network makes of it, else the columns."""
+        """Rows from which the kernel columns are computed, X or its features; or the columns themselves."""
         basis = self._support_of(X, Y, weight)
         if basis.ndim > -self.row_axis:
             return None
@@ -410,12 +410,13 @@ class SparseLSSVM(LeastSquares):
         return X.narrow(axis, 0, self.rows)
 
     def with_basis_among(self, X: Tensor, y: Tensor, weight: Tensor | None = None) -> Self:
-        """The machine with the basis that it takes among these rows given; it shares all parameters."""
+        """The machine with its basis chosen among these rows and then fixed; it shares all parameters."""
         if self.basis is not None:
             return self
-        twin = copy.copy(self)
-        twin.basis = self._support_of(X, self.checked_targets(X, y)[1], weight)
-        return twin
+        _, Y = self.checked_targets(X, y)
+        with_basis = copy.copy(self)
+        with_basis.basis = self._support_of(X, Y, weight)
+        return with_basis
 
     def _solve(
         self,
