@@ -413,7 +413,7 @@ class SparseLSSVM(LeastSquares):
         """The machine with its basis chosen among these rows and then fixed; it shares all parameters."""
         if self.basis is not None:
             return self
-        _, Y = self.checked_targets(X, y)
+        Y = self.checked_targets(X, y)[1]
         with_basis = copy.copy(self)
         with_basis.basis = self._support_of(X, Y, weight)
         return with_basis
