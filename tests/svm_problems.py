@@ -8,7 +8,8 @@ from torchloo.svm import svm
 from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.records import Exact, Problem, RowOutcome
-from torchloo.svm.smo.loo_smo import SMOOptions, leave_one_out_by_smo
+from torchloo.svm.smo.loo_smo import leave_one_out_by_smo
+from torchloo.svm.smo.options import SMOOptions
 
 
 def rbf(X: Tensor, lengthscale: float | Tensor = 1.0) -> Tensor:

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from torchloo.svm import SVMHeldOut, svm_loo
 from torchloo.svm.smo.bound import primal_objective
+from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import smo
 
 SMALL, SAMPLE = 200, 30
@@ -175,7 +176,8 @@ def smo_difference(K: torch.Tensor, y: torch.Tensor, C: float, held: SVMHeldOut)
     rows = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:SAMPLE]
     box = C * (1 - torch.eye(n, dtype=K.dtype))[rows]
     labels = y.expand_as(box).contiguous()
-    end = smo(K[None], labels, box, torch.zeros_like(box), epsilon=1e-10, working=n, most_rounds=4)
+    options = SMOOptions(working=n, most_rounds=4)
+    end = smo(K[None], labels, box, torch.zeros_like(box), epsilon=1e-10, options=options)
     primal, _ = primal_objective(end)
     dual = end.alpha.sum(1) - (end.alpha * y * (end.F + y)).sum(1) / 2
     solved = (primal - dual) <= 1e-12 * (1 + primal)

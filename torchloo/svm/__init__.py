@@ -4,7 +4,7 @@ from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.lco import svm_lco
 from torchloo.svm.loo import svm_loo
 from torchloo.svm.result import RESOLVED_BY, SVMHeldOut
-from torchloo.svm.smo.loo_smo import SMOOptions
+from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.svc import SVC
 
 __all__ = ["RESOLVED_BY", "SVC", "SMOOptions", "SVMFit", "SVMHeldOut", "svm", "svm_lco", "svm_loo"]

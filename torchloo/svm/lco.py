@@ -16,7 +16,9 @@ from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, Problem, RowOutcome
 from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
-from torchloo.svm.smo.rounds import seed_without, smo
+from torchloo.svm.smo.options import SMOOptions
+from torchloo.svm.smo.rounds import smo
+from torchloo.svm.smo.seeding import seed_without
 from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.tolerances import CLOSE, between_bounds
@@ -24,8 +26,7 @@ from torchloo.svm.tolerances import CLOSE, between_bounds
 __all__ = ["leave_clusters_out", "svm_lco"]
 
 _EXACT = 1e-12  # violation of an SMO that counts as none: rounding
-_ROUNDS = 200  # of the SMO; what needs more is left to the interior point
-_PATIENCE = 4  # rounds that may fail to halve the violation; then too
+_NEARLY = SMOOptions(most_rounds=200, patience=4)  # what needs more is left to the interior point
 
 
 def svm_lco(
@@ -141,9 +142,8 @@ def _solve_without(
     clusters of diabetis, RBF, C = 1 this takes a tenth of the time of solving each anew.
     """
     y, before = (x.expand_as(boxes) for x in (problem.y, full.alpha.clamp_min(0)))
-    table = torch.zeros(len(boxes), dtype=torch.long, device=boxes.device)
     start = seed_without(before, y, boxes, near)
-    end = smo(problem.K, y, boxes, start, CLOSE, table=table, most_rounds=_ROUNDS, patience=_PATIENCE)
+    end = smo(problem.K, y, boxes, start, CLOSE, options=_NEARLY)
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     attempts = ATTEMPTS if bool(full.optimal) else 1
 
@@ -156,8 +156,8 @@ def _solve_without(
     for which, solve in ((close & (end.violation > _EXACT), from_sets), (~close, None)):
         rows = which.nonzero()[:, 0]
         if len(rows):
-            known = alpha[rows], end.violation[rows]
-            exact = solve_smaller(problem, table[rows], boxes[rows], *known, solve and partial(solve, rows))
+            known = end.table[rows], boxes[rows], alpha[rows], end.violation[rows]
+            exact = solve_smaller(problem, *known, solve and partial(solve, rows))
             alpha = alpha.index_copy(0, rows, exact)
     return alpha, end.steps, end.columns + (start != before).sum(1), end.newton
 

@@ -10,7 +10,8 @@ from torchloo.svm.outcomes import Stack, assembled, stacks, without_graph
 from torchloo.svm.path.loo_path import leave_one_out_by_path
 from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut
-from torchloo.svm.smo.loo_smo import SMOOptions, check_options, leave_one_out_by_smo
+from torchloo.svm.smo.loo_smo import leave_one_out_by_smo
+from torchloo.svm.smo.options import SMOOptions, check_options
 
 __all__ = ["leave_one_out", "svm_loo"]
 

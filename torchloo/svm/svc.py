@@ -18,7 +18,7 @@ from torchloo.svm.fit import SVMFit, train
 from torchloo.svm.lco import leave_clusters_out
 from torchloo.svm.loo import leave_one_out
 from torchloo.svm.result import SVMHeldOut
-from torchloo.svm.smo.loo_smo import SMOOptions
+from torchloo.svm.smo.options import SMOOptions
 
 __all__ = ["SVC"]
 

@@ -23,55 +23,17 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
-from torchloo.svm.smo.box_qp import box_qp
+from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState
 from torchloo.svm.stacked import may_look, subset
 
-__all__ = ["BOUND", "GAP_BALL", "DualBound", "SMOOptions", "primal_objective"]
+__all__ = ["BOUND", "GAP_BALL", "DualBound", "ceiling", "primal_objective"]
 
 BOUND, GAP_BALL = 1, 2  # what SMOState.stopped_by says
-_CLIMB = 8  # steps of beta beside pairs
-_MOST = 64  # columns over which H is raised at once, or as many as a working set has
-
-
-class SMOOptions(NamedTuple):
-    """Variants of Algorithms 1 to 3 of BOUND for method "smo" of `svm_loo`.
-
-    `SMOOptions(working=2, bound=True)` is the proposed algorithm of the paper, `SMOOptions(working=2)` the
-    standard one that it is compared with. By default neither proof is looked for on the way: Newton steps
-    solve a seeded problem in a few rounds, of which a proof saves too little. Over 47 problems of 12 IDA sets
-    the gap ball takes 1.09 times the time (geometric mean), the bound 1.29 times; 6913, 6913 and 6917 of 7010
-    rows are certified, as the gap ball judges every row at the end. `scripts/bench/svm_bound.py --solvers
-    newton` compares the default with and without the bound.
-    """
-
-    working: int = 64
-    """Size of the working sets; 2 is the SMO of the paper: each round is one step on the worst pair."""
-
-    seed: bool = True
-    """Start from the full machine, else from zero."""
-
-    bound: bool = False
-    """Stop when the dual bound proves the sign (only where no values are asked for), Note [dual bound]."""
-
-    gap_ball: bool = False
-    """Stop when the gap ball proves it (likewise), Note [gap ball]."""
-
-    trials: int = 10
-    """M of the paper: the first so many open points decide whether the proofs are worth their time."""
-
-    useful: float = 0.5
-    """The share of them that must be proved before they meet epsilon-KKT."""
-
-    newton: int = 4
-    """Newton steps on the free set in each round, at most, Note [free sets]; none with working=2."""
-
-    most_rounds: int = 100_000
-    """Problems that need more are left unsolved: "not solved: out of rounds"."""
-
-    patience: int = 100
-    """Sweeps, rounds whose working sets have n variables together, that may fail to halve the violation of
-    a problem; then it is left unsolved too."""
+_ASKED = 8  # a rule waits for an eighth more rounds
+_PAIRS_ASKED = 4  # and for so many pairs at least
+_CLIMB = 16  # steps of beta at a time; an interior point in their place proves hardly more, and takes longer
+_MOST = 64  # columns over which H is raised at once
 
 
 def primal_objective(s: SMOState) -> tuple[Tensor, Tensor]:
@@ -83,15 +45,28 @@ def primal_objective(s: SMOState) -> tuple[Tensor, Tensor]:
     return (s.alpha * s.y * (s.F + s.y)).sum(1) / 2 + loss, bias
 
 
+def ceiling(w_squared: Tensor, f: Tensor, y: Tensor, box: Tensor, target: Tensor) -> Tensor:
+    """Primals of full machines with their bias moved to f(x_r) = 0, Note [ceiling], (B,).
+
+    Of |w|^2 (B,), outputs f, labels and boxes (B, n), and r (B,).
+    """
+    margin = y * (f - f.gather(1, target[:, None]))
+    return w_squared / 2 + (box * (1 - margin).clamp_min(0)).sum(1)
+
+
 class DualBound:
     """Algorithm 3 of BOUND for a batch, with the gap ball as a second proof.
 
     Note [free columns]
-    beta costs no kernel column of its own. A feasible alpha is a feasible beta with H = G, so beta
-    first goes to the best point between itself and alpha, whose v = u is known; then H is
-    maximised over the columns that alpha has just read. So a run with the bound reads no more
-    than a run without it, but for ties that fall differently. Coordinates of beta's own choice, 4 or
-    16 a round, were tried on four small sets: hardly a proof more, and up to seven times the columns.
+    beta costs no kernel column of its own. A feasible alpha is a feasible beta with H = G, so beta first goes
+    to the best point between itself and alpha, whose v = u is known; then it takes steps along single
+    coordinates whose columns alpha has just read, always along the one that gains most. So a run with the
+    bound reads no more than a run without it, but for ties that fall differently. Coordinates of beta's own
+    choice, 4 or 16 a round, brought hardly a proof more on four small sets, for up to seven times as many.
+
+    Note [ceiling]
+    H cannot exceed the primal of any machine with f(x_r) = 0, and the full machine with its bias moved there
+    is one. While Primal(alpha) is above its primal, no beta proves anything, and none is looked for.
 
     Note [efficiency test]
     The first problems of each kernel matrix are trials, the M of the paper, and the only ones of which the
@@ -105,30 +80,51 @@ class DualBound:
         table: Tensor,
         target: Tensor,
         rounding: Tensor,
+        ceiling: Tensor,
+        seen: Tensor,
         options: SMOOptions,
     ) -> None:
         """For problems without the rows `target` (B,) on kernel matrices K (T, n, n), by a `table` (B,).
 
-        The table is ascending; `rounding` is e of each K, (T, n).
+        The table is ascending; `rounding` is e of each K, (T, n), `ceiling` (B,) that of each problem, and
+        `seen` (B, n) its coefficients before any column was read.
         """
-        self.K, self.rounding, self.target, self.options = K, rounding, target, options
+        self.K, self.rounding, self.options = K, rounding, options
+        self.target, self.ceiling, self.seen = target, ceiling, seen
         trials, useful = options.trials, options.useful
         count = self._by_table(torch.ones_like(table), table)
         number = torch.arange(len(table), device=table.device) - (count.cumsum(0) - count)[table]
         self.trial = number < trials  # (B,)
         self.needed = useful * count.clamp_max(trials)  # (T,) proofs among the trials
         self.proved = torch.zeros_like(count)
-        self.beta = self.v = K.new_zeros(len(target), K.shape[1])
-        self.begun = torch.zeros_like(self.trial)  # whose beta is set
+        self.next = 0  # the round in which it is asked again
+        self.met = torch.zeros_like(self.trial)  # whom it has been asked of
 
     def _by_table(self, x: Tensor, table: Tensor) -> Tensor:
         """Sums of x (B,) over the problems of each kernel matrix, (T,)."""
         return torch.zeros(len(self.K), dtype=torch.long, device=x.device).index_add_(0, table, x.long())
 
+    def begin(self, state: SMOState) -> None:
+        """Take the order of the problems and beta from their first state."""
+        self.beta, self.v = state.alpha, state.F + state.y
+        for name in ("target", "ceiling", "trial", "seen"):
+            setattr(self, name, getattr(self, name)[state.number])
+
     def take(self, rows: Tensor) -> None:
         """Keep only the problems at `rows`."""
-        for name in ("target", "trial", "begun", "beta", "v"):
+        for name in ("target", "ceiling", "trial", "met", "beta", "v", "seen"):
             setattr(self, name, getattr(self, name)[rows])
+
+    def due(self, round_: int) -> bool:
+        """Whether to ask in this round.
+
+        At first in every round, or after every fourth pair, and ever more rarely, so that no stop comes later
+        by more than an eighth.
+        """
+        if round_ < self.next:
+            return False
+        self.next = round_ + round_ // _ASKED + (_PAIRS_ASKED if self.options.working == 2 else 1)
+        return True
 
     def advance(self, state: SMOState, going: Tensor) -> Tensor:
         """Set stopped_by and sign of the state where a sign is proved, and say where, (B,).
@@ -142,10 +138,9 @@ class DualBound:
         rows = subset(asked)
         if len(rows):
             if not self.options.seed:  # with a seed the column of r has been read
-                first = asked[rows] & ~self.begun[rows]
-                state.columns = state.columns.index_add(0, rows, first.long())
+                state.columns = state.columns + (asked & ~self.met)
+                self.met = self.met | asked
             sign, by = self._proofs(state.take(rows), rows)
-            self.begun = self.begun.index_copy(0, rows, self.begun[rows] | asked[rows])
             state.sign = state.sign.index_copy(0, rows, sign * asked[rows])
             state.stopped_by = state.stopped_by.index_copy(0, rows, by * asked[rows])
         stopped = state.stopped_by > 0
@@ -160,7 +155,13 @@ class DualBound:
         if self.options.gap_ball:
             held = Held(s.alpha, u, s.box, r, self.rounding[s.table], table=s.table)
             ball = gap_ball_sign(self.K, s.y, held, bias).sign
-        proved = self._proved_by_bound(s, rows, primal, ball != 0) if self.options.bound else ball > 1
+        proved = torch.zeros_like(ball, dtype=torch.bool)
+        if self.options.bound:
+            possible = primal < self.ceiling[rows]
+            tried = subset(possible)
+            if len(tried):
+                found = self._proved_by_bound(s.take(tried), rows[tried], primal[tried], ball[tried] != 0)
+                proved = proved.index_copy(0, tried, found & possible[tried])
         f_r = u.gather(1, r[:, None])[:, 0] + bias
         sign = torch.where(proved, torch.where(f_r >= 0, 1.0, -1.0).to(ball), ball)
         return sign, torch.where(proved, BOUND, torch.where(ball != 0, GAP_BALL, 0))
@@ -168,17 +169,17 @@ class DualBound:
     def _proved_by_bound(self, s: SMOState, rows: Tensor, primal: Tensor, known: Tensor) -> Tensor:
         """Primal < H, if need be with a higher H where the sign is not known (R,) already, (R,)."""
         at_r = _AtTarget.of(self.K, s, self.target[rows])
-        u, begun = s.F + s.y, self.begun[rows][:, None]
-        beta = torch.where(begun, self.beta[rows], s.alpha)
-        v = torch.where(begun, self.v[rows], u)
-        beta, v = at_r.approach(beta, v, s.alpha, u)  # Step 6
+        beta, v = at_r.approach(self.beta[rows], self.v[rows], s.alpha, s.F + s.y)  # Step 6
         proved = self._exceeds(s, at_r, beta, v, primal)  # Step 7
-        unproved = subset(~proved & ~known & s.read.any(1))
+        read = (s.alpha != self.seen[rows]) & (s.box > 0)
+        unproved = subset(~proved & ~known & read.any(1))
         if len(unproved):
-            risen = self._raised(s.take(unproved), at_r.take(unproved), beta[unproved], v[unproved])
-            beta, v = (x.index_copy(0, unproved, new) for x, new in zip((beta, v), risen, strict=True))
+            some = s.take(unproved), at_r.take(unproved), read[unproved], beta[unproved], v[unproved]
+            higher, its_v = self._raised(*some)
+            beta, v = beta.index_copy(0, unproved, higher), v.index_copy(0, unproved, its_v)
             proved = self._exceeds(s, at_r, beta, v, primal)
         self.beta, self.v = self.beta.index_copy(0, rows, beta), self.v.index_copy(0, rows, v)
+        self.seen = self.seen.index_copy(0, rows, s.alpha)
         return proved
 
     def _exceeds(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor, primal: Tensor) -> Tensor:
@@ -190,41 +191,33 @@ class DualBound:
         doubt = (pull.square() + of_beta.square()) / 2 + pull * e.amax(1) * s.box.sum(1)
         return primal < bound - 1e-9 * primal.abs() - doubt
 
-    def _raised(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """beta and v with a higher H over the columns read: the highest, or beside pairs some steps up."""
-        q = min(max(_MOST, self.options.working), s.read.shape[1])
-        q = min(q, int(s.read.sum(1).max())) if may_look(s.read) else q
-        used, W = s.read.to(s.y).topk(q, 1)  # (R, q): 1 and 0
+    def _raised(
+        self, s: SMOState, at_r: "_AtTarget", read: Tensor, beta: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """beta and v with a higher H, by steps along the columns `read` (R, n)."""
+        q = min(_MOST, read.shape[1])
+        q = min(q, int(read.sum(1).max())) if may_look(read) else q
+        used, W = read.to(torch.uint8).topk(q, 1)  # (R, q)
         y, before, box = (x.gather(1, W) for x in (s.y, beta, s.box))
         h = at_r.gradient(beta, v).gather(1, W)
         Q = at_r.centred(self.K, s.table, W) * y[:, :, None] * y[:, None, :]
-        if self.options.working == 2:
-            change = _climbed(Q, h, box, before, used)
-        else:
-            c = -h - (Q @ (before * used)[:, :, None])[:, :, 0]
-            found = torch.where(used > 0, box_qp(Q, c, box * used, before, tolerance=1e-9), before)
-            mean_slope = c + (Q @ ((before + found) * used)[:, :, None])[:, :, 0] / 2
-            better = ((before - found) * mean_slope).sum(1, keepdim=True) > 0
-            change = torch.where(better, found - before, 0.0)
+        after = _climbed(Q, h, box, before, used > 0)
         rows = W + (s.table * self.K.shape[1])[:, None]
-        moved = embedding_bag(rows, self.K.flatten(0, 1), per_sample_weights=change * y, mode="sum")
-        return beta.scatter_add(1, W, change), v + moved
+        moved = embedding_bag(rows, self.K.flatten(0, 1), per_sample_weights=(after - before) * y, mode="sum")
+        return beta.scatter(1, W, after), v + moved
 
 
 def _climbed(Q: Tensor, h: Tensor, box: Tensor, beta: Tensor, used: Tensor) -> Tensor:
-    """The change of beta (R, q) by steps along the coordinate that gains most, h being the gradient.
-
-    Of the coordinates for which `used` is 1, not 0.
-    """
-    new, batch = beta, torch.arange(len(h), device=h.device)
+    """beta (R, q) after steps along the coordinate that gains most, of those `used`; h is the gradient."""
+    batch = torch.arange(len(h), device=h.device)
     curvature = Q.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(Q.dtype).tiny)
-    for _ in range(min(_CLIMB, h.shape[1])):
-        d = ((new + h / curvature).clamp_min(0).minimum(box) - new) * used
-        j = (d * (h - d * curvature / 2)).argmax(1)
-        step = d[batch, j][:, None]
-        new = new.scatter_add(1, j[:, None], step)
-        h = h - Q[batch, j] * step
-    return new - beta
+    for _ in range(_CLIMB):
+        top = torch.where(used, (beta + h / curvature).clamp_min(0).minimum(box), beta)
+        d = top - beta
+        j = (d * (h - d * curvature / 2)).argmax(1, keepdim=True)
+        beta = beta.scatter(1, j, top.gather(1, j))
+        h = h - Q[batch, j[:, 0]] * d.gather(1, j)
+    return beta
 
 
 class _AtTarget(NamedTuple):

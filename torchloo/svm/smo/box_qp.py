@@ -1,7 +1,7 @@
 """Small box-constrained quadratic programs, many at once: what a working set leaves to solve.
 
 Note [inner interior point]
-    min 1/2 x^T Q x + c^T x,   0 <= x <= u,   and, if a is not zero, a^T x = held
+    min 1/2 x^T Q x + c^T x,   0 <= x <= u,   a^T x = held
 
 With multipliers z of x >= 0, w of x <= u and b of the equality, a Newton step eliminates z and w:
 
@@ -24,10 +24,11 @@ from torchloo.svm.stacked import may_look, subset
 
 __all__ = ["box_qp"]
 
-_RIDGE = 1e-13
-_POLISH_RIDGE = 1e-10
-_TINY = 1e-13
-_POLISHES = 2
+_RIDGE = 1e-13  # of the mean diagonal: what keeps a factor definite, too small to turn a step
+_POLISH_RIDGE = 1e-10  # where nothing but the ridge keeps it so
+_TINY = 1e-13  # of a bound: what is nearer is there
+_POLISHES = 2  # the second takes away what the ridge of the first costs
+_SOLVED = 1e-12  # complementarity and residual, in units of the largest box times the largest |c|
 _NEAR = 1e-4  # of the largest box: nothing farther from a bound is put there
 
 
@@ -56,7 +57,7 @@ class _Program(NamedTuple):
         return torch.linalg.cholesky_ex(Q + torch.diag_embed(diagonal + ridge))[0]
 
     def solve(self, factor: Tensor, rhs: Tensor, lack: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-        """dx and db of the bordered equations, (B, q) and (B, 1); without an equality db is 0."""
+        """dx and db of the bordered equations, (B, q) and (B, 1); db is 0 where all x are fixed."""
         both = torch.cholesky_solve(torch.stack([rhs, self.a], 2) * among[:, :, None], factor)
         dx, along = both[:, :, 0], both[:, :, 1]
         slope = (self.a * along).sum(1, keepdim=True)
@@ -85,37 +86,34 @@ class _Point(NamedTuple):
         return 1 / ratios.amax(1, keepdim=True).clamp_min(1)
 
 
-def box_qp(
-    Q: Tensor, c: Tensor, u: Tensor, x_0: Tensor, a: Tensor | None = None, tolerance: float = 1e-12
-) -> Tensor:
+def box_qp(Q: Tensor, c: Tensor, u: Tensor, x_0: Tensor, a: Tensor) -> Tensor:
     """Minimisers (B, q) of the programs of Note [inner interior point]; entries with u = 0 stay 0.
 
     Args:
         Q: positive semi-definite matrices, (B, q, q).
         c, u: linear terms and upper bounds, (B, q).
         x_0: a feasible point, for the value of the equality, (B, q).
-        a: coefficients +-1 of the equality, (B, q); default none.
-        tolerance: complementarity at which to stop, in units of the largest box times the largest |c|.
+        a: coefficients +-1 of the equality, (B, q).
 
     Cost about 12 Cholesky factorisations of size q.
     """
     fixed = u <= 0
     scale = u.amax(1, keepdim=True).clamp_min(torch.finfo(u.dtype).tiny)
-    a = torch.zeros_like(c) if a is None else torch.where(fixed, 0.0, a)
+    a = torch.where(fixed, 0.0, a)
     held = (a * x_0).sum(1, keepdim=True) / scale
     Q = (Q * scale[:, :, None]).masked_fill(fixed[:, :, None] | fixed[:, None, :], 0.0)
     sigma = Q.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
     Q = Q + sigma[:, :, None] * a[:, :, None] * a[:, None, :]
     c = torch.where(fixed, 0.0, c) - sigma * held * a
     program = _Program(Q, c, torch.where(fixed, 1.0, u / scale), a, held)
-    x = _interior_point(program, tolerance)
+    x = _interior_point(program)
     for _ in range(_POLISHES):
         x = _polished(program, x)
     x = torch.where(fixed | (x >= program.u), u, (x * scale).minimum(u))  # u itself, not to rounding
     return _balanced(x, u, x_0, a)
 
 
-def _interior_point(program: _Program, tolerance: float, most: int = 40) -> Tensor:
+def _interior_point(program: _Program, most: int = 40) -> Tensor:
     """Minimisers in units of the program, what lies at a bound put there, (B, q)."""
     size = 1 + program.c.abs().amax(1, keepdim=True)
     multiplier = size.expand_as(program.c)
@@ -126,19 +124,13 @@ def _interior_point(program: _Program, tolerance: float, most: int = 40) -> Tens
         dual = program.gradient(p.x) + program.a * p.b - p.z + p.w  # (B, q)
         x[left] = _at_bounds(p, program.u)
         wrong = torch.maximum(p.complementarity(), dual.abs().amax(1, keepdim=True))
-        going = wrong > tolerance * size  # NaN, a failed factor, ends too
+        going = wrong > _SOLVED * size  # NaN, a failed factor, ends too
         rows = subset(going[:, 0])
         if not len(rows):
             break
         if len(rows) < len(left):
-            left, size, dual, going, program = (
-                left[rows],
-                size[rows],
-                dual[rows],
-                going[rows],
-                program.take(rows),
-            )
-            p = _Point(*(v[rows] for v in p))
+            left, size, dual, going = (x[rows] for x in (left, size, dual, going))
+            program, p = program.take(rows), _Point(*(v[rows] for v in p))
         new = _step(program, p, dual)
         p = new if may_look(going) else _Point(*(torch.where(going, *v) for v in zip(new, p, strict=True)))
     return x

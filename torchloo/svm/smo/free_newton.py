@@ -17,12 +17,16 @@ A linear kernel has more free variables than its rank on the way, and no single 
 the diagonal of K, for W only, turns d where the objective has no curvature; how far to go the true K says.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchloo.svm.stacked import may_look, rows_of, subset
+from torchloo.svm.tolerances import between_bounds
+
+if TYPE_CHECKING:
+    from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["FreeSets", "Groups"]
 
@@ -49,13 +53,8 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, table: Tensor, T: int, most: int) -> "Groups":
         """The groups of an ascending table (B,)."""
-        return cls(
-            table,
-            torch.zeros(T, dtype=torch.long, device=table.device).index_add_(
-                0, table, torch.ones_like(table)
-            ),
-            most,
-        )
+        sizes = torch.zeros(T, dtype=torch.long, device=table.device)
+        return cls(table, sizes.index_add_(0, table, torch.ones_like(table)), most)
 
     def take(self, rows: Tensor) -> "Groups":
         """The groups of the problems at `rows`."""
@@ -120,6 +119,48 @@ class FreeSets:
             self.usable = self.usable.index_copy(0, rows, usable)
         self.common = self.better
         self._index(size)
+
+    def steps(self, s: "SMOState", groups: Groups, most: int) -> Tensor:
+        """So many Newton steps of each problem, until no bound blocks; which problems moved, (B,)."""
+        moved = torch.zeros_like(s.number, dtype=torch.bool)
+        rows, going = torch.arange(len(moved), device=moved.device), ~moved
+        for step in range(most):
+            changed, blocked = self._step(s, rows, going, groups)
+            if step == 0:
+                moved = changed
+            going = changed & blocked
+            kept = subset(going)
+            if not len(kept) or step == most - 1:
+                break
+            rows, going, groups = rows[kept], going[kept], groups.take(kept)
+        return moved
+
+    def _step(self, s: "SMOState", rows: Tensor, going: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """Along the direction to the maximum or the first bound; which moved, and which met a bound, (R,).
+
+        Of the problems at `rows` (R,), those that are `going`.
+        """
+        alpha, box, y, F = (x.index_select(0, rows) for x in (s.alpha, s.box, s.y, s.F))
+        d = self.directions(between_bounds(alpha, box), F, groups)
+        K_d = groups.product(d, self.K)
+        slope, bend = -(F * d).sum(1, keepdim=True), (K_d * d).sum(1, keepdim=True)  # (R, 1)
+        change = d * y  # of alpha
+        room = torch.where(change > 0, box - alpha, -alpha).div_(change).masked_fill_(change == 0, torch.inf)
+        nearest, j = room.min(1, keepdim=True)
+        best = slope / bend.clamp_min(torch.finfo(bend.dtype).tiny)
+        blocked = nearest <= best
+        moves = going[:, None] & (slope > 0) & (blocked | (bend > 0))
+        t = torch.minimum(nearest, best).masked_fill_(~moves, 0)
+        blocked &= moves
+        new = torch.addcmul(alpha, change, t)
+        bound = torch.where(change.gather(1, j) > 0, box.gather(1, j), 0.0)
+        new.scatter_(1, j, torch.where(blocked, bound, new.gather(1, j)))
+        new = new.clamp_min_(0).minimum(box)
+        s.alpha = s.alpha.index_copy(0, rows, new)
+        s.F = s.F.index_copy(0, rows, torch.addcmul(F, K_d, t))
+        s.newton = s.newton.index_add(0, rows, moves[:, 0].long())
+        s.columns = s.columns.index_add(0, rows, (new != alpha).sum(1))
+        return moves[:, 0], blocked[:, 0]
 
     def directions(self, free: Tensor, F: Tensor, groups: Groups) -> Tensor:
         """d (B, n) for the masks S and F (B, n).

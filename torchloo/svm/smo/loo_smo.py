@@ -3,38 +3,19 @@
 import torch
 from torch import Tensor
 
-from torchloo.guards import whole_number
 from torchloo.svm import result as code
 from torchloo.svm.fit import SVMFit
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import RowOutcome
-from torchloo.svm.smo.bound import BOUND, DualBound, SMOOptions
-from torchloo.svm.smo.rounds import SMOState, seed_without, smo
+from torchloo.svm.smo.bound import BOUND, DualBound, ceiling
+from torchloo.svm.smo.options import SMOOptions
+from torchloo.svm.smo.rounds import SMOState, smo
+from torchloo.svm.smo.seeding import seed_without
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.tolerances import strictly_inside
 
-__all__ = ["SMOOptions", "check_options", "leave_clusters_out_by_smo", "leave_one_out_by_smo"]
-
-_LEAST = {"working": 2, "trials": 0, "newton": 0, "most_rounds": 1, "patience": 1}
-
-
-def check_options(function: str, options: SMOOptions | None, method: str) -> SMOOptions:
-    """The options, or the usual ones; an error names what is wrong."""
-    if options is None:
-        return SMOOptions()
-    if not isinstance(options, SMOOptions):
-        raise TypeError(f"{function}: smo must be an SMOOptions, got {type(options).__name__}")
-    if method != "smo":
-        raise ValueError(f'{function}: smo is for method "smo", got method {method!r}; leave it out')
-    for name, least in _LEAST.items():
-        whole_number(function, f"smo.{name}", getattr(options, name), least)
-    for name in ("seed", "bound", "gap_ball"):
-        if not isinstance(getattr(options, name), bool):
-            raise TypeError(f"{function}: smo.{name} must be True or False, got {getattr(options, name)!r}")
-    if not 0 <= options.useful <= 1:
-        raise ValueError(f"{function}: smo.useful must be a share from 0 to 1, got {options.useful!r}")
-    return options
+__all__ = ["leave_clusters_out_by_smo", "leave_one_out_by_smo"]
 
 
 def leave_one_out_by_smo(
@@ -55,16 +36,8 @@ def leave_one_out_by_smo(
     """
     K, rounding, _ = in_double(K)
     alpha = (fit.coef * y).clamp_min(0)
-    outputs = fit.outputs.clone()
-    doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
-    by = sufficiency_checks(K, y, alpha, outputs, box, doubt)
-    if values:
-        # Without a free variable b has an interval, which an unused row may bound.
-        unbounded = ~strictly_inside(alpha, box).any(-1, keepdim=True)
-        by = by.masked_fill((by > code.UNUSED) | unbounded, -1)
-    alone = only_of_its_class(y)
-    by = by.masked_fill(alone, code.ONE_CLASS)
-    outputs = torch.where(alone, -y, outputs)
+    by = _checks(K, y, box, alpha, fit.outputs, rounding, values)
+    outputs = torch.where(by == code.ONE_CLASS, -y, fit.outputs)
     certified = by >= 0
     steps, columns, newton = (torch.zeros_like(by) for _ in range(3))
     opened = (by < 0 if only is None else (by < 0) & only).nonzero(as_tuple=True)
@@ -75,35 +48,31 @@ def leave_one_out_by_smo(
         start = seed_without(before, labels, boxes, K[opened]) if options.seed else torch.zeros_like(boxes)
         rule = None
         if (options.bound or options.gap_ball) and not values:
-            rule = DualBound(K, table, rows, rounding, options)
-        end = _solve(K, labels, boxes, start, epsilon, options, table, rule)
+            w_squared = (fit.coef * (fit.outputs - fit.bias[:, None])).sum(1)
+            highest = ceiling(w_squared[table], fit.outputs[table], labels, boxes, rows)
+            seen = before if options.seed else start
+            rule = DualBound(K, table, rows, rounding, highest, seen, options)
+        end = smo(K, labels, boxes, start, epsilon, table, options, rule)
         outputs[opened], certified[opened], by[opened] = _outcome(K, end, rows, rounding, epsilon)
-        seeding = (
-            (start != before).sum(1) if options.seed else 0
-        )  # columns, that of the row itself among them
-        steps[opened], columns[opened], newton[opened] = end.steps, end.columns + seeding, end.newton
+        steps[opened], columns[opened], newton[opened] = end.steps, end.columns, end.newton
+        if options.seed:
+            columns[opened] += (start != before).sum(1)  # that of the row itself among them
     if not values:
         outputs = torch.where(outputs >= 0, 1.0, -1.0).to(outputs)
     return RowOutcome(outputs, certified, by, steps, columns, newton, None)
 
 
-def _solve(
-    K: Tensor,
-    y: Tensor,
-    boxes: Tensor,
-    start: Tensor,
-    epsilon: float,
-    options: SMOOptions,
-    table: Tensor,
-    rule: DualBound | None = None,
-) -> SMOState:
-    """The SMO on problems (B, n) of kernel matrices (T, n, n)."""
-    n = y.shape[1]
-    rounds = -(-options.patience * n // min(options.working, n))
-    return smo(
-        K, y, boxes, start, epsilon, table, rule,
-        options.working, options.most_rounds, rounds, options.newton,
-    )  # fmt: skip
+def _checks(
+    K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, outputs: Tensor, rounding: Tensor, values: bool
+) -> Tensor:
+    """By what each row (T, n) of full machines is settled, -1 where it is open."""
+    doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
+    by = sufficiency_checks(K, y, alpha, outputs, box, doubt)
+    if values:
+        # Without a free variable b has an interval, which an unused row may bound.
+        unbounded = ~strictly_inside(alpha, box).any(-1, keepdim=True)
+        by = by.masked_fill((by > code.UNUSED) | unbounded, -1)
+    return by.masked_fill(only_of_its_class(y), code.ONE_CLASS)
 
 
 def _outcome(
@@ -130,16 +99,13 @@ def leave_clusters_out_by_smo(
     Of one machine: K (n, n), the rest (n,).
     """
     matrix, rounding, _ = in_double(K[None])
-    labels, member = torch.unique(clusters, return_inverse=True)
+    labels, member = torch.unique(clusters.to(y.device), return_inverse=True)
     alpha = (fit.coef * y).clamp_min(0)
-    inside = torch.arange(len(labels), device=member.device)[:, None] == member  # (G, n)
-    inside = inside.to(y.device)
+    inside = torch.arange(len(labels), device=y.device)[:, None] == member  # (G, n)
     boxes = torch.where(inside, 0.0, box)
     of_all, before = y.expand_as(boxes), alpha.expand_as(boxes)
     start = seed_without(before, of_all, boxes, inside.to(matrix) @ matrix[0])
-    first = torch.zeros(len(labels), dtype=torch.long, device=y.device)
-    end = _solve(matrix, of_all, boxes, start, epsilon, SMOOptions(), first)
-    member = member.to(y.device)
+    end = smo(matrix, of_all, boxes, start, epsilon)
     rows = torch.arange(len(y), device=y.device)
     u, bias = (end.F + y)[member], end.bias[member]
     outputs = u[rows, rows] + bias

@@ -1,0 +1,127 @@
+"""What a round of the SMO does within the working sets: the choice, pairs, and the rest exactly."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from torchloo.svm.smo.box_qp import box_qp
+from torchloo.svm.stacked import may_look, subset
+
+if TYPE_CHECKING:
+    from torchloo.svm.smo.rounds import SMOState
+
+__all__ = ["improved", "pair_step", "snapped", "worst_violators"]
+
+_TINY = 1e-12  # of a box: coefficients so near a bound are there; and the least curvature along a pair
+_PAIRS = 32  # steps on pairs before the interior point
+_FEW_PAIRS = 8  # steps on pairs before Newton steps
+_PAIRS_A_LOOK = 4  # steps on pairs between two tests for the end
+
+
+def worst_violators(box: Tensor, F_up: Tensor, F_low: Tensor, q: int) -> Tensor:
+    """Working sets (B, q); both directions have a share, so that the equality lets them move."""
+    share = max(q // 4, 1)
+    rising = F_up.topk(share, 1, largest=False, sorted=False).indices
+    falling = F_low.topk(share, 1, sorted=False).indices
+    score = torch.maximum(F_low.amax(1, keepdim=True) - F_up, F_low - F_up.amin(1, keepdim=True))
+    score = score.scatter(1, torch.cat([rising, falling], 1), torch.inf)
+    return score.masked_fill(box <= 0, -torch.inf).topk(q, 1).indices
+
+
+def improved(
+    K: Tensor, s: "SMOState", W: Tensor, epsilon: float, newton: bool, stalled: Tensor | None
+) -> Tensor:
+    """Optimise over working sets W (B, q), update F by one product; whether alpha moved, (B,).
+
+    Where Newton steps follow only roughly, but for the `stalled` problems (B,), if there are any.
+    """
+    K_WW = K[s.table[:, None, None], W[:, :, None], W[:, None, :]]  # (B, q, q)
+    y, box, before, F = (x.gather(1, W) for x in (s.y, s.box, s.alpha, s.F))
+    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon, _FEW_PAIRS if newton else _PAIRS)
+    if stalled is not None or not newton:
+        hard = subset(unsolved if stalled is None else unsolved & stalled)
+        if len(hard):
+            parts = (x[hard] for x in (K_WW, y, box, before, F, alpha))
+            alpha = alpha.index_copy(0, hard, _solve_exactly(*parts))
+    s.steps = s.steps + steps
+    return _enter(K, s, W, before, alpha)
+
+
+def pair_step(K: Tensor, s: "SMOState", F_up: Tensor, F_low: Tensor) -> Tensor:
+    """One step on the most violating pair, Keerthi et al. 2001; whether alpha moved, (B,)."""
+    W = torch.stack([F_up.argmin(1), F_low.argmax(1)], 1)  # (B, 2)
+    k_ii, k_ij, _, k_jj = K[s.table[:, None, None], W[:, :, None], W[:, None, :]].flatten(1).unbind(1)
+    y, box, before = (x.gather(1, W) for x in (s.y, s.box, s.alpha))
+    a, lowest, highest = _signed(before, box, y)
+    room = torch.minimum(highest[:, 0] - a[:, 0], a[:, 1] - lowest[:, 1])
+    t = torch.minimum(s.violation / (k_ii + k_jj - 2 * k_ij).clamp_min(_TINY), room)
+    a = snapped(a + torch.stack([t, -t], 1), lowest, highest)
+    s.steps = s.steps + 1
+    return _enter(K, s, W, before, a * y)
+
+
+def _enter(K: Tensor, s: "SMOState", W: Tensor, before: Tensor, alpha: Tensor) -> Tensor:
+    """Change the coefficients at W (B, q), and F by one product; whether any has changed, (B,)."""
+    change, moved = (alpha - before) * s.y.gather(1, W), alpha != before
+    s.alpha = s.alpha.scatter(1, W, alpha)
+    rows = W + (s.table * K.shape[1])[:, None]
+    s.F = s.F + embedding_bag(rows, K.flatten(0, 1), per_sample_weights=change, mode="sum")
+    count = moved.sum(1)
+    s.columns = s.columns + count
+    return count > 0
+
+
+def _solve_exactly(K: Tensor, y: Tensor, box: Tensor, before: Tensor, F: Tensor, paired: Tensor) -> Tensor:
+    """Note [inner interior point] on working sets (B, q); where it gains no more, what the pairs reached."""
+    Q = K * y[:, :, None] * y[:, None, :]
+    c = y * F - (Q @ before[:, :, None])[:, :, 0]
+    candidates = torch.stack([paired, box_qp(Q, c, box, before, y)])  # (2, B, q)
+    cost = (candidates * (c + (Q @ candidates[..., None])[..., 0] / 2)).sum(2)
+    return torch.where((cost[1] < cost[0])[:, None], candidates[1], candidates[0])
+
+
+def _pairs(
+    K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, F: Tensor, epsilon: float, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Second-order SMO on (B, q), with at most so many steps.
+
+    New alpha (B, q), the number of pairs, and what is not solved, (B,).
+    """
+    a, lowest, highest = _signed(alpha, box, y)
+    margin = _TINY * box
+    diagonal = K.diagonal(dim1=1, dim2=2)
+    steps = torch.zeros(len(y), dtype=torch.long, device=y.device)
+    batch = torch.arange(len(y), device=y.device)
+    for count in range(most + 1):
+        up, down = highest - a, a - lowest  # rooms
+        F_i, i = F.masked_fill(up <= margin, torch.inf).min(1, keepdim=True)
+        gain = F.masked_fill(down <= margin, -torch.inf).sub_(F_i).clamp_min_(0)  # (B, q)
+        # Not the slope of j, whose gain may lie in a tiny eta.
+        moving = gain.amax(1, keepdim=True) > epsilon / 2
+        if count == most or (count % _PAIRS_A_LOOK == 0 and may_look(moving) and not bool(moving.any())):
+            break
+        K_i = K[batch, i[:, 0]]
+        eta = (diagonal.gather(1, i) + diagonal).sub_(K_i, alpha=2).clamp_min_(_TINY)
+        newton = gain / eta
+        j = gain.mul_(newton).argmax(1, keepdim=True)
+        room = torch.minimum(up.gather(1, i), down.gather(1, j))
+        t = torch.minimum(newton.gather(1, j), room) * moving
+        a = a.scatter_add(1, i, t).scatter_add_(1, j, -t)
+        F = torch.addcmul(F, K_i.sub_(K[batch, j[:, 0]]), t)
+        steps += moving[:, 0]
+    return snapped(a, lowest, highest) * y, steps, moving[:, 0]
+
+
+def _signed(alpha: Tensor, box: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """a = alpha * y and its lower and upper bounds."""
+    far = box * y
+    return alpha * y, far.clamp_max(0), far.clamp_min(0)
+
+
+def snapped(a: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
+    """Rounding must neither pass a bound nor miss it: what misses it looks free."""
+    margin = _TINY * (highest - lowest)
+    a = torch.where(highest - a < margin, highest, a)
+    return torch.where(a - lowest < margin, lowest, a)
