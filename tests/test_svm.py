@@ -12,11 +12,13 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo.svm import SVC, svm, svm_lco, svm_loo
+from torchloo.svm import result as code
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
 from torchloo.svm.records import Problem
 from torchloo.svm.solve import exact
 from torchloo.svm.solve.exact import solve_exactly
+from torchloo.svm.solve.interior import first_solutions
 from torchloo.svm.solve.low_rank import in_double
 
 sklearn_svm = pytest.importorskip("sklearn.svm")
@@ -633,6 +635,30 @@ def test_a_class_that_is_never_predicted_has_answers_in_time(C, lengthscale):
         kept = torch.arange(60) != r
         expected = svm(K[kept][:, kept], y[kept], C).from_kernel(K[r : r + 1, kept])[0]
         assert_close(held.outputs[r], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_refit_starts_from_the_full_machine(monkeypatch):
+    """One path misses an event among margins that hardly differ; its refit needs no interior point."""
+    generator = torch.Generator().manual_seed(29)
+    X = torch.randn(120, 2, dtype=torch.float64, generator=generator)
+    noise = 0.3 * torch.randn(120, dtype=torch.float64, generator=generator)
+    y = torch.where(X.norm(dim=1) + noise > 1.25, 1.0, -1.0).double()
+    K = torch.exp(-1e-3 * torch.cdist(X, X).square())
+    calls = []
+
+    def counted(*problem):
+        calls.append(problem)
+        return first_solutions(*problem)
+
+    monkeypatch.setattr(exact, "first_solutions", counted)
+    held = svm_loo(K, y, 1.0)
+    anew = (held.resolved_by == code.REFIT).nonzero()[:, 0].tolist()
+    assert len(anew) == 1
+    assert len(calls) == 1
+    assert bool(held.certified.all())
+    kept = torch.arange(120) != anew[0]
+    expected = svm(K[kept][:, kept], y[kept], 1.0).from_kernel(K[anew, :][:, kept])[0]
+    assert_close(held.outputs[anew[0]], expected, rtol=1e-7, atol=1e-7)
 
 
 def test_outputs_without_a_gradient_can_enter_a_graph():

@@ -12,6 +12,7 @@ from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import Exact, Problem, RowOutcome, Unlearned
+from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.stacked import Tables, times_vector
 from torchloo.svm.tolerances import at_bound, strictly_inside
@@ -161,11 +162,32 @@ def _with_refits(problem: Problem, full: Exact, targets: Targets, end: Unlearned
         return end, by
     table, target, kept = targets.take(left)
     boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
-    alpha = solve_smaller(problem, table, boxes, full.alpha[table].clamp_min(0).minimum(boxes))
+    near = full.alpha[table].clamp_min(0).minimum(boxes)
+
+    def solve(smaller: Problem, rows: Tensor, V: Tensor) -> Exact:
+        its = full.take(table[rows])
+        alpha, free, upper = (x.gather(1, V) for x in (near[rows], its.free, its.upper))
+        return _solve_near(smaller, Sets(alpha, its.bias, free, upper))
+
+    alpha = solve_smaller(problem, table, boxes, near, solve=solve)
     output, proved = judged(problem.K, problem.y[table], _held(problem, table, alpha, target, kept))
     alpha = alpha if end.alpha.shape[1] else end.alpha[left]
     anew = Unlearned(output, proved, proved, end.events[left], alpha)
     return end.replaced(left, anew), by.index_fill(0, left, code.REFIT)
+
+
+def _solve_near(problem: Problem, sets: Sets) -> Exact:
+    """Exact solutions by homotopies from those of the full machines; anew where these do not lead there.
+
+    A path that has missed an event among margins that hardly differ ends near the solution, where an interior
+    point would find no clear sets: refits of banana, RBF with lengthscale 19, take a tenth of the time.
+    """
+    try:
+        found = solve_from(problem, sets)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return solve_exactly(problem)
+    rows = (~found.optimal).nonzero()[:, 0]
+    return found.replaced(rows, solve_exactly(problem.take(rows))) if len(rows) else found
 
 
 class _Paths(NamedTuple):
