@@ -1,5 +1,7 @@
 """Cholesky factors of A = B^T B from B itself, as forming A would square the condition number of B."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ __all__ = [
     "ILL_CONDITIONED",
     "ILL_CONDITIONED_PATH",
     "SINGLE",
+    "Eigen",
     "condition",
     "inverse_factor",
     "inverse_factor_of",
@@ -97,6 +100,38 @@ def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tens
     T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
     coefficients = torch.linalg.solve_triangular(R, d, upper=True)
     return T, trusted(condition(L, T).sqrt()), coefficients
+
+
+class Eigen(NamedTuple):
+    """Eigenvalues, ascending, and eigenvectors of S = B^T B: S + reg I is diagonal there for every reg."""
+
+    w: Tensor
+    """(..., p)."""
+    Q: Tensor
+    """(..., p, p)."""
+    by_rows: bool
+    """Whether they come from B itself, so that their errors are those of a root of S."""
+
+    @classmethod
+    def of(cls, S: Tensor) -> "Eigen":
+        """Those of S (..., p, p), of which the lower triangle is read."""
+        w, Q = torch.linalg.eigh(S)
+        return cls(w.clamp(min=0), Q, False)  # no eigenvalue is negative but by rounding
+
+    @classmethod
+    def of_rows(cls, R: Tensor) -> "Eigen":
+        """The same by singular values, from R (..., p, p) with R^T R = S, where S is badly conditioned."""
+        _, values, Qt = torch.linalg.svd(R)
+        return cls(values.square().flip(-1), Qt.mT.flip(-1), True)
+
+    def condition(self, reg: Tensor) -> Tensor:
+        """Of S + reg I, for regularisations (*, ...)."""
+        return self.w[..., -1] / reg + 1
+
+    def least(self, reg: Tensor) -> Tensor:
+        """The 1 - h that they can still tell from 0."""
+        estimate = self.condition(reg)
+        return trusted(estimate.sqrt() if self.by_rows else estimate)
 
 
 def lower_factor(rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,38 +39,16 @@ from torchloo.representation import (
     Representation,
 )
 
+if TYPE_CHECKING:
+    from torchloo.spectral.path import Path
+
 __all__ = [
     "Fit",
-    "Form",
     "loo_features",
     "solve_dual",
     "solve_features",
     "solve_primal",
 ]
-
-
-class Form(Protocol):
-    """A factorised problem, or several with one regularisation each."""
-
-    @property
-    def dual(self) -> Tensor:
-        """a = P Y, (..., n, c)."""
-
-    @property
-    def noise(self) -> Tensor:
-        """reg / weight, (..., n, 1), or (..., n, c) where every output has its own regularisation."""
-
-    def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
-        """a, and diagonal blocks of P, (..., g, s, s) for each size.
-
-        (..., c, g, s, s) where every output has its own regularisation.
-        """
-
-    def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """Held-out residuals (..., n, c), variances (..., n, 1 or c), and which rows were refitted."""
-
-    def left_out(self, sets: LeaveOutSets, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the rows to predict (..., m), of sets that may overlap."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +60,8 @@ class Fit:
     all others. `leverage`, `annihilator` and `held_out` are computed when asked.
     """
 
-    form: Form
-    """The factorised problem."""
+    form: "Dual | Primal | Path"
+    """The factorised problem, or several with one regularisation each."""
     problem: Problem
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
     representation: Representation

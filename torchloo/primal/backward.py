@@ -266,8 +266,7 @@ class _Backward:
 
     def _own_sums(self) -> None:
         for visit in self.visits("gradient: sums", gather=True):
-            weighted = (visit.zeta * visit.abar).flatten(0, 1).to(visit.U.dtype)
-            self.t += (weighted @ visit.U.mT).unflatten(0, self.t.shape[:2])
+            self.t += self.machines.sums(visit.U, visit.zeta * visit.abar)
         if self.partition is None:
             mirrored(self.Q)
             if not self.machines.triangular:

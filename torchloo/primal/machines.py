@@ -30,6 +30,7 @@ from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
     SINGLE,
+    Eigen,
     inverse_factor,
     inverse_factor_of,
     trusted,
@@ -262,11 +263,20 @@ class Machines:
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
         return centred - self.outputs(u, self.q)
 
+    def sums(self, u: Tensor, e: Tensor) -> Tensor:
+        """e u^T, (R, c, p), for rows with residuals or the like, (R, c, b)."""
+        return (e.flatten(0, 1).to(u.dtype) @ u.mT).unflatten(0, e.shape[:2])
+
     def norms(self, u: Tensor) -> Tensor:
         """sum_k f_k u_k^2, (R, c', b), in float64."""
         if self.triangular:  # then f is 1
             return u.square().sum(0).double()[None, None]
         return (self.f.flatten(0, 1).to(u.dtype) @ u.square()).unflatten(0, self.f.shape[:2]).double()
+
+    def add_gradient(self, gradient: tuple[Tensor, Tensor], u: Tensor, weighted: Tensor) -> None:
+        """Add zeta e u^T and zeta e of a block to their sums, (R, c, p) and (R, c)."""
+        gradient[0].add_(self.sums(u, weighted))
+        gradient[1].add_(weighted.sum(-1))
 
     def step(self, gradient: Tensor) -> Tensor:
         """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (R, c, p)."""
@@ -326,53 +336,58 @@ def _machines(
     return machines, fine
 
 
-def _settled(estimate: Tensor, moments: Moments) -> Tensor:
-    return (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
+def _is_well_conditioned(
+    guard: Guard, moments: Moments, machines: Machines, fine: Tensor, estimate: Tensor, limit: float
+) -> bool:
+    """Whether an estimate of the condition, () or (R, c'), is below a limit, in one look at the values.
+
+    Decides also whether there is a step of refinement, and folding, if that is fine. Products in float32 go
+    without any remedy.
+    """
+    narrow = machines.expansion.kind != torch.float64
+    least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
+    machines.least = least.expand_as(machines.regs)
+    settled = (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
+    questions = (estimate < (SINGLE if narrow else limit), settled, fine)
+    well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
+    if narrow and not (well_conditioned and machines.fold):
+        raise ImpreciseError
+    return well_conditioned
 
 
 def one_machine(
     guard: Guard,
     expansion: Expansion,
     moments: Moments,
-    reg: Tensor,
+    regs: Tensor,
     triangle: Callable[[], tuple[Tensor, Tensor]],
 ) -> Machines:
-    """The machine of one regularisation, a 0-dimensional tensor.
+    """The machine of one regularisation.
 
     Args:
         guard: demands on the values.
         expansion: the features.
         moments: of all rows.
-        reg: regularisation.
+        regs: the regularisation, (1, 1).
         triangle: R (p, p) and d (p, c) with R^T R = S and R^T d = T, from the rows themselves, where S is
             badly conditioned.
     """
     C = moments.S.clone()
-    C.diagonal().add_(reg)
+    C.diagonal().add_(regs[0, 0])
     f = torch.ones_like(C[None, :1])
-
     rotation, estimate, info = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(0)
-    machines, fine = _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
-    narrow = expansion.kind != torch.float64
-    limit = SINGLE if narrow else ILL_CONDITIONED
-    questions = (estimate < limit, _settled(estimate, moments), fine)
-    well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
-    if narrow and not (well_conditioned and machines.fold):
-        raise ImpreciseError
-    least = torch.full_like(reg, 1 / SINGLE) if narrow else trusted(estimate)
-    if not well_conditioned:
-        R, d = triangle()
-        unit = torch.eye(len(C), dtype=C.dtype, device=C.device)
-        rows = torch.cat([R, reg.sqrt() * unit])
-        rotation, least, coef = inverse_factor_of(rows, torch.cat([d, torch.zeros_like(d)]), guard)
-        q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(0)
-        machines, fine = _machines(expansion, moments, rotation, True, f, reg.reshape(1, 1), q)
-        machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-        machines.fold = guard.asks(fine)
-    else:
+    machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
+    if _is_well_conditioned(guard, moments, machines, fine, estimate, ILL_CONDITIONED):
         guard.require(info == 0, NOT_DEFINITE)
-    machines.least = least.reshape(1, 1)
+        return machines
+    R, d = triangle()
+    rows = torch.cat([R, regs.sqrt() * torch.eye(len(C), dtype=C.dtype, device=C.device)])
+    rotation, least, coef = inverse_factor_of(rows, torch.cat([d, torch.zeros_like(d)]), guard)
+    q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(0)
+    machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
+    machines.refined = machines.moved = True  # the normal equations know the coefficients less well
+    machines.fold, machines.least = guard.asks(fine), least.expand_as(regs)
     return machines
 
 
@@ -385,27 +400,20 @@ def path_machines(
 ) -> Machines:
     """The machines of regularisations (R, 1), or (R, c) with one for each output; see `one_machine`."""
 
-    def with_eigen(w: Tensor, Q: Tensor) -> tuple[Machines, Tensor]:
-        f = 1 / (w.clamp(min=0) + regs.unsqueeze(-1))  # (R, c', p); no eigenvalue is negative but by rounding
-        q = f * (moments.T.mT @ Q)
-        return _machines(expansion, moments, Q.mT.contiguous(), False, f, regs, q)
+    def with_eigen(eigen: Eigen) -> tuple[Machines, Tensor]:
+        f = 1 / (eigen.w + regs.unsqueeze(-1))  # (R, c', p)
+        q = f * (moments.T.mT @ eigen.Q)
+        return _machines(expansion, moments, eigen.Q.mT.contiguous(), False, f, regs, q)
 
     try:
-        w, Q = torch.linalg.eigh(moments.S)  # which reads the lower triangle only
+        eigen = Eigen.of(moments.S)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         raise
-    estimate = w[-1].clamp(min=0) / regs + 1  # (R, c')
-    machines, fine = with_eigen(w, Q)
-    narrow = expansion.kind != torch.float64
-    machines.least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
-    limit = SINGLE if narrow else ILL_CONDITIONED_PATH * moments.count**0.5
-    questions = (estimate < limit, _settled(estimate, moments), fine)
-    well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
-    if narrow and not (well_conditioned and machines.fold):
-        raise ImpreciseError
-    if not well_conditioned:
-        _, values, Qt = torch.linalg.svd(triangle()[0])
-        machines, fine = with_eigen(values.square(), Qt.mT)
-        machines.refined, machines.fold, machines.least = False, guard.asks(fine), trusted(estimate.sqrt())
+    machines, fine = with_eigen(eigen)
+    limit = ILL_CONDITIONED_PATH * moments.count**0.5
+    if not _is_well_conditioned(guard, moments, machines, fine, eigen.condition(regs), limit):
+        eigen = Eigen.of_rows(triangle()[0])
+        machines, fine = with_eigen(eigen)
+        machines.fold, machines.least = guard.asks(fine), eigen.least(regs)
     return machines

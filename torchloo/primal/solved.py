@@ -36,7 +36,7 @@ from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import Normal, centred, ridge_penalty
+from torchloo.primal.whole import Normal, centred, ridge_penalty, spread_of
 from torchloo.problem import Regs
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class StreamFit:
             self._guard.implied(self.moments.squares, graph.Y)
         if self._path or regs.numel() > 1:
             return path_machines(*given, regs, self._triangle)
-        return one_machine(*given, regs.squeeze(), self._triangle)
+        return one_machine(*given, regs, self._triangle)
 
     def _in_double(self) -> None:
         """Begin again, with products in float64."""
@@ -297,12 +297,10 @@ class StreamFit:
         """
         if self.regs.numel() > 1:
             return None
-        machine, bias = self._machine, self.moments.centre
-        root = (machine.regs[0, 0] * machine.f[0, 0]).sqrt().unsqueeze(-1)  # (p, 1)
-        S = torch.nn.functional.pad(root * machine.rotation, (0, 1, 0, int(bias)))
-        if bias:
-            S[-1, -1] = (machine.regs[0, 0] * self.per_weight).sqrt()
-        return S
+        machine = self._machine
+        T = machine.f[0, 0].sqrt().unsqueeze(-1) * machine.rotation
+        mean = torch.zeros_like(T[:1]) if self.moments.centre else None
+        return spread_of(T, machine.regs[0, 0], mean, self.per_weight.reshape(1, 1))
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """What the machine would have said of every row, had it not seen it or its cluster.
@@ -485,7 +483,7 @@ class StreamFit:
 
     def _visit(self, machines: Machines, sink: Sink) -> "_Seen":
         """The second pass of Note [passes]."""
-        gradient = _Gradient(machines)
+        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
         per_weight, self.kept = self.per_weight, []
@@ -503,7 +501,7 @@ class StreamFit:
                 worst = torch.maximum(
                     worst, torch.stack([(norm.sqrt_() * inverse).amax(-1), inverse.amax(-1)])
                 )
-                gradient.add(u, e.mul_(zeta))
+                machines.add_gradient(gradient, u, e.mul_(zeta))
         return _Seen(gradient, low, worst, u, one)
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
@@ -521,16 +519,16 @@ class StreamFit:
                 machines.move(*self._step(machines, self.others.together(lambda: self._gradient(machines))))
         return machines
 
-    def _gradient(self, machines: Machines) -> "_Gradient":
-        gradient = _Gradient(machines)
+    def _gradient(self, machines: Machines) -> tuple[Tensor, Tensor]:
+        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
         for part in self.blocks("refinement"):
             u = machines.rotated(part.X)
-            gradient.add(u, machines.residuals(u, part).mul_(part.weight.double()))
+            machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.weight.double()))
         return gradient
 
-    def _step(self, machines: Machines, gradient: "_Gradient") -> tuple[Tensor, Tensor]:
+    def _step(self, machines: Machines, gradient: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What refinement adds to the coefficients, (R, c, p), and to the offset, (R, c)."""
-        by_feature, total = self.others.sums(gradient.by_feature, gradient.total)
+        by_feature, total = self.others.sums(*gradient)
         return machines.step(by_feature), total * self.per_weight
 
     def _matters(self, machines: Machines, step: Tensor, shift: Tensor, seen: "_Seen") -> Tensor:
@@ -561,7 +559,8 @@ def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
 class _Seen(NamedTuple):
     """What a pass for leave-one-out brings beside the rows."""
 
-    gradient: "_Gradient"
+    gradient: tuple[Tensor, Tensor]
+    """sum zeta e u^T, (R, c, p), and sum zeta e, (R, c)."""
     low: Tensor
     """The least 1 - h of all rows, (R, c')."""
     worst: Tensor
@@ -570,16 +569,3 @@ class _Seen(NamedTuple):
     """Rotated features of the last block, (p, b)."""
     one: Tensor
     """Its 1 - h, (R, c', b)."""
-
-
-class _Gradient:
-    """sum zeta e u^T, (R, c, p), and sum zeta e, (R, c), over blocks."""
-
-    def __init__(self, machines: Machines) -> None:
-        self.by_feature, self.total = torch.zeros_like(machines.q), torch.zeros_like(machines.offset)
-
-    def add(self, u: Tensor, weighted: Tensor) -> None:
-        """Add rows with rotated features (p, b) and weighted residuals (R, c, b)."""
-        products = weighted.flatten(0, 1).to(u.dtype) @ u.mT
-        self.by_feature += products.unflatten(0, weighted.shape[:2])
-        self.total += weighted.sum(-1)

@@ -42,6 +42,7 @@ from torchloo.dual import inner_products
 from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
+    Eigen,
     inverse_factor,
     inverse_factor_of,
     root_of,
@@ -55,7 +56,7 @@ from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Normal", "Primal", "Rotated", "centred", "primal", "ridge_penalty"]
+__all__ = ["Normal", "Primal", "Rotated", "centred", "primal", "ridge_penalty", "spread_of"]
 
 
 def _columns(x: Tensor, like: Tensor) -> Tensor:
@@ -157,15 +158,12 @@ class Normal:
 
         Where eigenvalues of S are known too badly for it, they are singular values of the rows, squared.
         """
-        w, Q = torch.linalg.eigh(self.S)
+        eigen = Eigen.of(self.S)
         limit = ILL_CONDITIONED_PATH * self.V.shape[-2] ** 0.5
-        by_rows = not guard.asks(w[..., -1] < limit * reg)
-        if by_rows:
-            _, values, Qt = torch.linalg.svd(triangle(self.V))
-            w, Q = values.square().flip(-1), Qt.mT.flip(-1)
-        w = w.clamp(min=0)  # a Gram matrix has no negative eigenvalues but by rounding
-        mean = None if self.mean is None else self.mean @ Q
-        return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(w), mean, self.Z @ Q), w, Q, by_rows)
+        if not guard.asks(eigen.condition(reg) < limit):
+            eigen = Eigen.of_rows(triangle(self.V))
+        Q, mean = eigen.Q, None if self.mean is None else self.mean @ eigen.Q
+        return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(eigen.w), mean, self.Z @ Q), eigen)
 
     def solve(
         self,
@@ -192,17 +190,11 @@ class Rotated:
     """Normal equations in the coordinates of the eigenvectors of S."""
 
     normal: Normal
-    w: Tensor
-    """Eigenvalues, ascending, (..., p)."""
-    Q: Tensor
-    """Eigenvectors, (..., p, p)."""
-    by_rows: bool
-    """Whether they were found from the rows, so that their errors are those of a root of S."""
+    eigen: Eigen
 
     def inverse(self, reg: Tensor) -> tuple[Tensor, Tensor]:
         """What `Normal.solve` takes, for regularisations (*, ...)."""
-        estimate = self.w[..., -1] / reg + 1
-        return (self.w + reg.unsqueeze(-1)).rsqrt(), trusted(estimate.sqrt() if self.by_rows else estimate)
+        return (self.eigen.w + reg.unsqueeze(-1)).rsqrt(), self.eigen.least(reg)
 
 
 def _share(root: Tensor) -> Tensor:
@@ -389,14 +381,16 @@ class Primal:
     def spread(self) -> Tensor:
         """S (..., p', p + 1) with the variance |S (z, 1)|^2 at features z."""
         unit = torch.eye(self.R.shape[-1], dtype=self.R.dtype, device=self.R.device).expand_as(self.R)
-        S = self._whitened(unit).mT
-        last = torch.zeros_like(S[..., :1])
-        if self.normal.mean is not None:
-            last = -S @ self.normal.mean.mT
-            own = self.normal.per_weight.sqrt().expand_as(last[..., :1, :])
-            S = torch.cat([S, torch.zeros_like(S[..., :1, :])], -2)
-            last = torch.cat([last, own], -2)
-        return self.reg.sqrt()[..., None, None] * torch.cat([S, last], -1)
+        return spread_of(self._whitened(unit).mT, self.reg, self.normal.mean, self.normal.per_weight)
+
+
+def spread_of(T: Tensor, reg: Tensor, mean: Tensor | None, per_weight: Tensor) -> Tensor:
+    """What `Primal.spread` gives, from T (..., p, p), the mean (..., 1, p) and 1 / sum zeta, (..., 1, 1)."""
+    last = torch.zeros_like(T[..., :1])
+    if mean is not None:
+        last = torch.cat([-T @ mean.mT, per_weight.sqrt().expand_as(last[..., :1, :])], -2)
+        T = torch.cat([T, torch.zeros_like(T[..., :1, :])], -2)
+    return reg.sqrt()[..., None, None] * torch.cat([T, last], -1)
 
 
 def _expanded(column: Tensor, like: Tensor) -> Tensor:

@@ -414,7 +414,7 @@ class ByFeatures(Forms):
         """Coefficients of the features, (..., p, c), and the offset (..., c)."""
         coef, offset = self.along(lambda form: (form.coef, form.offset))
         if self._rotated is not None:
-            coef = self._rotated.Q @ coef
+            coef = self._rotated.eigen.Q @ coef
         return self._shaped(coef), self._shaped(offset)
 
 
