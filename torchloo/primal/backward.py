@@ -37,7 +37,7 @@ from torch.autograd.function import Function
 from torchloo.clusters import Partition
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
-from torchloo.primal.moments import add_weighted, mirrored, room_like, times_upper
+from torchloo.primal.moments import add_symmetric, mirrored, room_like, times_upper
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -333,7 +333,7 @@ class _Backward:
             if self.vbar is not None:
                 self.regbar += (g * inverse).sum(-1) / self.machines.regs
             for k, j, _ in self.each:
-                add_weighted(self.Q[k, j], U, zeta * weighted[k, j])
+                add_symmetric(self.Q[k, j], U, zeta * weighted[k, j])
         return _Visit(part.rows, part, U, zeta, r / inverse, abar, D, None)
 
     def _times_rows(self, visit: _Visit) -> Tensor:

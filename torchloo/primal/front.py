@@ -134,4 +134,4 @@ def _in_memory(
     memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat, classes)
     graph = Graph(inputs, problem.Y, problem.weight)
     reg = reg if isinstance(reg, Regs) else problem.reg
-    return StreamFit(machine, guard, memory, expansion, reg, others, graph, others.call)
+    return StreamFit(machine, guard, memory, expansion, reg, others, graph)

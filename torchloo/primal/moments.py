@@ -22,7 +22,6 @@ __all__ = [
     "LowerInverse",
     "Moments",
     "add_symmetric",
-    "add_weighted",
     "mirrored",
     "room_like",
     "times_lower",
@@ -43,22 +42,19 @@ def _panels(p: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def add_symmetric(S: Tensor, V: Tensor) -> None:
-    """Add V V^T for V (p, b) to the lower triangle of S (p, p), at 0.6 of the work of a general product.
+def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
+    """Add V V^T or V diag(weight) V^T, for V (p, b) and weights (b,) of any sign, to the lower triangle of S.
 
-    What stands above the diagonal afterwards has no meaning.
+    At 0.6 of the work of a general product; S (p, p) may have a wider dtype. What is above its diagonal
+    afterwards has no meaning.
     """
-    _add_lower(S, V, V)
-
-
-def _add_lower(S: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right^T to the lower triangle of S, whose dtype may be wider than theirs."""
-    for start, stop in _panels(len(left)):
+    left = V if weight is None else V * weight.to(V.dtype)
+    for start, stop in _panels(len(V)):
         corner = S[start:stop, :stop]
-        if left.dtype == S.dtype:
-            corner.addmm_(left[start:stop], right[:stop].mT)
+        if V.dtype == S.dtype:
+            corner.addmm_(left[start:stop], V[:stop].mT)
         else:
-            corner += left[start:stop] @ right[:stop].mT
+            corner += left[start:stop] @ V[:stop].mT
 
 
 def mirrored(S: Tensor) -> Tensor:
@@ -66,11 +62,6 @@ def mirrored(S: Tensor) -> Tensor:
     for start, stop in _panels(S.shape[-1]):
         S[..., :start, start:stop] = S[..., start:stop, :start].mT
     return S
-
-
-def add_weighted(S: Tensor, V: Tensor, weight: Tensor) -> None:
-    """The same with V diag(weight) V^T, for weights (b,) of any sign."""
-    _add_lower(S, V * weight.to(V.dtype), V)
 
 
 def room_like(V: Tensor, p: int) -> Tensor:

@@ -134,7 +134,7 @@ class _Visit:
         A, t = self.f.new_zeros(p, p), self.f.new_zeros(R, c, p)
         for some in rows.split(self.size):
             _, U, e, zeta = self._read(some)
-            add_symmetric(A, U * zeta.sqrt())
+            add_symmetric(A, U, zeta)
             t += (zeta * e) @ U.mT
         mirrored(A)
         unit = torch.eye(p, dtype=A.dtype, device=A.device)

@@ -69,8 +69,7 @@ class StreamFit:
         expansion: their features.
         reg: regularisation, a 0-dimensional tensor; or Regs, those of a path or one for each output.
         others: the processes that hold the other rows.
-        graph: rows in memory with the graph that they belong to.
-        call: name of the public call, where it is not one of this object.
+        graph: rows in memory with the graph that they belong to; then no call but that of `others` is public.
     """
 
     kept: list[Tensor | None]
@@ -85,14 +84,13 @@ class StreamFit:
         reg: Tensor | Regs,
         others: Alone,
         graph: Graph | None = None,
-        call: str = "",
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if isinstance(reg, Tensor) and reg.ndim:
             raise ValueError(
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
-        self.graph, self._call = graph or Graph(), call
+        self.graph, self._call = graph or Graph(), others.call if graph else ""
         self.wants_graph, self.kept, self._guard = False, [], guard
         self._owner, self._solved_with = machine, _settings(machine)
         # Float32 if the rows are, and that is accurate enough.
