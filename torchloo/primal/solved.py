@@ -36,7 +36,7 @@ from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import Normal, centred, ridge_penalty, spread_of
+from torchloo.primal.whole import Normal, centred, spread_of
 from torchloo.problem import Regs
 
 if TYPE_CHECKING:
@@ -427,15 +427,10 @@ class StreamFit:
         sets = partition or Partition.single(len(X), X.device)
         groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
         normal = Normal.of(shifted, weight, bias)
-        reg, targets = regs.double(), Y.double()  # (R, c')
-        own = regs.shape[1] > 1
-        reg, targets = (reg, targets.mT.unsqueeze(-1)) if own else (reg[:, 0], targets)
-        form = normal.solve(ridge_penalty(reg, Z), reg, targets, guard)
-        residuals, variances, _ = form.held_out(groups, guard)
+        of = normal.along(regs.double(), Y.double(), guard, lambda form: form.held_out(groups, guard)[:2])
         guard.check()
-        if own:
-            residuals, variances = residuals[..., 0].mT, variances[..., 0].mT
-        return residuals.to(Y.dtype), variances.to(Y.dtype)
+        residuals, variances = (part.to(Y.dtype) for part in of)
+        return residuals, variances
 
     def _partition(self, clusters: object) -> Partition:
         n = self.stream.n

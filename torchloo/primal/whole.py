@@ -27,7 +27,7 @@ no factor is differentiated, and no product is larger than V v. With a graph the
 themselves, give derivatives of every order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +183,28 @@ class Normal:
         else:
             (T, least), known = inverse, None
         return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y, known))
+
+    def along(
+        self,
+        regs: Tensor,
+        Y: Tensor,
+        guard: Guard,
+        of: Callable[["Primal"], tuple[Tensor, ...]],
+        rotated: "Rotated | None" = None,
+    ) -> list[Tensor]:
+        """The results of a function for machines of regularisations (R, ..., c'), tensors (R, ..., c) each.
+
+        c' is 1, or c where every output has its own. The function takes a Primal with axes (R, ...), or
+        (R, c, ...) of single outputs. `rotated` is that of which these are the normal equations, if any.
+        """
+        per_output = regs.shape[-1] > 1
+        if per_output:
+            reg, Y = regs.movedim(-1, 1), Y.movedim(-1, 0).unsqueeze(-1)  # (R, c, ...), (c, ..., n, 1)
+        else:
+            reg = regs[..., 0]  # (R, ...)
+        inverse = None if rotated is None else rotated.inverse(reg)
+        parts = of(self.solve(ridge_penalty(reg, self.V), reg, Y, guard, inverse))
+        return [part.movedim(1, -1)[..., 0, :] if per_output else part for part in parts]
 
 
 @dataclass(frozen=True)

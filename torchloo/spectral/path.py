@@ -16,7 +16,7 @@ from torchloo.dual import Dual, dual, inner_products
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Normal, Primal, Rotated, centred, ridge_penalty
+from torchloo.primal.whole import Normal, Primal, Rotated, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
@@ -391,23 +391,10 @@ class ByFeatures(Forms):
         """The results of a function for primal forms, tensors (R, ..., c), a few regularisations at once."""
         rotated = self._rotated
         normal = self.normal if rotated is None else rotated.normal
-        Y, batch = self.problem.Y.double(), self.problem.reg.shape
-        regs = self.regs.expand(len(self.regs), *batch, self.regs.shape[-1])
-        per_output = regs.shape[-1] > 1
-        if per_output:
-            regs = regs.movedim(-1, 1)  # (R, c, ...)
-            Y = Y.movedim(-1, 0).unsqueeze(-1)  # (c, ..., n, 1)
-        else:
-            regs = regs[..., 0]  # (R, ...)
-        width = max(1, _TOGETHER // (normal.V.numel() * self.regs.shape[-1]))
-        chunks = []
-        for reg in regs.split(width):
-            inverse = None if rotated is None else rotated.inverse(reg)
-            form = normal.solve(ridge_penalty(reg, normal.V), reg, Y, self.problem.guard, inverse)
-            parts = of(form)
-            if per_output:
-                parts = tuple(part.movedim(1, -1)[..., 0, :] for part in parts)
-            chunks.append(parts)
+        guard, Y = self.problem.guard, self.problem.Y.double()
+        regs = self.regs.expand(len(self.regs), *self.problem.reg.shape, self.regs.shape[-1])
+        width = max(1, _TOGETHER // (normal.V.numel() * regs.shape[-1]))
+        chunks = [normal.along(some, Y, guard, of, rotated) for some in regs.split(width)]
         return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
     def weighed(self) -> tuple[Tensor, Tensor]:
