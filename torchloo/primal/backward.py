@@ -37,6 +37,7 @@ from torch.autograd.function import Function
 from torchloo.clusters import Partition
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
+from torchloo.primal.machines import transposed
 from torchloo.primal.moments import add_symmetric, mirrored, room_like, times_upper
 
 if TYPE_CHECKING:
@@ -44,18 +45,7 @@ if TYPE_CHECKING:
     from torchloo.primal.refit import Refitted
     from torchloo.primal.solved import StreamFit
 
-__all__ = ["Graph", "HeldOutRows"]
-
-
-class Graph(NamedTuple):
-    """Rows in memory as tensors of a graph; None where there are none."""
-
-    X: Tensor | None = None
-    """Inputs of the expansion, (n, d)."""
-    Y: Tensor | None = None
-    """Targets, (n, c)."""
-    weight: Tensor | None = None
-    """Weights, (n,)."""
+__all__ = ["HeldOutRows"]
 
 
 class HeldOutRows(Function):
@@ -227,7 +217,7 @@ class _Backward:
         kept: list[Tensor | None],
     ) -> None:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
-        self.others = solved.others.backward()
+        self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
         if solved.moments.centre:
@@ -298,8 +288,12 @@ class _Backward:
         """All rows; Q and regbar are added to where it is these that are gathered."""
         if self.partition is None:
             for number, part in enumerate(self.solved.blocks(what)):
-                kept = self.kept[number]
-                yield self._single(part, self._rotated(part) if kept is None else kept, gather)
+                visit, kept = self.visited.get(number), self.kept[number]
+                if visit is None:
+                    visit = self._single(part, self._rotated(part) if kept is None else kept, gather)
+                    if kept is not None and self.solved.stream.lasting:  # else its rows take memory
+                        self.visited[number] = visit
+                yield visit
             return
         for sets in self.partition.groups:
             for some in sets.split(max(1, self.solved.size // sets.shape[1])):
@@ -458,8 +452,11 @@ class _Sent:
         self._evaluated: tuple[Block, Tensor, Tensor] | None = None
 
     def evaluated(self, part: Block) -> Tensor | None:
-        """Columns k (p, b) of a block with their graph, for `add`; None if nothing depends on them."""
-        if self.X is None and not self.wanted:
+        """Columns k (p, b) of a block with their graph, for `add`.
+
+        None if nothing depends on them, or if they are rows.
+        """
+        if (self.X is None and not self.wanted) or self.expansion.evaluate is transposed:
             return None
         with torch.enable_grad():
             x = part.X.detach().requires_grad_(self.X is not None)
@@ -471,17 +468,21 @@ class _Sent:
         """Cotangents (p', b) and (b, c) of the rows of a visit."""
         rows = visit.rows_on(self.Y)
         self.Y[rows] = Ybar.to(self.Y)
+        if self.X is None and not self.wanted:
+            return
         if self._evaluated is None or self._evaluated[0] is not visit.part:
             self.evaluated(visit.part)
-        if self._evaluated is None:
-            return
-        _, x, k = self._evaluated
-        self._evaluated = None
+        evaluated, self._evaluated = self._evaluated, None
         forth = self.machines.forth.to(ubar.dtype)
         ubar = ubar[: len(forth)]
         columns = times_upper(forth, ubar) if self.machines.triangular else forth.mT @ ubar  # (p, b)
         if self.expansion.mask is not None:
             columns = columns * self.expansion.mask
+        if evaluated is None:  # the rows are columns
+            if self.X is not None:
+                self.X[rows] = columns.mT.to(self.X)
+            return
+        _, x, k = evaluated
         inputs = [x, *self.wanted] if self.X is not None else self.wanted
         grads = torch.autograd.grad(k, inputs, columns.to(k.dtype), allow_unused=True)
         if self.X is not None:

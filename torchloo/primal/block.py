@@ -63,11 +63,15 @@ class Memory:
     """Rows in a block; None leaves the choice to the machine."""
     lasting = True
     """Whether the rows are sure to be the same in every pass."""
+    graph: tuple[Tensor | None, Tensor | None, Tensor | None]
+    """X, Y and weight of all rows with the graph that they belong to, where they are in memory."""
 
     def __init__(
         self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool, classes: Tensor | None = None
     ) -> None:
-        self.X, self.Y, self.weight, self.flat, self.classes = X, Y, weight, flat, classes
+        self.graph = (X, Y, weight)
+        self.X, self.Y, self.weight = (t.detach() for t in self.graph)
+        self.flat, self.classes = flat, classes
         self.n: int | None = len(X)
 
     @property

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchloo.classes import is_label, sorted_labels
 from torchloo.guards import Guard, values_visible
-from torchloo.primal.backward import Graph
 from torchloo.primal.block import Memory, Rows, Shard, require_alone
 from torchloo.primal.collective import Alone, shared_labels
 from torchloo.primal.machines import Expansion, transposed
@@ -131,7 +130,6 @@ def _in_memory(
     classes: Tensor | None,
 ) -> StreamFit:
     problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
-    memory = Memory(inputs.detach(), problem.Y.detach(), problem.weight.detach(), flat, classes)
-    graph = Graph(inputs, problem.Y, problem.weight)
+    memory = Memory(inputs, problem.Y, problem.weight, flat, classes)
     reg = reg if isinstance(reg, Regs) else problem.reg
-    return StreamFit(machine, guard, memory, expansion, reg, others, graph)
+    return StreamFit(machine, guard, memory, expansion, reg, others)

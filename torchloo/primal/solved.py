@@ -20,7 +20,7 @@ from torchloo.clusters import Partition
 from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut, assemble
-from torchloo.primal.backward import Graph, HeldOutRows
+from torchloo.primal.backward import HeldOutRows
 from torchloo.primal.block import Block, Memory
 from torchloo.primal.collective import Alone, require_own, require_same
 from torchloo.primal.machines import (
@@ -69,7 +69,6 @@ class StreamFit:
         expansion: their features.
         reg: regularisation, a 0-dimensional tensor; or Regs, those of a path or one for each output.
         others: the processes that hold the other rows.
-        graph: rows in memory with the graph that they belong to; then no call but that of `others` is public.
     """
 
     kept: list[Tensor | None]
@@ -83,16 +82,15 @@ class StreamFit:
         expansion: Expansion,
         reg: Tensor | Regs,
         others: Alone,
-        graph: Graph | None = None,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if isinstance(reg, Tensor) and reg.ndim:
             raise ValueError(
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
-        self.graph, self._call = graph or Graph(), others.call if graph else ""
+        self._call = others.call if stream.lasting else ""  # no call of this object is public then
         self.wants_graph, self.kept, self._guard = False, [], guard
-        self._owner, self._solved_with = machine, _settings(machine)
+        self._owner, self._solved_with = machine, {} if stream.lasting else _settings(machine)
         # Float32 if the rows are, and that is accurate enough.
         expansion.kind = torch.float32 if expansion.single else torch.float64
         values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
@@ -134,11 +132,12 @@ class StreamFit:
 
     @torch.no_grad()
     def _solve(self) -> Machines:
-        regs, given, graph = self.regs.detach(), (self._guard, self.expansion, self.moments), self.graph
-        if graph.X is not None and self.expansion.evaluate is transposed:
-            self._guard.implied(self.moments.S.diagonal(), graph.X)
-        if graph.Y is not None:
-            self._guard.implied(self.moments.squares, graph.Y)
+        regs, given = self.regs.detach(), (self._guard, self.expansion, self.moments)
+        X, Y, _ = self.stream.graph
+        if X is not None and self.expansion.evaluate is transposed:
+            self._guard.implied(self.moments.S.diagonal(), X)
+        if Y is not None:
+            self._guard.implied(self.moments.squares, Y)
         if self._path or regs.numel() > 1:
             return path_machines(*given, regs, self._triangle)
         return one_machine(*given, regs, self._triangle)
@@ -375,7 +374,8 @@ class StreamFit:
             partition = self.others.together(lambda: self._partition(clusters))
             require_own(self.function, self.others, partition)
         labels = None if partition is None else partition.labels
-        inputs = (self.regs, *self.graph, *self.expansion.tensors)
+        _, Y, zeta = self.stream.graph
+        inputs = (self.regs, *self.stream.graph, *self.expansion.tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
@@ -386,8 +386,8 @@ class StreamFit:
             with torch.no_grad():
                 fields = self.run(machines, partition, out)[0].fields
         residuals, variance, refitted, targets, weight, outputs = fields
-        if self.graph.Y is not None:
-            targets, weight = self.graph.Y, self.graph.weight
+        if Y is not None:
+            targets, weight = Y, zeta
         parts = (residuals, variance, refitted)
         if not self._path:
             residuals, variance, refitted, outputs = (None if t is None else t[0] for t in (*parts, outputs))

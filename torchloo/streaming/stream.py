@@ -62,6 +62,7 @@ class Stream(Rows):
 
     lasting = False
     known = None
+    graph = (None, None, None)
 
     @property
     def n(self) -> int | None:
