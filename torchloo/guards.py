@@ -32,9 +32,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def values_visible(*tensors: Tensor) -> bool:
-    """True where the values can be looked at.
+    """Whether the values of tensors can be read.
 
-    Not so on meta and fake tensors, inside torch.func transforms, in forward mode and under torch.compile.
+    Not on meta and fake tensors, inside torch.func transforms, in forward mode and under torch.compile.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
@@ -47,13 +47,13 @@ def values_visible(*tensors: Tensor) -> bool:
 
 
 def warn_of_cut_graph(reason: str, *inputs: object, stacklevel: int) -> None:
-    """Warn the caller where inputs belong to a graph, which what is made of them does not."""
+    """Warn the caller if inputs require a gradient that the result will not propagate."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         warnings.warn(reason, stacklevel=stacklevel + 1)
 
 
 def full_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float32 for bfloat16 and float16, which inputs may have; any other dtype as it is."""
+    """float32 for bfloat16 and float16; any other dtype unchanged."""
     return torch.float32 if dtype in _HALF else dtype
 
 
@@ -63,7 +63,7 @@ def require_floating(function: str, **tensors: Tensor) -> None:
 
 
 def require_inputs(function: str, **tensors: Tensor) -> None:
-    """The same for inputs and targets, of which bfloat16 and float16 count as float32."""
+    """The same for inputs and targets, where bfloat16 and float16 count as float32."""
     _require_alike(function, tensors, half=True)
 
 
@@ -91,7 +91,7 @@ def _require_alike(function: str, tensors: dict[str, Tensor], half: bool) -> Non
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> torch.Size:
-    """As `torch.broadcast_shapes`, whose first call takes half a second to import what it does not need."""
+    """As `torch.broadcast_shapes`, whose first call takes half a second for imports it does not need."""
     if not any(shapes):
         return torch.Size()
     sizes = [1] * max(map(len, shapes))
@@ -110,19 +110,19 @@ def expanded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python or of NumPy; True and False are none."""
+    """Whether a value is an integer of Python or NumPy, but not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def whole_number(function: str, name: str, value: Any, least: int = 1) -> int:
-    """A whole number that is large enough."""
+    """The value as an int; ValueError unless it is an integer of at least `least`."""
     if not is_whole(value) or value < least:
         raise ValueError(f"{function}: {name} must be a whole number, {least} or more, got {value!r}")
     return int(value)
 
 
 def host_labels(function: str, clusters: object, rows: int, name: str = "clusters") -> np.ndarray:
-    """Labels of rows as an int64 array (n,); they decide shapes, so they live on the host."""
+    """Labels of rows as an int64 array (n,), on the host, since shapes depend on them."""
     try:
         labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
     except ValueError:
@@ -137,17 +137,17 @@ def host_labels(function: str, clusters: object, rows: int, name: str = "cluster
 
 
 class _Demand(NamedTuple):
-    """What must hold of a number, and what else is wrong."""
+    """A condition on a number, and the message if it does not hold."""
 
     number: Tensor | None
-    """None for the sum of what must be finite."""
+    """None for the sum of a tensor that must be finite."""
     holds: Callable[[float], bool]
     message: str | Callable[[], str]
     about: Tensor | None = None
-    """What must be finite, if this is what is demanded."""
+    """The tensor that must be finite, if that is the condition."""
 
     def value(self) -> Tensor:
-        """The number, computed if it was not."""
+        """The number, computed if necessary."""
         if self.number is not None:
             return self.number
         assert self.about is not None
@@ -155,16 +155,16 @@ class _Demand(NamedTuple):
 
 
 class Guard:
-    """Gathers the checks of values of one call, so that a GPU is waited for only once.
+    """Collects the checks of values of one call, so that a GPU is synchronised only once.
 
-    A check reduces what it is about to one number, which stays on the device of the data; `check` looks at
-    all numbers together and raises ValueError with the first message that applies. What exactly is wrong is
-    looked into only then.
+    Each check reduces a tensor to one number, which stays on the device of the data; `check` reads all
+    numbers together and raises ValueError with the first message that applies. Details of the message are
+    computed only then.
 
     Args:
-        function: the name that errors carry.
-        symmetric: whether kernel matrices of this call are symmetric because of how they are computed.
-        wide: whether matrices may be float64 where targets are float32, as a machine may evaluate its kernel.
+        function: name of the function for errors.
+        symmetric: whether kernel matrices of this call are symmetric by construction.
+        wide: whether matrices may be float64 if targets are float32, as a machine may evaluate its kernel.
     """
 
     def __init__(self, function: str, symmetric: bool = False, wide: bool = False) -> None:
@@ -176,24 +176,24 @@ class Guard:
     def expect(
         self, number: Tensor, holds: Callable[[float], bool], message: str | Callable[[], str]
     ) -> None:
-        """Demand that `holds` is true of a 0-dimensional tensor; the message says what else is wrong.
+        """Require that `holds` is true for a 0-dimensional tensor; otherwise the message is raised.
 
-        One that has to look at values is a function, called only where the demand does not hold.
+        A message that depends on values is a function, called only if the condition does not hold.
         """
         if values_visible(number):
             self._demands.append(_Demand(number, holds, message))
 
     def require(self, flag: Tensor, message: str | Callable[[], str]) -> None:
-        """Demand that a boolean tensor holds everywhere; the message is as that of `expect`."""
+        """Require that a boolean tensor is True everywhere; the message is as in `expect`."""
         self.expect(_constant(flag).all(), bool, message)
 
     def finite(self, **tensors: Tensor) -> None:
-        """Demand that no entry is NaN or infinite."""
+        """Require that no entry is NaN or infinite."""
         for name, tensor in tensors.items():
             self.expect_finite(tensor, _not_finite(name))
 
     def expect_finite(self, tensor: Tensor, message: str | Callable[[], str]) -> None:
-        """The same for one tensor; the message is as that of `expect`."""
+        """The same for one tensor; the message is as in `expect`."""
         for demand in self._demands:
             if demand.about is tensor:
                 return
@@ -201,12 +201,12 @@ class Guard:
             self._demands.append(_Demand(None, math.isfinite, message, tensor))
 
     def implied(self, result: Tensor, *tensors: Tensor) -> None:
-        """Look at a result, finite only where some tensors are, in place of them, if this is demanded."""
+        """Check a result that is finite only if these tensors are, instead of the tensors themselves."""
         if self._demands:
             self._proofs.append((_total(result), tensors))
 
     def symmetric(self, **matrices: Tensor) -> None:
-        """Demand finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
+        """Require finite, symmetric matrices (..., n, n), by comparing K v and K^T v for one v."""
         for name, matrix in matrices.items():
             if values_visible(matrix):
                 K = _constant(matrix)
@@ -214,11 +214,11 @@ class Guard:
                 self._demands.append(_Demand(_asymmetry(K), _is_no_excess, message))
 
     def kernel_matrix(self, **matrices: Tensor) -> None:
-        """Demand finite matrices (..., n, n), and symmetric ones unless they are so by construction."""
+        """Require finite matrices (..., n, n), and symmetric ones unless they are so by construction."""
         (self.finite if self._symmetric else self.symmetric)(**matrices)
 
     def positive(self, **tensors: Tensor | float) -> None:
-        """Demand that every entry is positive and finite."""
+        """Require that every entry is positive and finite."""
         for name, value in tensors.items():
             if isinstance(value, Tensor):
                 entries = _constant(value)
@@ -230,22 +230,22 @@ class Guard:
                 raise ValueError(f"{self.function}: {name} must be positive and finite, got {value}")
 
     def two_classes(self, **labels: Tensor) -> None:
-        """Demand labels -1 and +1, both of them in every column of (..., n, c); a column without is named."""
+        """Require labels -1 and +1, both of them in every column of (..., n, c)."""
         for name, y in labels.items():
             self.require(y.abs() == 1, f"{name} must hold labels -1 and +1 only")
             both = (y > 0).any(-2) & (y < 0).any(-2)  # (..., c)
             self.require(both, partial(_with_column, f"{name} must hold both classes, got one only", both))
 
     def factored(self, info: Tensor, message: str) -> None:
-        """Demand that every one of some factorisations succeeded, by what `torch.linalg.cholesky_ex` says."""
+        """Require that all factorisations succeeded, by the `info` of `torch.linalg.cholesky_ex`."""
         self.expect(_largest(info), lambda failed: failed == 0, message)
 
     def check(self) -> None:
-        """Raise for the first demand that does not hold."""
+        """Raise for the first condition that does not hold."""
         self._look([])
 
     def asks(self, question: Tensor) -> bool:
-        """Whether a boolean tensor holds everywhere, seen in one synchronisation with `check`."""
+        """Whether a boolean tensor is True everywhere, read in one synchronisation with `check`."""
         return self.answers(question)[0]
 
     def answers(self, *questions: Tensor) -> list[bool]:
@@ -254,11 +254,11 @@ class Guard:
         return [bool(answer) for answer in self._look(seen)]
 
     def largest(self, tensor: Tensor) -> float:
-        """The largest entry of a tensor, seen in one synchronisation with `check`."""
+        """The largest entry of a tensor, read in one synchronisation with `check`."""
         return self._look([_largest(tensor)])[0]
 
     def _look(self, questions: list[Tensor]) -> list[float]:
-        """The values of 0-dimensional tensors, once every demand was seen to hold."""
+        """The values of 0-dimensional tensors, after checking every condition."""
         demands, proofs = self._demands, self._proofs
         if not (demands or questions):
             return []
@@ -281,13 +281,13 @@ class Guard:
 
 
 def _values(numbers: list[Tensor]) -> list[float]:
-    """The values of 0-dimensional tensors, one at least, in one synchronisation."""
+    """The values of 0-dimensional tensors, at least one, in one synchronisation."""
     device = numbers[0].device
     return torch.stack([t if t.device == device else t.to(device) for t in numbers]).tolist()
 
 
 def _total(tensor: Tensor) -> Tensor:
-    """The sum, which a NaN or infinity makes one too: no boolean copy of a large matrix is needed."""
+    """The sum, which is not finite if an entry is not: no boolean copy of a large matrix is needed."""
     entries = tensor.values() if tensor.layout == torch.sparse_csr else tensor
     return _constant(entries).sum(dtype=torch.float64)
 
@@ -310,7 +310,7 @@ def _is_no_excess(value: float) -> bool:
 
 
 def _asymmetry(K: Tensor) -> Tensor:
-    """How much more K v and K^T v differ than by summing in another order: at most 0 if K = K^T."""
+    """The difference of K v and K^T v beyond the rounding of sums in another order: at most 0 if K = K^T."""
     n = K.shape[-1]
     v = torch.arange(n, dtype=K.dtype, device=K.device).cos_()
     Kv = K @ v
@@ -335,12 +335,12 @@ def _not_positive(name: str, value: Tensor) -> str:
 
 
 def _with_entry(message: str, value: Tensor, held: Tensor) -> str:
-    """The message with the first entry that does not hold, and its place."""
+    """The message with the first invalid entry and its position."""
     place = tuple((~held).nonzero()[0].tolist())
     return f"{message}, got {value.detach()[place].item():.4g}" + (f" at {place}" if place else "")
 
 
 def _with_column(message: str, held: Tensor) -> str:
-    """The message and the first of several columns of (..., c) that does not hold."""
+    """The message with the first invalid one of several columns of (..., c)."""
     columns = held.reshape(-1, held.shape[-1]).all(0).tolist()
     return f"{message} in column {columns.index(False)}" if len(columns) > 1 else message

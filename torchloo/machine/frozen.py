@@ -1,4 +1,4 @@
-"""A fitted machine for inference alone."""
+"""A fitted machine for inference only."""
 
 from typing import Any
 
@@ -13,23 +13,22 @@ from torchloo.precision import full_precision
 
 __all__ = ["FrozenMachine"]
 
-# Numbers of a kernel matrix that are evaluated at once, 16 MB in float64: a kernel takes a few such tiles.
+# Numbers of a kernel matrix that are evaluated at once, 16 MB in float64; a kernel uses a few such tiles.
 _TILE = 1 << 21
 
 
 class FrozenMachine(nn.Module):
-    """f(x) of a fitted machine, with nothing to train and nothing to compute twice.
+    """f(x) of a fitted machine for inference, without trainable parameters.
 
-    What `features` make of the support is computed once; hyper-parameters are values, not logarithms; all
-    tensors are buffers. Values of inputs are not looked at, so NaN gives NaN. It may be exported
-    (`torch.export`, with a dynamic number of rows), compiled, pickled, and its state_dict loaded with
-    weights_only=True.
+    The features of the support are computed once; hyper-parameters are values, not logarithms; all tensors
+    are buffers. Values of inputs are not checked, so NaN gives NaN. It may be exported (`torch.export`, with
+    a dynamic number of rows), compiled, pickled, and its state_dict loaded with weights_only=True.
 
     Args:
         predictor: of the fitted machine.
         classes: labels of its classes, (c,), or None.
-        block: evaluate at most so many rows at a time, and fewer where the support is large, in memory that
-            does not grow with them. Not where the number of rows is symbolic, as in an export.
+        block: evaluate at most this many rows at a time, and fewer if the support is large, so that memory
+            does not grow with the rows. Not if the number of rows is symbolic, as in an export.
     """
 
     coef: Tensor
@@ -70,7 +69,7 @@ class FrozenMachine(nn.Module):
         return (outputs[..., 0] if self.flat else outputs).to(full_dtype(X.dtype))
 
     def _design(self, X: Tensor) -> Tensor:
-        """What the coefficients multiply, (..., q, m)."""
+        """Centred features or kernel rows, (..., q, m)."""
         support = (getattr(self, f"support{k}") for k in range(self._parts))
         received = features_or_inputs(self.function, self.kernel, X, self.coef, self.linear, self._inputs)
         return received - next(support) if self.linear else self.kernel.against(X, support, self.coef.dtype)
@@ -80,7 +79,7 @@ class FrozenMachine(nn.Module):
         return f"coefficients={tuple(self.coef.shape)}, block={self.block}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for a machine of another number of support points."""
+        """Resize the buffers to the loaded number of support points."""
         for name in self._buffers:
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=self.bias.device))

@@ -1,4 +1,4 @@
-"""What every machine has: a kernel, an expansion over support points, and how both are stored."""
+"""The base class of machines: a kernel, an expansion over support points, and how both are stored."""
 
 import copy
 from typing import Any, Self
@@ -24,43 +24,43 @@ from torchloo.machine.predictor import Predictor
 __all__ = ["MACHINES", "KernelMachine"]
 
 MACHINES: dict[str, Any] = {}
-"""All machines that have a name, by it; also those of your own."""
+"""All machines by name, including your own."""
 
 
 class KernelMachine(nn.Module):
-    """A kernel and, once fitted, an expansion over support points: what every machine has.
+    """A kernel and, once fitted, an expansion over support points.
 
-    Methods that answer a question store nothing and keep the graph; only `fit` stores, in buffers,
-    without a graph.
+    Methods other than `fit` store nothing and keep the graph; `fit` stores its result in buffers, without a
+    graph.
 
     Args:
         kernel: a kernel of torchloo.kernels.
-        classes: the class labels there are, in the order of their columns; None: the sorted labels of a call.
+        classes: all class labels, in the order of their columns; None for the sorted labels of each call.
 
     Shape:
-        X (..., n, d), or (..., n, *event) where the kernel has an `event_dim`, or sparse rows (n, d) of
-        layout torch.sparse_csr where it takes them; y (..., n) or (..., n, c), whichever came in goes out;
-        weight (..., n); clusters (n,). Leading dimensions are batch. y without them, (n,) or (n, c), is the
-        same for all problems of a batch; as (B, n) is looked for first, (n, n) has to be expanded.
+        X (..., n, d), or (..., n, *event) if the kernel has an `event_dim`, or sparse rows (n, d) of layout
+        torch.sparse_csr if it takes them; y (..., n) or (..., n, c), and the results have the same shape;
+        weight (..., n); clusters (n,). Leading dimensions are batch dimensions. y without them, (n,) or
+        (n, c), is shared by all problems of a batch; an ambiguous (n, n) is read as (B, n).
 
-    X and y in bfloat16 or float16 are taken up to float32, X after its features; results are float32.
+    X and y in bfloat16 or float16 are converted to float32, X after its features; results are float32.
 
     Note [class labels]
     Integer or bool y (..., n) are class labels, coded one class against the rest (Note [coding of classes] in
-    classes.py) in the dtype of X: of c > 2 classes the outputs are (..., n, c), of two (..., n), positive for
-    the second. With `classes=`, no value is looked at and an episode may lack a class; otherwise the sorted
-    labels of the call are the classes, of which more than max(20, sqrt n) are refused, as counts would be.
-    Only `fit` stores classes, for `predict_class`; a HeldOut has the columns for its targets.
+    classes.py) in the dtype of X: for c > 2 classes the outputs are (..., n, c), for two (..., n), positive
+    for the second. With `classes=`, no value is read, and a call may lack a class; otherwise the sorted
+    labels of the call are the classes, of which more than max(20, sqrt n) are rejected as probable counts.
+    Only `fit` stores classes, for `predict_class`; the targets of a HeldOut are the columns.
     """
 
     name: str = ""
-    """Name under which the command and scikit-learn offer the machine; empty for one that they do not."""
+    """Name by which the command and the scikit-learn estimators offer the machine; empty if they do not."""
     label: str
-    """What the machine is called in a report."""
+    """Name of the machine in reports."""
     needs_classes: bool = False
-    """Whether it takes class labels only, and must see rows of every class."""
+    """Whether it takes class labels only, and needs training rows of every class."""
     fitted_buffers: tuple[str, ...] = ("support", "coef", "bias")
-    """What a fitted machine stores, as its outputs need it."""
+    """Buffers of a fitted machine that its outputs need."""
     _function: str
     _with_graph = "solve, whose Fit is differentiable"
     spare: tuple[str, ...] = ()
@@ -107,50 +107,52 @@ class KernelMachine(nn.Module):
         return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
 
     def predict_class(self, X: Tensor) -> Tensor:
-        """Labels (..., n) of the predicted classes at new points: that of the largest output.
+        """Labels (..., n) of the predicted classes at new points: the class of the largest output.
 
-        Of two classes the second where the output is not negative. Of a machine fitted to integer labels, or
-        to the columns of the classes it was given.
+        For two classes the second if the output is not negative. The machine must have been fitted to integer
+        labels, or to the columns of its `classes`.
         """
         return predicted_labels(type(self).__name__, self(X), self.classes, self._flat)
 
     def frozen(self, block: int = 8192) -> FrozenMachine:
-        """A module for inference alone, of the machine as it is fitted now; see `FrozenMachine`.
+        """A module for inference only, with the current fit of the machine; see `FrozenMachine`.
 
         Args:
-            block: evaluate at most so many rows at a time.
+            block: evaluate at most this many rows at a time.
         """
         return FrozenMachine(self._fitted_predictor(), self.classes, block)
 
     def _warn_of_cut_graph(self, *inputs: object) -> None:
-        """Warn where `fit` is given tensors of a graph, which what it stores does not belong to."""
+        """Warn if `fit` is given tensors of a graph: its stored results are not part of it."""
         warn_of_cut_graph(
-            f"{type(self).__name__}.fit keeps no graph: no gradient reaches the inputs through what it "
-            f"stores; use {self._with_graph}, or call fit under torch.no_grad()",
+            f"{type(self).__name__}.fit keeps no graph, so that no gradient reaches the inputs through the "
+            f"fitted machine; use {self._with_graph}, or call fit under torch.no_grad()",
             *inputs,
             stacklevel=3,
         )
 
     def _store(self, solved: Predictor) -> None:
-        """Keep a copy of what predicts."""
+        """Store a copy of the support points, the coefficients and the bias."""
         support = solved.support
         if isinstance(self.kernel, Precomputed):
-            support = csr.dense(support)[..., :1]  # only the number of its rows is asked for
+            support = csr.dense(support)[..., :1]  # only the number of its rows is needed
         with torch.inference_mode(False):
-            self.support, self.coef, self.bias = support.clone(), solved.coef.clone(), solved.bias.clone()
+            self.support = support.clone()
+            self.coef = solved.coef.clone()
+            self.bias = solved.bias.clone()
         self._flat, self._linear = solved.flat, solved.linear
 
     def _matrix_dtype(self, X: Tensor) -> torch.dtype:
-        """What the kernel is evaluated in for rows X; see `Kernel.keeps_digits`."""
+        """The dtype in which the kernel is evaluated for rows X; see `Kernel.keeps_digits`."""
         return full_dtype(X.dtype) if self.kernel.keeps_digits else torch.float64
 
     @property
     def row_axis(self) -> int:
-        """The axis of X (..., n, *event) that counts rows, from the end."""
+        """The axis of the rows in X (..., n, *event), counted from the end."""
         return -self.kernel.event_dim - 1
 
     def checked_targets(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
-        """A guard that knows X, the targets as a matrix, and whether they came as a vector.
+        """A guard with the checks of X, the targets as a matrix, and whether they were given as a vector.
 
         Class labels are coded; see Note [class labels].
         """
@@ -180,7 +182,7 @@ class KernelMachine(nn.Module):
         return guard, y.unsqueeze(-1) if flat else y, flat
 
     def _meant_event(self, X: Tensor, y: Tensor) -> str:
-        """A remedy where targets go with the first axis of X, whose others then make up one input."""
+        """A remedy if the targets match the first axis of X: the other axes may be those of one input."""
         axes = X.ndim - 1
         if axes <= self.kernel.event_dim or y.shape[:1] != X.shape[:1]:
             return ""
@@ -188,7 +190,7 @@ class KernelMachine(nn.Module):
         return f"; if X holds {len(X)} inputs of {axes} axes each, give the kernel {name}(event_dim={axes})"
 
     def coded(self, function: str, X: Tensor, y: Any) -> Any:
-        """Targets as numbers: class labels coded as this machine codes them, others as they are."""
+        """Targets as numbers: class labels coded by this machine, others unchanged."""
         if not is_label(y):
             return y
         guard = Guard(function)
@@ -199,7 +201,7 @@ class KernelMachine(nn.Module):
     def coded_targets(
         self, guard: Guard, X: Tensor, labels: Tensor, classes: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Targets for class labels (..., n), (..., n, c) or of two classes (..., n), and the classes."""
+        """Targets (..., n, c), or (..., n) for two classes, of class labels (..., n), and the classes."""
         require_inputs(guard.function, X=X)
         if labels.device != X.device:
             raise ValueError(
@@ -223,22 +225,22 @@ class KernelMachine(nn.Module):
         return (columns if len(classes) > 2 else columns[..., 0]), classes
 
     def _fit_targets(self, X: Any, y: Any) -> tuple[Any, Tensor | None]:
-        """The targets of `fit`, and the classes that it stores, found in one look at the labels."""
+        """The targets of `fit`, and the classes that it stores; the labels are read once."""
         if self.has_given_classes or not is_label(y):
             return y, self.classes if self.has_given_classes else None
         return self.coded_targets(Guard(self._function), X, y)
 
     def get_extra_state(self) -> dict[str, bool]:
-        """Whether the targets of `fit` came without an output axis, and whether features are weighed."""
+        """Whether the targets of `fit` had no output axis, and whether `coef` is of features."""
         return {"flat": self._flat, "linear": self._linear}
 
     def set_extra_state(self, state: dict[str, bool]) -> None:
-        """Restore what `get_extra_state` gave."""
+        """Restore the result of `get_extra_state`."""
         self._flat, self._linear = state["flat"], state["linear"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for buffer in self.buffers(recurse=False):
-            if csr.is_csr(buffer):  # which torch does not copy deeply by itself
+            if csr.is_csr(buffer):  # torch has no deepcopy for it
                 memo[id(buffer)] = buffer.clone()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
@@ -246,7 +248,7 @@ class KernelMachine(nn.Module):
         return twin
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the coefficients of a fitted machine, whatever this one holds, or for none."""
+        """Resize the buffers to those of the loaded machine, fitted or not."""
         device = next(self.parameters()).device
         if prefix + "classes" not in state_dict:  # fitted to numbers, or not at all
             if self.has_given_classes:

@@ -1,4 +1,4 @@
-"""What every machine of least squares has: closed forms of rows in memory, and of streams."""
+"""The base class of least-squares machines: closed forms for rows in memory and for streams."""
 
 from collections.abc import Callable
 from typing import Any, Self, overload
@@ -30,28 +30,26 @@ __all__ = ["LeastSquares"]
 
 
 class LeastSquares(KernelMachine):
-    """A machine that is a linear smoother: regularisation, closed forms, and a path of them.
+    """A machine that is a linear smoother, with a regularisation, closed forms, and regularisation paths.
 
     Args:
         kernel: a kernel of torchloo.kernels.
-        reg: regularisation, a positive number or tensor of batch shape; kept as `log_reg`.
+        reg: regularisation, a positive number or tensor of batch shape; stored as `log_reg`.
         reg_per_output: whether the last axis of reg, (..., c), is one number for each of the c outputs.
-        classes: the class labels there are, where not all are in every call; see Note [class labels].
+        classes: all class labels, if some may be missing from a call; see Note [class labels].
     """
 
     has_bias: bool
-    reg = Positive(
-        "regularisation: how strongly the machine is kept from following single rows", lambda reg: reg
-    )
+    reg = Positive("regularisation: larger values follow single rows less closely", lambda reg: reg)
     reg_per_output = False
     spare = ("noise", "points", "spread")
 
     noise: Tensor | None
-    """reg / weight of the rows of `fit`, (..., n), where a variance is found by solving for them again."""
+    """reg / weight of the rows of `fit`, (..., n), if a variance is computed by solving for them again."""
     points: Tensor | None
-    """Features of these rows about their centre, (..., n, p), where they are not the support."""
+    """Centred features of these rows, (..., n, p), if they are not the support."""
     spread: Tensor | None
-    """S (..., p', m + 1) with the variance |S (r, 1)|^2 at features or kernel rows r, where these are few."""
+    """S (..., p', m + 1) with the variance |S (r, 1)|^2 at features or kernel rows r, if these are few."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class LeastSquares(KernelMachine):
 
     @property
     def _penalty(self) -> Tensor | Regs:
-        """What the machine is solved with."""
+        """The regularisation, or one for each output."""
         return Regs(self.reg, path=False) if self.reg_per_output else self.reg
 
     @overload
@@ -90,10 +88,10 @@ class LeastSquares(KernelMachine):
         """The solved machine, differentiable in X, y, weight and all parameters.
 
         ``solved = machine.solve(X, y)`` and ``solved(X_new)`` are a differentiable head: outputs at new
-        inputs, with the graph through both. From a `Stream`, which brings y and weight, a StreamFit.
+        inputs, with the graph through both. For a `Stream`, which includes y and weight, a StreamFit.
 
-        What is computed later notices if X was changed in place since, by torch; a tensor that shares its
-        memory with a NumPy array must not be changed through the array.
+        Later computations raise an error if X was changed in place by torch; a tensor that shares its memory
+        with a NumPy array must not be changed through the array.
         """
         if isinstance(X, Rows):
             return solve_rows(self, X, y, weight, self._penalty)
@@ -106,9 +104,9 @@ class LeastSquares(KernelMachine):
         return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
     def loo(self, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
-        """What the machine would have said of every row, had it not seen it; differentiable.
+        """Leave-one-out predictions of every row, by the machine trained without it; differentiable.
 
-        From a `Stream`, whose rows are not differentiated; see `StreamFit.held_out`.
+        For a `Stream`, not differentiable in its rows; see `StreamFit.held_out`.
         """
         return self._held_out(X, y, weight, None)
 
@@ -119,16 +117,16 @@ class LeastSquares(KernelMachine):
         clusters: object = None,
         weight: Tensor | None = None,
     ) -> HeldOut:
-        """What the machine would have said of every row, had it not seen the row's cluster."""
+        """Leave-cluster-out predictions of every row, by the machine trained without its cluster."""
         if clusters is None:
             raise TypeError(f"{self._function}: clusters must be integer labels, got None; use loo")
         return self._held_out(X, y, weight, clusters)
 
     def lso(self, X: Tensor, y: Tensor, sets: Any, weight: Tensor | None = None) -> HeldOut:
-        """What the machine would have said of some rows, had it not seen others with them: leave-set-out.
+        """Leave-set-out predictions of some rows, by machines trained without sets of rows that contain them.
 
-        For what no clusters describe: a buffer about each row of a time series or a map, such as
-        ``tl.splits.h_block(times, buffer)`` gives, or any other sets, which may overlap.
+        For sets that are not clusters: a buffer around each row of a time series or a map, such as
+        ``tl.splits.h_block(times, buffer)``, or any other sets, which may overlap.
 
         Args:
             X: rows, (..., n, d), in memory.
@@ -138,12 +136,12 @@ class LeastSquares(KernelMachine):
             weight: row weights.
 
         Returns:
-            HeldOut with one entry for each row to predict, set after set: entry k is about row
+            HeldOut with one entry for each row to predict, set after set: entry k is for row
             ``torch.cat([predict for predict, _ in sets])[k]``. A row that several sets predict has several
-            entries, one that none predicts has none; sets that predict row 0, 1, ..., n - 1, as those of
-            `h_block` do, give one entry a row, in the order of the rows. All fields are (..., m) or
-            (..., m, c) for m entries; `clusters` has the number of the set of each, or is None where every
-            set predicts one row.
+            entries, one that none predicts has none; sets that predict row 0, 1, ..., n - 1, like those of
+            `h_block`, give one entry per row, in the order of the rows. All fields are (..., m) or
+            (..., m, c) for m entries; `clusters` has the number of the set of each, or is None if every set
+            predicts one row.
 
         Differentiable. Cost that of `solve`, n^3 once in the dual form (n p^2 with p features), and for a set
         of s rows s^3 + n s (s p min(s, p)); memory that of the problem. See Note [overlapping sets] in
@@ -162,7 +160,7 @@ class LeastSquares(KernelMachine):
         clusters: object | None,
         regs: Regs | None = None,
     ) -> HeldOut:
-        """All values of one call are looked at together, at its end."""
+        """Held-out predictions; all checks of values are made together, at the end of the call."""
         reg = self._penalty if regs is None else regs
         if isinstance(X, Rows):
             return solve_rows(self, X, y, weight, reg).held_out(clusters)
@@ -187,8 +185,8 @@ class LeastSquares(KernelMachine):
     ) -> HeldOut:
         """Held-out outputs for every regularisation, (R,) or (R, c), in front of all other axes.
 
-        The machine's own reg is not used. One decomposition serves them all, and a few are factorised
-        one by one. Differentiable, but on the decomposition only once; see `solve_path`.
+        The reg of the machine is not used. All come from one decomposition; if they are few, each is
+        factorised. Differentiable, for the decomposition only once; see `solve_path`.
         """
         return self._held_out(X, y, weight, clusters, self._path_of(regs))
 
@@ -199,14 +197,14 @@ class LeastSquares(KernelMachine):
         regs: Tensor | None = None,
         weight: Tensor | None = None,
     ) -> Fit | StreamFit:
-        """The machine solved for every regularisation, whose axis R comes first in all that it gives.
+        """The machine solved for every regularisation; all results have the axis R in front of all others.
 
-        Its `coef` (R, ..., n, c), its `bias` and what `held_out(clusters)` computes when asked come from one
-        decomposition, or from one factorisation each where they are few; see `from_kernel_matrix` and
-        `from_features` in torchloo.spectral. The machine's own reg is not used.
+        Its `coef` (R, ..., n, c), its `bias` and the results of `held_out(clusters)` come from one
+        decomposition, or from one factorisation each if they are few; see `from_kernel_matrix` and
+        `from_features` in torchloo.spectral. The reg of the machine is not used.
 
         Args:
-            X: rows, or a `Stream` of them, which brings y and weight.
+            X: rows, or a `Stream` of them, which includes y and weight.
             y: targets.
             regs: (R,), or (R, c) with one for each output.
             weight: row weights.
@@ -231,21 +229,21 @@ class LeastSquares(KernelMachine):
     def features_of(
         self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Expansion] | None:
-        """Rows (n, d) with their graph and features, where the machine has such and there is no batch."""
+        """Rows (n, d) with their graph and features, if the machine has explicit features and no batch."""
         Z = self._features(X)
         return None if Z is None else explicit(Z)
 
     def fit(
         self, X: Tensor | Rows | StreamFit, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Self:
-        """Store the coefficients of the solved machine; an error leaves it as it was.
+        """Store the coefficients of the solved machine; an error leaves the machine unchanged.
 
-        No graph is kept, which inputs that require a gradient are warned of; `solve` keeps one.
+        No graph is kept, with a warning if inputs require a gradient; `solve` keeps one.
 
         Args:
-            X: the rows, or a `Stream` of them, or what `solve` of this machine made of a stream.
-            y: targets; None for a stream, which brings them.
-            weight: row weights; None for a stream, or to weigh all alike.
+            X: the rows, or a `Stream` of them, or the result of `solve` for a stream.
+            y: targets; None for a stream, which includes them.
+            weight: row weights; None for a stream, or for equal weights.
         """
         self._warn_of_cut_graph(X, y, weight)
         with torch.no_grad():
@@ -266,7 +264,7 @@ class LeastSquares(KernelMachine):
         self._store_uncertainty(fit)
 
     def _store_uncertainty(self, fit: Fit) -> None:
-        """Keep what `predictive` needs beside the coefficients: few numbers, unless features are few."""
+        """Store what `predictive` needs besides the coefficients."""
         given, form = fit.representation, fit.form
         noise = fit.problem.ridge if isinstance(form, Dual | Primal) else None  # one for all outputs
         points = spread = None
@@ -278,7 +276,7 @@ class LeastSquares(KernelMachine):
         self._keep_uncertainty(noise, points, spread)
 
     def _keep_uncertainty(self, noise: Tensor | None, points: Tensor | None, spread: Tensor | None) -> None:
-        """Store what is given, in the dtype of the coefficients."""
+        """Store these buffers in the dtype of the coefficients."""
         assert self.coef is not None
         with torch.inference_mode(False):
             for name, value in (("noise", noise), ("points", points), ("spread", spread)):
@@ -288,10 +286,10 @@ class LeastSquares(KernelMachine):
         """Outputs of the fitted machine at new points (..., q, d), and their variances (..., q).
 
         The variance of a Gaussian process with the kernel of the machine, Note [variance at a new point], in
-        the units of `HeldOut.variance`, without noise: that of a row is reg / weight. In the units of the
-        targets it is s^2 times as much, s^2 the mean of r^2 / variance over a HeldOut; so a new row of
-        weight 1 has the variance s^2 (variance + reg). It is the same for all outputs. Rounding may leave
-        one that should be zero slightly negative.
+        the units of `HeldOut.variance`, without noise: the noise of a row is reg / weight. In the units of
+        the targets it is multiplied by s^2, the mean of r^2 / variance over a HeldOut; so a new row of
+        weight 1 has the variance s^2 (variance + reg). It is the same for all outputs. A variance of zero
+        may be slightly negative by rounding.
 
         Differentiable in X. Cost n^2 q, and n^3/3 once after `fit`, memory n^2; for explicit features p^2 q.
         """
@@ -309,16 +307,16 @@ class LeastSquares(KernelMachine):
             )
         if self.noise is None:
             raise RuntimeError(
-                f"{type(self).__name__}: what was loaded has coefficients only, from before machines had a "
-                "variance; call fit(X, y) again"
+                f"{type(self).__name__}: the loaded state has coefficients only, from a version without "
+                "predictive variances; call fit(X, y) again"
             )
         fit = self._solved_again()
-        if fit.features is not None:  # the centre of what were features about a centre is zero to rounding
+        if fit.features is not None:  # the centre of features centred before is zero to rounding
             rows = rows - fit.features.centre
         return predictor(X), fit.variance_at(rows, own).to(full_dtype(X.dtype))
 
     def _solved_again(self) -> Fit:
-        """The machine factorised from what `fit` stored, for whichever targets."""
+        """The machine factorised again from the buffers of `fit`; the targets do not matter."""
         support, noise, points = self.support, self.noise, self.points
         assert support is not None
         assert noise is not None

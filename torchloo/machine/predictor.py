@@ -17,7 +17,7 @@ __all__ = ["Predictor", "Remembered", "SolvedWith", "features_or_inputs"]
 
 
 class SolvedWith(NamedTuple):
-    """What coefficients were solved with, and new inputs must be evaluated with."""
+    """The support and kernel parameters that coefficients were solved with, to detect later changes."""
 
     support: Given
     parameters: tuple[Given, ...]
@@ -25,7 +25,7 @@ class SolvedWith(NamedTuple):
 
     @classmethod
     def now(cls, kernel: Kernel, support: Tensor) -> Self | None:
-        """The kernel and the support as they are; None where tensors are traced and do not change."""
+        """The current kernel and support; None if tensors are traced, which cannot change."""
         parameters = tuple(kernel.parameters())
         if not values_visible(support, *parameters):
             return None
@@ -37,27 +37,27 @@ class SolvedWith(NamedTuple):
         pairs = itertools.zip_longest(kernel.parameters(), self.parameters)
         if not all(p is given.matrix and Given.of(p).version == given.version for p, given in pairs):
             raise RuntimeError(
-                f"{function}: parameters of the kernel were changed after solve, which its coefficients do "
-                "not know of; solve again"
+                f"{function}: parameters of the kernel were changed after solve, so that the coefficients do "
+                "not match them; solve again"
             )
 
 
 def _same(now: Given | None, before: Given | None) -> bool:
-    """Whether a tensor is known to be what it was."""
+    """Whether a tensor is known to be unchanged."""
     if now is None or before is None or now.version is None:
         return False
     return now.matrix is before.matrix and now.version == before.version
 
 
 class Remembered:
-    """Something costly, kept while the tensors that it came from stay as they are; copies lack it."""
+    """A cached result, valid while the tensors it was computed from are unchanged; not copied."""
 
     def __init__(self) -> None:
         self._givens: tuple[Given, ...] = ()
         self._made: Any = None
 
     def get(self, tensors: Sequence[Tensor], make: Callable[[], Any]) -> Any:
-        """What `make` gave for these tensors."""
+        """The result of `make` for these tensors, cached."""
         now = tuple(map(Given.of, tensors))
         pairs = itertools.zip_longest(now, self._givens)
         if self._made is None or not all(_same(a, b) for a, b in pairs):
@@ -73,20 +73,20 @@ class Predictor:
     """f(x) = sum_j coef_j k(x, z_j) + bias, or f(x) = (features of x - centre) coef + bias."""
 
     function: str
-    """Name that errors carry."""
+    """Name of the function for errors."""
     kernel: Kernel
     support: Tensor
-    """The points z_j, (..., m, *event); where `linear` is set, the centre (..., 1, p) of the features."""
+    """The points z_j, (..., m, *event); if `linear`, the centre (..., 1, p) of the features."""
     coef: Tensor
     """(..., m, c), or (..., p, c)."""
     bias: Tensor
     """(..., c)."""
     flat: bool
-    """Whether the targets came without an output axis."""
+    """Whether the targets had no output axis."""
     linear: bool = False
-    """Whether features are weighed."""
+    """Whether `coef` is of features."""
     solved_with: SolvedWith | None = None
-    """What must not have changed; None where all was stored by `fit`."""
+    """Tensors that must be unchanged; None if all was copied by `fit`."""
 
     def __call__(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs X (..., q, d)."""
@@ -96,7 +96,7 @@ class Predictor:
         return (outputs[..., 0] if self.flat else outputs).to(full_dtype(X.dtype))
 
     def rows(self, X: Tensor) -> Tensor:
-        """Features about their centre, or kernel rows: what the coefficients multiply, (..., q, m)."""
+        """Centred features, or kernel rows, which are multiplied by the coefficients, (..., q, m)."""
         require_inputs(self.function, X=X, support=self.support)
         csr.require_layout(self.function, "X", X)
         guard = Guard(self.function)
@@ -112,7 +112,7 @@ class Predictor:
             return None
         if isinstance(self.kernel, Precomputed):
             raise TypeError(
-                f"{self.function}: a variance needs k(x, x), which the rows of Precomputed do not tell; use "
+                f"{self.function}: a variance needs k(x, x), which rows of Precomputed do not contain; use "
                 "the kernel itself"
             )
         return self.kernel.diagonal(X, dtype=self.coef.dtype)
@@ -132,12 +132,12 @@ class Predictor:
 def features_or_inputs(
     function: str, kernel: Kernel, X: Tensor, coef: Tensor, linear: bool, inputs: Sequence[int]
 ) -> Tensor:
-    """The features of X (..., q, *event) where they are weighed, else X, if these go with the coefficients.
+    """The features of X (..., q, *event) if `linear`, else X; checked to match the coefficients.
 
     Args:
-        function: name that errors carry.
+        function: name of the function for errors.
         coef: (..., m, c), of features or of support points.
-        linear: whether features are weighed.
+        linear: whether `coef` is of features.
         inputs: shape of an input of `fit`.
     """
     own = linear or isinstance(kernel, Precomputed)
