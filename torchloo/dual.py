@@ -9,14 +9,14 @@ sum to zero are a = E x with E = I - e_p 1^T, so
     P = E A^{-1} E^T,    A = E^T M E with 1 in place of the zero A_pp.
 
 A_ij = (K_ij - K_pj) - (K_ip - K_pp) + ridge_p, and ridge_i more on the diagonal, subtracted in this
-order: constants in K vanish without a trace. (M^{-1} less the square of M^{-1} 1 is the same P, but loses
-its digits where K 1 is small, as for centred features.) The pivot is a central row of small ridge. With
+order: constants in K cancel exactly. (M^{-1} minus the square of M^{-1} 1 is the same P, but inaccurate
+where K 1 is small, as for centred features.) The pivot is a central row of small ridge. With
 A = L L^T and T = L^{-1} E^T (without a bias: E = I, A = M),
 
     P = T^T T,    a = P Y,    b = Y_p - (M a)_p,    Y - Yhat = ridge * a,
 
-and Note [held-out residual] in smoothers.py needs nothing but a and diagonal blocks of P. No 1 - h
-appears, so nothing cancels as h -> 1.
+and Note [held-out residual] in smoothers.py needs only a and diagonal blocks of P. No 1 - h appears, so
+nothing cancels as h -> 1.
 
 Note [dual backward]
 dP = -P dM P, with or without a bias, since P is a block of the inverse of the (bordered) M; the column
@@ -26,8 +26,8 @@ of that inverse that gives b = q^T Y is q = e_p - P M e_p. So cotangents abar of
     U = P abar + q bbar^T,    Ybar = U,    Mbar = -P D P - (U a^T + a U^T) / 2,
     Kbar = Mbar,              ridgebar = diag(Mbar).
 
-Every term is symmetric: K is read as a symmetric matrix. Under create_graph the same formulas
-are evaluated on differentiable operations, so derivatives of every order exist.
+Every term is symmetric: K is treated as a symmetric matrix. With create_graph the same formulas are
+evaluated by differentiable operations, so derivatives of every order exist.
 """
 
 from collections.abc import Callable
@@ -68,16 +68,17 @@ def _along(pivot: Tensor, values: Tensor, dim: int) -> Tensor:
     """The pivot (..., 1) as an index along an axis of values (..., n), (..., n, c) or (..., c, n)."""
     shape = list(values.shape)
     shape[dim] = 1
-    return (pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)).expand(shape)
+    index = pivot if values.ndim == pivot.ndim else pivot.unsqueeze(-1)
+    return index.expand(shape)
 
 
 def _at(values: Tensor, pivot: Tensor, dim: int) -> Tensor:
-    """The entry p along the last axis, or the last but one, which is kept with size 1."""
+    """The entry p along the last axis, or the last but one; the axis is kept with size 1."""
     return values.gather(dim, _along(pivot, values, dim))
 
 
 def _put(values: Tensor, pivot: Tensor, dim: int, entry: Tensor | float) -> Tensor:
-    """The values with another entry p along an axis: in place, but for transforms, which cannot."""
+    """The values with another entry p along an axis: in place, except in transforms, which cannot."""
     scatter = values.scatter_ if values_visible(values, pivot) else values.scatter
     return scatter(dim, _along(pivot, values, dim), entry)
 
@@ -88,7 +89,8 @@ def _matrix(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
         diagonal = K.diagonal(dim1=-2, dim2=-1) + ridge
         return torch.diagonal_scatter(K, diagonal, dim1=-2, dim2=-1)
     row = _at(K, pivot, -2)
-    A = _put((K - row).sub_(_pivot_column(row, ridge, pivot)), pivot, -1, 0.0)
+    A = (K - row).sub_(_pivot_column(row, ridge, pivot))
+    A = _put(A, pivot, -1, 0.0)
     A.diagonal(dim1=-2, dim2=-1).add_(ridge.scatter(-1, pivot, 1.0))
     return A
 
@@ -100,8 +102,8 @@ def _pivot_column(row: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
 
 
 def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
-    """L with A = L L^T, and where the factorisation failed, (...); large ones on a CPU in the memory of A."""
-    A = _matrix(K, ridge, pivot).mT  # column by column, as LAPACK wants it
+    """L with A = L L^T, and `info` of the factorisation, (...); on a CPU large ones use the memory of A."""
+    A = _matrix(K, ridge, pivot).mT  # column-major, as LAPACK needs
     if K.shape[-1] <= _PANEL or K.device.type != "cpu" or not values_visible(K, ridge):
         return torch.linalg.cholesky_ex(A)
     info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
@@ -109,14 +111,15 @@ def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Ten
 
 
 def _factor_of_rows(Z: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:
-    """The same L for K = Z Z^T, from features Z (..., n, d): K would square their condition."""
+    """The same L for K = Z Z^T, from features Z (..., n, d): K would square their condition number."""
     root = ridge.sqrt()
     if pivot is None:
         return lower_factor(torch.cat([Z.mT, torch.diag_embed(root)], -2))
     ones = _put(torch.ones_like(root), pivot, -1, 0.0)
-    common = (_at(root, pivot, -1) * ones).unsqueeze(-2)  # ridge_p, which all differences to row p share
+    common = (_at(root, pivot, -1) * ones).unsqueeze(-2)  # ridge_p, shared by all differences to row p
     own = torch.diag_embed(root.scatter(-1, pivot, 1.0))
-    return lower_factor(torch.cat([(Z - _at(Z, pivot, -2)).mT, common, own], -2))
+    differences = Z - _at(Z, pivot, -2)
+    return lower_factor(torch.cat([differences.mT, common, own], -2))
 
 
 def _differences(V: Tensor, pivot: Tensor | None) -> Tensor:
@@ -128,7 +131,10 @@ def _solution(L: Tensor, differences: Tensor, pivot: Tensor | None) -> tuple[Ten
     """L^{-1} V and E A^{-1} V for V (..., n, c), whose row p is zero if there is a pivot."""
     half = torch.linalg.solve_triangular(L, differences, upper=False)
     x = torch.linalg.solve_triangular(L.mT, half, upper=True)  # unlike cholesky_solve, no copy of L
-    return half, x if pivot is None else x.scatter(-2, _along(pivot, x, -2), -x.sum(-2, keepdim=True))
+    if pivot is None:
+        return half, x
+    sum_of_others = x.sum(-2, keepdim=True)
+    return half, x.scatter(-2, _along(pivot, x, -2), -sum_of_others)
 
 
 def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
@@ -167,7 +173,7 @@ def _mirror(lower: Tensor) -> Tensor:
 
 
 def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
-    """T^T T for T lower triangular but for column p, skipping its zeros: n^3/3 operations."""
+    """T^T T for T lower triangular except for column p, skipping its zeros: n^3/3 operations."""
     if T.shape[-1] <= _PANEL:
         return T.mT @ T
     product = T.new_empty(T.shape)
@@ -200,7 +206,7 @@ def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> 
 
 
 class _InnerProducts(Function):
-    """Z -> Z Z^T for Z (..., n, d), computing half of it; its backward takes one product of that size."""
+    """Z -> Z Z^T for Z (..., n, d), computing half of it; its backward is one product of that size."""
 
     generate_vmap_rule = True
 
@@ -272,14 +278,17 @@ class _Coefficients(Function):
 def _root(L: Tensor, pivot: Tensor | None) -> Tensor:
     """T of Note [dual form], (..., n, n)."""
     T = _triangular_inverse(L)
-    return T if pivot is None else _put(T, pivot, -1, _at(T, pivot, -1) - T.sum(-1, keepdim=True))
+    if pivot is None:
+        return T
+    column = _at(T, pivot, -1) - T.sum(-1, keepdim=True)
+    return _put(T, pivot, -1, column)
 
 
 class _Rows(Function):
     """(K, ridge, Y) -> r_i = a_i / P_ii and 1 / P_ii for every row i, and T; see Note [dual backward].
 
     With v_i = 1 / P_ii, cotangents rbar and vbar give abar = v rbar and D = -diag(abar . r + v^2 vbar).
-    T has none. The last argument is a where it is known.
+    T has no derivative. The last argument is a, if it is already computed.
     """
 
     generate_vmap_rule = True
@@ -317,7 +326,7 @@ class _Rows(Function):
 class _Blocks(Function):
     """(K, ridge, Y) -> T and T Y, a, and the diagonal blocks of P, (..., g, s, s) for each size s.
 
-    One backward serves a and the blocks; see Note [dual backward]. T and T Y have none.
+    One backward for a and the blocks; see Note [dual backward]. T and T Y have no derivative.
     """
 
     generate_vmap_rule = True
@@ -430,7 +439,7 @@ class Dual:
         return apply(_Blocks, self.K, self.ridge, self.Y, self.pivot, self.factor, *partition.groups)
 
     def held_out(self, partition: Partition, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-        """Held-out residuals (..., n, c), variances (..., n, 1), and which rows were refitted: none.
+        """Held-out residuals (..., n, c), variances (..., n, 1), and refitted rows, of which there are none.
 
         To be called in `full_precision`.
         """
@@ -441,7 +450,8 @@ class Dual:
             guard.implied(r, self.K, self.Y, variance)
         else:
             T, TY, a, *blocks = self._blocks(partition)
-            solved = solve_blocks(partition.gather(a), blocks, guard, Root(lambda: (T, TY), partition.groups))
+            root = Root(lambda: (T, TY), partition.groups)
+            solved = solve_blocks(partition.gather(a), blocks, guard, root)
             r, variance = (partition.scatter(part, a.shape[-2]) for part in solved)
         return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)
 
@@ -458,7 +468,7 @@ class Dual:
         return Dual(self.K, self.ridge, Y, self.pivot, self.factor)
 
     def leave_out(self, sets: Tensor, guard: Guard) -> Tensor:
-        """Held-out residuals (..., g, s, c) of sets (g, s) of rows, from the columns P_{:L} alone.
+        """Held-out residuals (..., g, s, c) of sets (g, s) of rows, from the columns P_{:L} only.
 
         Differentiable; cost n^2 g s. To be called in `full_precision`.
         """
@@ -493,7 +503,8 @@ class Dual:
         c, weights = self._against(k)
         if self.pivot is not None:
             k_p = _at(k, self.pivot, -1)[..., 0]
-            M_pp = _at(_at(self.K, self.pivot, -2), self.pivot, -1)[..., 0] + _at(self.ridge, self.pivot, -1)
+            K_pp = _at(_at(self.K, self.pivot, -2), self.pivot, -1)[..., 0]
+            M_pp = K_pp + _at(self.ridge, self.pivot, -1)
             own = (own - k_p) - (k_p - M_pp)
         return own - (c * weights).sum(-2)
 
@@ -501,10 +512,10 @@ class Dual:
         """c of Note [variance at a new point], without a bias k itself, and P c, (..., n, q) both."""
         c = k.to(self.K.dtype).mT
         if self.pivot is not None:
-            c = (c - _at(c, self.pivot, -2)) - _pivot_column(
-                _at(self.K, self.pivot, -2), self.ridge, self.pivot
-            )
-        return c, apply(_Coefficients, self.K, self.ridge, c, self.pivot, self.factor)[0]
+            column = _pivot_column(_at(self.K, self.pivot, -2), self.ridge, self.pivot)
+            c = (c - _at(c, self.pivot, -2)) - column
+        Pc, _ = apply(_Coefficients, self.K, self.ridge, c, self.pivot, self.factor)
+        return c, Pc
 
 
 def dual(
@@ -521,9 +532,10 @@ def dual(
     Args:
         K: (..., n, n), ridge: (..., n) and Y: (..., n, c), with equal batch dimensions.
         bias: whether there is an unpenalised bias.
-        guard: demands on the values; that the factorisation succeeds becomes one of them.
-        otherwise: what is returned where values show that K + diag(ridge) is badly conditioned.
-        features: Z (..., n, d) with K = Z Z^T, from which it is factorised there if nothing is returned.
+        guard: checks of the values, to which the success of the factorisation is added.
+        otherwise: called, and its result returned, if K + diag(ridge) is badly conditioned.
+        features: Z (..., n, d) with K = Z Z^T, factorised instead of K if it is badly conditioned and there
+            is no `otherwise`.
 
     Differentiable in K, ridge and Y, to every order. Cost n^3/3 for the factor and as much again
     for the diagonal of P; memory 2.2 n^2 numbers, 4.3 n^2 with the backward.
@@ -531,8 +543,10 @@ def dual(
     with torch.no_grad(), full_precision(K):
         pivot = _pivot(K, ridge) if bias else None
         L, info = _factor(K, ridge, pivot)
-        asked = (otherwise is not None or features is not None) and values_visible(K)
-        well_conditioned = not asked or guard.asks(condition(L) < ILL_CONDITIONED)
+        has_alternative = otherwise is not None or features is not None
+        well_conditioned = True
+        if has_alternative and values_visible(K):
+            well_conditioned = guard.asks(condition(L) < ILL_CONDITIONED)
     if otherwise is not None and not well_conditioned:
         return otherwise()
     if features is not None and not well_conditioned:

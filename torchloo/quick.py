@@ -1,4 +1,4 @@
-"""Leave-one-out of few rows with explicit features, where the number of operations takes the time.
+"""Leave-one-out of few rows with explicit features, where the overhead of operations dominates the time.
 
 Note [quick form]
 The dual form (Note [dual form] in dual.py) with the first row as its pivot p, for features that are
@@ -11,8 +11,8 @@ order an eigenvalue s_k of S changes relatively by eps / s_k, and all of them to
     eps trace(S^{-1}) = eps sum_i A_ii P_ii,
 
 a sum of variance inflation factors (1 - h_p for i = p). Where this is small, so are the relative errors of a
-and of P, however near h is to 1. Where it is not, be it that the first row is far from all others, dual.py
-chooses its pivot and takes products in float64.
+and of P, however close h is to 1. Where it is large, for instance because the first row is far from all
+others, dual.py is used, which chooses its pivot and computes products in float64.
 """
 
 from typing import Any
@@ -30,15 +30,15 @@ from torchloo.problem import Problem
 
 __all__ = ["leave_one_out"]
 
-# The most rows: with more of them it is the products that take the time, which must not be done in vain.
+# The largest number of rows: with more, the products dominate the time, and a failure would waste them.
 _FEW = 192
 
-# What a failed factorisation adds to the sum that tells how many digits are lost.
+# Added to the sum of inflation factors where the factorisation failed.
 _FAILED = 1e30
 
 
 def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
-    """P (..., n, n), and sum_i A_ii P_ii (...), above any limit where the factorisation of A failed.
+    """P (..., n, n), and sum_i A_ii P_ii (...), which exceeds any limit if the factorisation of A failed.
 
     By differentiable operations, from differences Z (..., n, d) to the first row if there is a bias.
     """
@@ -56,15 +56,16 @@ def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
 
 
 def _differences(V: Tensor, bias: bool) -> Tensor:
-    """V (..., n, c), with a bias less its first row; else a view, since a Function must not return inputs."""
+    """V (..., n, c), with a bias minus its first row; else a view, as a Function must not return inputs."""
     return V - V[..., :1, :] if bias else V.view_as(V)
 
 
 class _Rows(Function):
-    """(Z, ridge, Y) -> r_i = a_i / P_ii and v_i = 1 / P_ii, then differences of Z and what `_inverse` gives.
+    """(Z, ridge, Y) -> r_i = a_i / P_ii, v_i = 1 / P_ii, differences of Z, and the results of `_inverse`.
 
     The backward is that of Note [dual backward] in dual.py, and K = Z Z^T has Zbar = 2 Kbar Z; the rows of
-    Kbar sum to zero if there is a bias, so the differences serve for Z. Only r and v have a backward.
+    Kbar sum to zero if there is a bias, so Z may be replaced by the differences. Only r and v have a
+    backward.
     """
 
     @staticmethod
@@ -100,16 +101,18 @@ class _Rows(Function):
 
 
 def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Residuals (..., n, c), variances (..., n, 1) and refitted rows (..., n): none; Note [quick form].
+    """Residuals (..., n, c), variances (..., n, 1) and refitted rows (..., n), of which there are none.
+
+    See Note [quick form].
 
     Args:
-        problem: targets, weights and regularisation; what it demands of values is looked at.
+        problem: targets, weights and regularisation; its checks of values are made.
         Z: features (..., n, d).
         bias: whether there is an unpenalised bias.
 
     Returns:
-        None where there are many rows, or one, or few features, where values cannot be looked at, or where
-        they show that digits would be lost.
+        None if there are many rows, or one, or few features, if values cannot be read, or if the result
+        would not be accurate.
     """
     n, d = Z.shape[-2:]
     if not 1 < n <= _FEW or n >= d or not values_visible(Z, problem.Y, problem.reg):
