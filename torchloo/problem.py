@@ -34,29 +34,29 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What every least-squares machine needs beside its matrix, with one batch shape."""
+    """The data of a least-squares problem besides its matrix, with one batch shape."""
 
     Y: Tensor
     """Targets, (..., n, c)."""
     weight: Tensor
-    """Row weights, (..., n); ones where none were given."""
+    """Row weights, (..., n); ones if none were given."""
     reg: Tensor
     """Regularisation, (...)."""
     guard: Guard
-    """Demands on the values, not yet looked at, and the name that errors carry."""
+    """Checks of the values, not yet made, and the name of the function for errors."""
     given: "Given"
     """The matrix that the problem was solved from."""
     weighted: bool = True
-    """False where no weights were given."""
+    """False if no weights were given."""
 
     @property
     def function(self) -> str:
-        """Name that errors carry."""
+        """Name of the function for errors."""
         return self.guard.function
 
     @property
     def ridge(self) -> Tensor:
-        """reg / weight, (..., n): what is added to the diagonal of K."""
+        """reg / weight, (..., n), which is added to the diagonal of K."""
         reg = self.reg.unsqueeze(-1) if self.reg.ndim else self.reg
         return reg / self.weight if self.weighted else reg.expand_as(self.weight)
 
@@ -68,12 +68,15 @@ class Problem:
 def _check(
     guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
 ) -> Problem:
-    """Check shapes and dtypes against a matrix (..., n, m) and note what must hold of the values."""
+    """Check shapes and dtypes against a matrix (..., n, m) and add the checks of values to the guard."""
     function = guard.function
-    given = {"Y": Y} | ({} if weight is None else {"weight": weight})
+    tensors = {}
     if not (guard.wide and matrix.dtype == torch.float64):
-        given = {name: matrix} | given
-    require_floating(function, **given)
+        tensors[name] = matrix
+    tensors["Y"] = Y
+    if weight is not None:
+        tensors["weight"] = weight
+    require_floating(function, **tensors)
     shape = tuple(matrix.shape)
     if matrix.ndim < 2 or 0 in shape:
         raise ValueError(f"{function}: {name} must be a matrix with at least one row, got shape {shape}")
@@ -111,7 +114,7 @@ def _check(
     problem = Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
     if weighted:
         with torch.no_grad():
-            guard.finite(**{"reg / weight": problem.ridge})  # of the smallest weights it may overflow
+            guard.finite(**{"reg / weight": problem.ridge})  # may overflow for tiny weights
     return problem
 
 
@@ -132,7 +135,7 @@ def check_features(guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weig
 
 
 def check_rows(guard: Guard, X: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
-    """The problem of rows X, (..., n, d), whose values are looked at elsewhere."""
+    """The problem of rows X, (..., n, d), whose values are checked elsewhere."""
     return _check(guard, "X", X, Y, reg, weight)
 
 
@@ -145,9 +148,9 @@ class Regs(NamedTuple):
     """Whether results have the axis R, in front of all others."""
 
     def checked(self, guard: Guard, outputs: int, like: Tensor, batch: int = 0) -> Tensor:
-        """The same as (R, ..., c'), c' = 1 or c, with so many axes of a batch; R = 1 where there is none.
+        """The values as (R, ..., c'), c' = 1 or c, with `batch` axes between; R = 1 without a path.
 
-        Of the dtype and device of a tensor.
+        In the dtype and on the device of the tensor `like`.
         """
         regs = torch.as_tensor(self.values, dtype=like.dtype, device=like.device)
         own = regs.shape[-1:] == (outputs,)
@@ -170,10 +173,12 @@ class Regs(NamedTuple):
 
     @property
     def unit(self) -> Tensor | float:
-        """1 in the batch shape that the regularisations bring: those of a path bring none."""
-        return 1.0 if self.path or not self.values.ndim else torch.ones_like(self.values[..., 0])
+        """1 in the batch shape of the regularisations; those of a path have none."""
+        if self.path or not self.values.ndim:
+            return 1.0
+        return torch.ones_like(self.values[..., 0])
 
 
 def _shared(regs: Tensor) -> bool:
-    """Whether regularisations (R,) or (R, 1) serve all outputs."""
+    """Whether regularisations (R,) or (R, 1) are shared by all outputs."""
     return regs.ndim == 1 or regs.shape[1] == 1

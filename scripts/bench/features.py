@@ -123,7 +123,7 @@ def against_ridge_cv(table: Table, n: int, d: int, repeats: int) -> None:
     times = in_turns(f"ridge {n} x {d}", sides, repeats)
     ratio = times["theirs"] / times["ours"]
     table.row(f"{shape}: RidgeCV ({times['theirs']:.3f} s) / ours", times["ours"], ratio, 8, at_least=True)
-    table.told(f"{shape}: ours / ten lines by hand", times["ours"], times["ours"] / times["hand"])
+    table.info(f"{shape}: ours / ten lines by hand", times["ours"], times["ours"] / times["hand"])
     probe.compare(table)
     table.agreement("residuals, ours and by hand", [probe.ours().residuals], [probe.by_hand()], 1e-7)
 
@@ -190,8 +190,8 @@ def against_products(table: Table, n: int, m: int, repeats: int, asked: bool) ->
         if asked:
             table.row(shown, times[what], times[what] / base, limit)
         else:
-            table.told(shown, times[what], times[what] / base)
-    table.told(f"{n:,} rows, m = {m}: kernel alone / products", times["kernel"], times["kernel"] / base)
+            table.info(shown, times[what], times[what] / base)
+    table.info(f"{n:,} rows, m = {m}: kernel alone / products", times["kernel"], times["kernel"] / base)
 
 
 def sparse_agreement(table: Table, n: int, m: int, repeats: int) -> None:
@@ -212,7 +212,7 @@ def sparse_agreement(table: Table, n: int, m: int, repeats: int) -> None:
 
     times = in_turns(f"sparse {n} m = {m}, plain", {"ours": ours, "hand": by_hand}, repeats)
     ratio = times["ours"] / times["hand"]
-    table.told(f"{n:,} rows, m = {m}: PRESS and gradient / plain autograd", times["ours"], ratio)
+    table.info(f"{n:,} rows, m = {m}: PRESS and gradient / plain autograd", times["ours"], ratio)
     table.agreement("residuals and gradients, ours and plain", ours(), by_hand(), 1e-7)
 
 
@@ -349,7 +349,7 @@ def million(table: Table, n: int, m: int) -> None:
         print(f"  select, {evaluations[-1]} evaluations and the fit: {seconds[-1]:.1f} s", flush=True)
     one = (seconds[1] - seconds[0]) / (evaluations[1] - evaluations[0])
     products = best_times({"products": two_products(n, m, 2048)}, 2)["products"]
-    table.told(f"{what} / two products", one, one / products)
+    table.info(f"{what} / two products", one, one / products)
     print(f"  peak memory of select beyond the data: {peak_of('million', n, m) / MIB:.0f} MiB")
 
 

@@ -87,14 +87,14 @@ def _is_mask(index: Any) -> bool:
 
 
 class Table:
-    """Rows of what was asked and what was measured, printed as they come."""
+    """A table of measured ratios and their limits, printed row by row."""
 
     def __init__(self, case: str = "") -> None:
         self.failed, self._case = 0, case
-        print(f"{'what':<64}{'seconds':>10}{'ratio':>9}{'asked':>10}  met")
+        print(f"{'what':<64}{'seconds':>10}{'ratio':>9}{'limit':>10}  met")
 
     def wants(self, what: str) -> bool:
-        """Whether rows of this name are among those that were asked for."""
+        """Whether rows of this name are selected."""
         return self._case in what
 
     def row(
@@ -103,11 +103,11 @@ class Table:
         met = ratio >= limit if at_least else ratio <= limit
         self.failed += not met
         shown = "" if seconds is None else f"{seconds:.3f}"
-        asked = f"{'>=' if at_least else '<='} {limit:g}"
-        print(f"{what:<64}{shown:>10}{ratio:>9.2f}{asked:>10}  {'yes' if met else 'NO'}", flush=True)
+        bound = f"{'>=' if at_least else '<='} {limit:g}"
+        print(f"{what:<64}{shown:>10}{ratio:>9.2f}{bound:>10}  {'yes' if met else 'NO'}", flush=True)
 
-    def told(self, what: str, seconds: float, ratio: float) -> None:
-        """A row for information, of which nothing is asked."""
+    def info(self, what: str, seconds: float, ratio: float) -> None:
+        """A row for information, without a limit."""
         print(f"{what:<64}{seconds:>10.3f}{ratio:>9.2f}", flush=True)
 
     def agreement(

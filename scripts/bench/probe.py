@@ -56,7 +56,7 @@ def chosen_reg(table: Table, repeats: int) -> None:
     seconds, chosen = min(selections, key=lambda run: run[0])
     path = min(timed(lambda: without_graph(machine.path, X, labels, regs))[0] for _ in range(repeats))
     what = f"20,000 x 384, 10 classes: select of reg ({chosen.evaluations} evaluations) / a path of 30"
-    table.told(what, seconds, seconds / path)
+    table.info(what, seconds, seconds / path)
 
 
 @torch.no_grad()

@@ -354,7 +354,7 @@ class LeastSquares(KernelMachine):
         self._keep_uncertainty(None, None, solved.spread)
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
-        """The features of rows that come in blocks, of which `first` gives as many as are asked for."""
+        """The features of rows that come in blocks; `first(k)` returns the first k rows."""
         if not self.kernel.is_linear:
             raise TypeError(
                 f"{self._function}: a stream needs a machine with few features: a linear kernel, or "

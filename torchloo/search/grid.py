@@ -19,7 +19,7 @@ Axes = list[tuple[Entry, Tensor]]
 
 
 def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
-    """The axes of a grid that was given by name; a number stands for all entries of a vector."""
+    """The axes of a grid given by name; a number applies to all entries of a vector."""
     axes = []
     for name, listed in grid.items():
         entry = space.find(name, "grid")

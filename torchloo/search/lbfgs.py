@@ -115,7 +115,7 @@ def minimise(objective: Objective, setup: RunSetup) -> None:
     """Minimise from R starts, each in its box; the objective keeps the best.
 
     A run stops when the projected gradient falls below `tolerance` of the value, when three steps in a row
-    gain less than `tolerance` of it, when no step along the gradient itself descends, or after so many
+    gain less than `tolerance` of it, when no step along the gradient itself descends, or after this many
     `evaluations`.
     """
     start, problem, box, unit, evaluations, tolerance, rounding = setup

@@ -22,7 +22,7 @@ def minimise(objective: Objective, setup: RunSetup) -> None:
     """Minimise from R starts, each in its box; the objective keeps the best.
 
     Reflection 1, expansion 2, contraction and shrinkage 1/2. A simplex stops when its values differ by less
-    than `tolerance` of the best and its edges are below 1 % of a unit, or after so many `evaluations`.
+    than `tolerance` of the best and its edges are below 1 % of a unit, or after this many `evaluations`.
     """
     start, problem, box, unit, evaluations, tolerance, rounding = setup
     tolerance = max(tolerance, rounding)

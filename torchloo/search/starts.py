@@ -3,7 +3,7 @@
 Note [first start]
 On up to 300 rows, evenly spread over the training rows:
 
-* a parameter of a kernel is what its declaration (`Positive`) makes of the rows that reach the kernel. A
+* a parameter of a kernel is computed by its declaration (`Positive`) from the rows that reach the kernel. A
   shared lengthscale is the median distance between rows; with one lengthscale for each input (ARD) it is
   the median distance of the standardised rows times the input's standard deviation;
 * the regularisation is q k, with k the mean diagonal of the centred kernel matrix and q the noise of the
