@@ -67,7 +67,6 @@ class Sink:
             Field("variance", (R, n, own), dtype),
             Field("refitted", (R, n), torch.bool),
         ]
-        self._whole = known is None
         if known is None:
             self._fields += [
                 Field("outputs", shape, dtype), Field("targets", (n, c), dtype), Field("weight", (n,), dtype)
@@ -104,7 +103,7 @@ class Sink:
         r = residuals.mT.to(to, dtype)
         self.residuals[:, rows] = r
         self.variance[:, rows] = variance.mT.to(to, dtype)
-        if self._whole and self.outputs is not None:
+        if self.outputs is not None:
             Y = part.Y.to(to)
             self.outputs[:, rows] = Y - r
             self.targets[rows] = Y
