@@ -20,13 +20,13 @@ from torchloo.svm.fit import trained
 from torchloo.svm.proof.certify import value_bound
 from torchloo.svm.proof.checks import sufficiency_checks
 from torchloo.svm.result import BALL, BOUND, CUT, KKT, UNUSED
+from torchloo.svm.smo import loo_smo
 from torchloo.svm.smo.bound import DualBound
 from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.free_newton import FreeSets, Groups
-from torchloo.svm.smo.loo_smo import leave_one_out_by_smo
+from torchloo.svm.smo.loo_smo import leave_one_out_by_smo, seed_without
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
-from torchloo.svm.smo.seeding import seed_without
 from torchloo.svm.solve.low_rank import in_double
 
 
@@ -487,6 +487,23 @@ def test_where_the_host_must_wait_it_does_so_once_a_round(options, monkeypatch):
     assert torch.equal(usual.sign[both], end.sign[both])
     exact = torch.cat([svm_loo(k, y, C).outputs for k, C in zip(K, (20.0, 3.0, 1.0), strict=True)])
     assert bool((end.sign * exact >= 0).all())
+
+
+@pytest.mark.parametrize("options", [SMOOptions(), SMOOptions(working=2, bound=True, gap_ball=True)])
+def test_a_grid_of_kernels_and_C_is_one_call_of_one_loop(options, monkeypatch):
+    X, y = toy(29, n=30, d=3)
+    K, C = torch.stack([rbf(X, 0.7), rbf(X, 2.0)])[:, None], torch.tensor([0.3, 3.0, 30.0]).double()
+    calls = Counter()
+    monkeypatch.setattr(loo_smo, "smo", lambda *x: calls.update(loops=1) or smo(*x))
+    grid = svm_loo(K, y, C, method="smo", values=False, smo=options)
+    assert calls["loops"] == 1
+    assert grid.errors.shape == (2, 3, 30)
+    for k in range(2):
+        for c in range(3):
+            alone = svm_loo(K[k, 0], y, C[c], method="smo", values=False, smo=options)
+            assert torch.equal(grid.errors[k, c], alone.errors)
+            # Ties of pairs fall by rounding, and with them the round of a proof.
+            assert int((grid.resolved_by[k, c] != alone.resolved_by).sum()) <= 1
 
 
 @pytest.mark.parametrize("values", [True, False])

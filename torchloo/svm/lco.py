@@ -15,10 +15,9 @@ from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, Problem, RowOutcome
 from torchloo.svm.result import SVMHeldOut
-from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo
+from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo, seed_without
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import smo
-from torchloo.svm.smo.seeding import seed_without
 from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.tolerances import CLOSE, between_bounds

@@ -3,5 +3,5 @@
 In: kernel matrices, labels, boxes and feasible starts (`rounds.smo`), or a trained machine (`loo_smo`).
 Out: `rounds.SMOState` with the solutions to epsilon; `loo_smo` makes an `outcomes.RowOutcome` of them.
 Each round improves `working_sets` (the rest of them by `box_qp`) and takes the steps of `free_newton`;
-`bound` stops a problem at a proof, `seeding` starts it near the full machine, `options` names the variants.
+`bound` stops a problem at a proof; `options` names the variants.
 """

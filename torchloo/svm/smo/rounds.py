@@ -170,23 +170,9 @@ def _first_state(K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, table: Tensor
     table, y, box, alpha = table[order], y[order], box[order], alpha[order]
     F = Groups.of(table, len(K), len(y)).product(alpha * y, K) - y
     none = alpha.new_zeros(len(y))
-    return SMOState(
-        number=order,
-        table=table,
-        box=box,
-        y=y,
-        alpha=alpha,
-        F=F,
-        bias=none,
-        violation=none,
-        steps=zero,
-        newton=zero.clone(),
-        columns=zero.clone(),
-        stopped_by=zero,
-        sign=none,
-        mark=none + torch.inf,
-        waited=zero,
-    )
+    counts = dict.fromkeys(("steps", "newton", "columns", "stopped_by", "waited"), zero)
+    values = {"bias": none, "violation": none, "sign": none, "mark": none + torch.inf}
+    return SMOState(order, table, box, y, alpha, F, **values, **counts)
 
 
 class _Plan(NamedTuple):
