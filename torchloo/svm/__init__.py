@@ -1,4 +1,9 @@
-"""Support vector machines with an exact, certified leave-one-out."""
+"""Support vector machines with an exact, certified leave-one-out.
+
+In: kernel matrices, labels and C (`svm`, `svm_loo`, `svm_lco`), or rows (`SVC`). Out: `SVMFit`, `SVMHeldOut`.
+`solve/` trains the full machine, `path/` follows it to the machines without a row, `proof/` certifies their
+signs, and `smo/` retrains instead. `records` has what goes between them, `tolerances` what they share.
+"""
 
 from torchloo.svm.fit import SVMFit, svm
 from torchloo.svm.lco import svm_lco

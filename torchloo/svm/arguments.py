@@ -70,9 +70,8 @@ def checked(
     if given:
         guard.positive(**{"C * weight": box})
     name = "C * weight" if given else "C"
-    guard.require(
-        box.amax(-1) >= FEW_DIGITS, f"{name} must be at least {FEW_DIGITS:.1e} in some row; use a larger C"
-    )
+    expected = f"{name} must be at least {FEW_DIGITS:.1e} in some row; use a larger C"
+    guard.require(box.amax(-1) >= FEW_DIGITS, expected)
     guard.check()
     return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
 

@@ -186,17 +186,17 @@ class _Source(NamedTuple):
     def require_semidefinite(self) -> Tensor:
         """The smallest eigenvalues, (B,); an error names one if that K is not even a rounded kernel matrix.
 
-        Rounded to float32, if that is what its entries say.
+        Rounded to float32 if all its entries are float32 numbers.
         """
         K, given = self.matrix.K[self.rows], self.given[self.rows]
-        least, size = torch.linalg.eigvalsh(K)[:, 0], K.diagonal(dim1=1, dim2=2).abs().amax(1)
-        single = (given.float() == given).all(2).all(1)
+        least = torch.linalg.eigvalsh(K)[:, 0]
+        size = K.diagonal(dim1=1, dim2=2).abs().amax(1)
+        single = (given.float() == given).all(2).all(1)  # rounded to float32
         largest = given.diagonal(dim1=1, dim2=2).amax(1).double()
         unit = (torch.finfo(torch.float32).eps * largest).masked_fill(~single, 0)
         rounding = self.matrix.rounding[self.rows].amax(1).square()
-        allowed = torch.maximum(_DOUBLE * size, K.shape[-1] * torch.maximum(unit, rounding)).clamp_min(
-            FEW_DIGITS
-        )
+        of_entries = K.shape[-1] * torch.maximum(unit, rounding)
+        allowed = torch.maximum(_DOUBLE * size, of_entries).clamp_min(FEW_DIGITS)
         worst = least + allowed
         if bool((worst < 0).any()):
             raise ValueError(

@@ -81,7 +81,7 @@ class Machines:
         self.enter(problem, rows, which, alpha, box, torch.arange(len(problem.variable), device=rows.device))
 
     def enter_unchanged(self, problem: Problem, full: Exact) -> None:
-        """Rows that the full machine does without: all have its own coefficients."""
+        """Rows that are no support vectors: without them the machine has the same coefficients."""
         rows = torch.arange(len(problem.variable), device=problem.y.device)
         self.enter(problem, rows, torch.zeros_like(rows), full.alpha[None], problem.box[None], rows)
 

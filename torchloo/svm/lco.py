@@ -136,9 +136,9 @@ def _solve_without(
     Their coefficients (B, m), and what the SMO has taken for each: pairs, kernel columns, those of its seeds
     among them, and Newton steps, (B,).
 
-    All are seeded from the full machine (`near` (B, m) tells which variables take what goes first), solved
-    nearly by one batched SMO, and then exactly from its sets, or anew where it has not come close. For 50
-    clusters of diabetis, RBF, C = 1 this takes a tenth of the time of solving each anew.
+    All are seeded from the full machine (variables with the largest `near` (B, m) take over first what goes),
+    solved nearly by one batched SMO, and then exactly from its sets, or anew where it has not come close. For
+    50 clusters of diabetis, RBF, C = 1 this takes a tenth of the time of solving each anew.
     """
     y, before = (x.expand_as(boxes) for x in (problem.y, full.alpha.clamp_min(0)))
     start = seed_without(before, y, boxes, near)
@@ -163,7 +163,8 @@ def _solve_without(
 
 def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:
     """Whether each of the boxes (G, m) leaves something of both classes, (G,)."""
-    return ((boxes > 0) & (y > 0)).any(1) & ((boxes > 0) & (y < 0)).any(1)
+    left = boxes > 0
+    return (left & (y > 0)).any(1) & (left & (y < 0)).any(1)
 
 
 def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,8 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
     held = Held(alpha[member], u[member], boxes[member], v, problem.rounding)
     sign = proved_sign(problem.K, y, held, bias[member])
     one_class = ~_both_classes(y, boxes)
-    remaining = torch.where(((boxes > 0) & (y > 0)).any(1), 1.0, -1.0).to(f)
+    positive_left = ((boxes > 0) & (y > 0)).any(1)
+    remaining = torch.where(positive_left, 1.0, -1.0).to(f)
     f = torch.where(one_class[member], remaining[member], f)
     return f, (sign * f > 0) | one_class[member]
 

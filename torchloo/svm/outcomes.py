@@ -24,14 +24,17 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
     Of so many problems as fit, and of at most `most`.
     """
     n = y.shape[-1]
-    matrices, labels, boxes = K.detach().reshape(-1, n, n), y.reshape(-1, n), box.detach().reshape(-1, n)
-    number, fit = matrix_numbers(K, y.shape[:-1]), max(1, _TOGETHER // n**2)
-    size = fit if most is None else min(fit, most)
-    for part, y_part, box_part in zip(number.split(size), labels.split(size), boxes.split(size), strict=True):
-        first = int(part[0])
+    matrices = K.detach().reshape(-1, n, n)
+    labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
+    number = matrix_numbers(K, y.shape[:-1])
+    size = max(1, _TOGETHER // n**2)
+    size = size if most is None else min(size, most)
+    parts = (x.split(size) for x in (number, labels, boxes))
+    for part, y_part, box_part in zip(*parts, strict=True):
+        first, last = int(part[0]), int(part[0]) + len(part)
         # A copy only where matrices are not one after the other.
-        follows = bool((part == torch.arange(first, first + len(part), device="cpu")).all())
-        K_part = matrices[first : first + len(part)] if follows else matrices[part.to(K.device)]
+        in_order = bool((part == torch.arange(first, last, device="cpu")).all())
+        K_part = matrices[first:last] if in_order else matrices[part.to(K.device)]
         yield K_part, y_part, box_part
 
 

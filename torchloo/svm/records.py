@@ -93,8 +93,9 @@ class Exact(NamedTuple):
 
     def where(self, mask: Tensor, other: "Exact") -> "Exact":
         """These where the mask (B,) is true, else the others."""
+        masks = {1: mask, 2: mask[:, None]}
         pairs = zip(self, other, strict=True)
-        return Exact(*(torch.where(mask if x.ndim == 1 else mask[:, None], x, z) for x, z in pairs))
+        return Exact(*(torch.where(masks[x.ndim], x, z) for x, z in pairs))
 
 
 def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:

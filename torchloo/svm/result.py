@@ -1,4 +1,4 @@
-"""SVMHeldOut: what an SVM says of points it has not seen, and how far that is proved."""
+"""SVMHeldOut: held-out predictions of an SVM, and which of them are proved."""
 
 from typing import NamedTuple
 

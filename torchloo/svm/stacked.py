@@ -50,7 +50,8 @@ def set_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     if len(mask) == 1:
         S = mask[0].nonzero()[:, 0][None]
         return S, torch.ones_like(S, dtype=torch.bool)
-    S = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : int(mask.sum(1).max())]
+    order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    S = order[:, : int(mask.sum(1).max())]
     return S, mask.gather(1, S)
 
 
@@ -73,7 +74,8 @@ def block_of(K: Tensor, S: Tensor, T: Tensor | None = None) -> Tensor:
     T = S if T is None else T
     if len(K) == 1:
         return K[0].index_select(0, S[0]).index_select(1, T[0])[None]
-    return K[torch.arange(len(K), device=K.device)[:, None, None], S[:, :, None], T[:, None, :]]
+    each = torch.arange(len(K), device=K.device)[:, None, None]
+    return K[each, S[:, :, None], T[:, None, :]]
 
 
 def times_vector(K: Tensor, a: Tensor) -> Tensor:
@@ -141,4 +143,5 @@ class Tables:
         if self.count == 1:
             return x @ M[0]
         padded = x.new_zeros(self.count * self.most, x.shape[1]).index_copy_(0, self.place, x)
-        return (padded.view(self.count, self.most, -1) @ M).flatten(0, 1).index_select(0, self.place)
+        products = padded.view(self.count, self.most, -1) @ M  # (T, most, l)
+        return products.flatten(0, 1).index_select(0, self.place)

@@ -126,7 +126,7 @@ class SVC(KernelMachine):
         method: str = "auto",
         epsilon: float = 1e-3,
     ) -> SVMHeldOut:
-        """What the machine would have said of every row, had it not seen its cluster; see `svm_lco`."""
+        """Held-out prediction of every row, by the machine without its cluster; see `svm_lco`."""
         _, problems, flat = self._problems(X, y, weight)
         held = leave_clusters_out(_CALLER, *problems, clusters, method, epsilon)
         return held.with_outputs(flat, full_dtype(X.dtype))

@@ -1,4 +1,4 @@
-"""Tolerances that several rooms of the SVM share; one that is used in one place stands beside its use.
+"""Tolerances that several rooms of the SVM share; one that is used in one place is beside its use.
 
 They are absolute, or relative to what is named, for problems as `solve/merge.py` scales them: kernels of mean
 diagonal 1, or boxes of 1 if that makes kernels larger.
@@ -30,7 +30,7 @@ AT_BOUND = 1e-7  # of the box, or of the largest coefficient if that is less: ho
 def at_bound(alpha: Tensor, box: Tensor) -> Tensor:
     """How near its bound a coefficient counts as at it, (..., m); for solutions that rounding has moved.
 
-    A box may be far larger than any coefficient, which then tells what rounding is.
+    Boxes may be far larger than any coefficient; rounding is relative to the coefficients then.
     """
     return AT_BOUND * torch.minimum(box, alpha.amax(-1, keepdim=True))
 

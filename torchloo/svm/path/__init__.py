@@ -1,7 +1,7 @@
 """The exact path from the full machine to the machines without a row.
 
-In: stacked problems (`merge.Problem`), their `exact.Exact`, and what is to go (`unlearn.Targets`).
-Out: `unlearn.Unlearned`, held-out values and what is proved of them; `loo_path` makes
-an `outcomes.RowOutcome` of them.
+In: stacked problems (`records.Problem`), their `records.Exact`, and what is to go (`unlearn.Targets`).
+Out: `records.Unlearned`, held-out values and what is proved of them; `loo_path` makes
+a `records.RowOutcome` of them.
 Rows of a machine share its tableau (`tableau`); all are followed as one (`follow`), then refreshed on K.
 """

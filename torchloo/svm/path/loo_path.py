@@ -126,13 +126,15 @@ def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     problem, v = rows.problem, rows.problem.variable
     # A row may take the only free variable to its bound merely by making its box smaller.
-    filled = inner.gather(1, v) & (rows.room >= -at_bound(rows.full.alpha, problem.box).gather(1, v))
+    width = at_bound(rows.full.alpha, problem.box)
+    filled = inner.gather(1, v) & (rows.room >= -width.gather(1, v))
     loose = ~rows.open & (inner.sum(1, keepdim=True) - filled.int() == 0)
     index = loose.view(-1).nonzero()[:, 0]
     if not len(index):
         return
     table = index // v.shape[1]
-    held = _held(problem, table, rows.full.alpha[table], rows.at(v, index), rows.at(rows.kept, index))
+    target, kept = rows.at(v, index), rows.at(rows.kept, index)
+    held = _held(problem, table, rows.full.alpha[table], target, kept)
     outputs, certified = judged(problem.K, problem.y[table], held)
     rows.put(index, outputs=outputs, certified=certified)
 

@@ -188,7 +188,8 @@ def _after_drive(shared: Shared, s: Paths, rows: Tensor, blocked: Tensor, gone: 
     away = torch.where(blocked, gone, 0.0).clamp_min(TOUCH)  # |g|
     inf = torch.full_like(away, torch.inf)
     upper = up ^ blocked  # up to the far bound, or g down from 0 at the upper one
-    bounded = torch.where(upper[:, None], torch.stack([-inf, away], 1), torch.stack([-away, inf], 1))
+    at_upper, at_lower = torch.stack([-inf, away], 1), torch.stack([-away, inf], 1)
+    bounded = torch.where(upper[:, None], at_upper, at_lower)
     distance = torch.where((blocked & ~free)[:, None], entered, bounded)
     target = torch.stack([shared.floor - s.sense[rows] * gone, inf], 1)
     distance = torch.where((j == s.target[rows])[:, None], target, distance)
@@ -207,7 +208,8 @@ def _toggle_both(shared: Shared, s: Paths, rows: Tensor, i: Tensor, j: Tensor) -
         s.used += 1
     P, first = s.P[rows], s.first_row[rows][:, None, None]
     identity = torch.diag_embed(P.eq(shared.dummy).to(s.H))  # at padded places
-    H, info = torch.linalg.inv_ex(shared.rows[first + P[:, :, None], P[:, None, :]] + identity)
+    A_PP = shared.rows[first + P[:, :, None], P[:, None, :]]
+    H, info = torch.linalg.inv_ex(A_PP + identity)
     singular = info != 0
     s.H[rows] = (H - identity).masked_fill(singular[:, None, None], 0)
     s.failed[rows] |= singular
@@ -220,13 +222,17 @@ def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
     A q that is not in P takes a place of its own: r place 0, others a new one.
     """
     s.make_room(1)
-    q, sense, P = s.driver[rows][:, None], s.sense[rows][:, None], s.P[rows]
-    first, row_r, q_is_r = s.first_row[rows][:, None], s.row[rows][:, None], q == s.target[rows][:, None]
-    row_q, place = torch.where(q_is_r, row_r, first + q), torch.where(q_is_r, 0, s.used)
+    P = s.P[rows]  # (R, k); the others are (R, 1)
+    q, sense = s.driver[rows][:, None], s.sense[rows][:, None]
+    first, row_r = s.first_row[rows][:, None], s.row[rows][:, None]
+    q_is_r = q == s.target[rows][:, None]
+    row_q = torch.where(q_is_r, row_r, first + q)
+    place = torch.where(q_is_r, 0, s.used)
     member = q == P  # (R, k)
     in_P = member.any(1, keepdim=True)
     D_q = shared.sign[s.first[rows][:, None] + q]
-    c = times(s.H[rows], torch.where(in_P, member * D_q, -shared.rows[row_q, P]) * sense)
+    rhs = torch.where(in_P, member * D_q, -shared.rows[row_q, P])
+    c = times(s.H[rows], rhs * sense)
     s.rate[rows] = c.scatter(1, place, torch.where(in_P, c.gather(1, place), sense))
     moved = torch.cat([row_r, shared.rows_of(first, P)[:, 1:]], 1)
     s.moved[rows] = moved.scatter(1, place, torch.where(in_P, moved.gather(1, place), row_q))

@@ -68,11 +68,11 @@ class Base(NamedTuple):
         of_free = torch.stack([alpha - box[1], alpha - box[0]])  # (2, T, l), z = -alpha
         of_bounded = torch.stack([torch.where(upper, -inf, -margin), torch.where(upper, -margin, inf)])
         low, high = torch.where(free, of_free, of_bounded)
-        low, high = low.clamp_max(-TOUCH), high.clamp_min(TOUCH)
-        distance = torch.stack([pad(low, (0, 2), value=-torch.inf), pad(high, (0, 2), value=torch.inf)], 1)
-        return cls(
-            tableau, distance, pad(box.transpose(0, 1), (0, 2)), pad(k.clamp_min(1.0), (0, 2), value=1.0)
-        )
+        low = pad(low.clamp_max(-TOUCH), (0, 2), value=-torch.inf)
+        high = pad(high.clamp_min(TOUCH), (0, 2), value=torch.inf)
+        box = pad(box.transpose(0, 1), (0, 2))
+        size = pad(k.clamp_min(1.0), (0, 2), value=1.0)
+        return cls(tableau, torch.stack([low, high], 1), box, size)
 
 
 @dataclass
@@ -163,7 +163,8 @@ class Paths:
         """More places in every change set."""
         dummy = self.distance.shape[2] - 2
         self.moved, self.P = (pad(x, (0, places), value=dummy) for x in (self.moved, self.P))
-        self.rate, self.H = pad(self.rate, (0, places)), pad(self.H, (0, places, 0, places))
+        self.rate = pad(self.rate, (0, places))
+        self.H = pad(self.H, (0, places, 0, places))
 
     @staticmethod
     def cat(parts: list["Paths"]) -> "Paths":
@@ -218,7 +219,8 @@ class Ends(NamedTuple):
         if len(parts) == 1:
             return parts[0] if torch.equal(order, numbers) else Ends(*(x[order] for x in parts[0]))
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
-        padded = [part._replace(P=pad(part.P, (0, k - part.P.shape[1]), value=dummy)) for part in parts]
+        all_P = [pad(part.P, (0, k - part.P.shape[1]), value=dummy) for part in parts]
+        padded = [part._replace(P=P) for part, P in zip(parts, all_P, strict=True)]
         columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
         H = parts[0].H.new_zeros(len(numbers), k, k)
         for own, part in zip(columns["problem_id"], columns.pop("H"), strict=True):

@@ -98,7 +98,9 @@ def _unlearn(
         end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
         stack = Problem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
         done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
-    return done[0] if len(done) == 1 else Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
+    if len(done) == 1:
+        return done[0]
+    return Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
 
 
 def _that_fit(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
@@ -169,7 +171,8 @@ def _proof_by_moved(
     tables, machines, r = end.tables, end.machines, end.target[:, None]
     moved = torch.zeros_like(full.free).scatter_(1, machines.variable, True)
     down = (full.upper ^ (problem.y < 0)).to(problem.y)  # 1 for those that push the bias down
-    y_r, box_r, rounding_r = (tables.pick(x, r)[:, 0] for x in (problem.y, problem.box, problem.rounding))
+    of_r = (tables.pick(x, r)[:, 0] for x in (problem.y, problem.box, problem.rounding))
+    y_r, box_r, rounding_r = of_r
     at_rest = (end.place == machines.variable.shape[1]).to(y_r)
     lost, gone = at_rest * (box_r - kept), at_rest * end.gone
     of_machine = torch.stack(
@@ -232,6 +235,7 @@ def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
     )
     widen = full.free * problem.box.clamp_max(_WIDEST)
     low = full.alpha.clamp_max(0) * full.free - widen * jitter[0]
-    high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box) + widen * jitter[1]
+    high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box)
+    bounds = torch.stack([low, high + widen * jitter[1]])
     diagonal = problem.K.diagonal(dim1=1, dim2=2)
-    return Base.build(tableau, full.free, full.upper, full.alpha, margin, torch.stack([low, high]), diagonal)
+    return Base.build(tableau, full.free, full.upper, full.alpha, margin, bounds, diagonal)

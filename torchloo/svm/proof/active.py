@@ -76,21 +76,20 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     of_sum = (len(support) + 8) * unit  # of the sum of the sizes, in any order
     K_l = K.index_select(1, support)  # (T, l, m)
     part, of_a = in_parts(K_l.mT), in_parts((held.alpha * y).index_select(1, support))
-    lead, size, size_rest = (
-        tables.product(of_a.lead, part.lead.mT),
-        of_a.lead.abs().sum(1, keepdim=True),
-        of_a.rest.abs().sum(1, keepdim=True),
-    )
+    lead = tables.product(of_a.lead, part.lead.mT)
+    size, size_rest = (x.abs().sum(1, keepdim=True) for x in (of_a.lead, of_a.rest))
     rest = tables.product(of_a.lead, part.rest.mT) + tables.product(of_a.rest, K_l)
     most, largest = tables.each(part.most[..., 0]), tables.each(part.largest[..., 0])
     miss = y - bias[:, None] - lead - rest
     rounding = of_sum * (size * most + size_rest * largest)
     rounding += 8 * unit * (1 + bias.abs()[:, None] + lead.abs())
     rounding += (held.alpha * held.rounding).sum(1, keepdim=True) * held.rounding
-    imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit) + of_sum * size_rest[:, 0]
+    imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit)
+    imbalance += of_sum * size_rest[:, 0]
     box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, y))
     free = between_bounds(held.alpha, box)
-    each = max(1, _TOGETHER // (held.u.shape[1] * max(1, int(free.sum(1).max()))))
+    most_free = max(1, int(free.sum(1).max()))
+    each = max(1, _TOGETHER // (held.u.shape[1] * most_free))
     fields = (free, y, d, held.alpha, box, miss, rounding, imbalance)
     parts = zip(tables.table.split(each), *(x.split(each) for x in fields), strict=True)
     return torch.cat([_of_sets(K, *part) for part in parts]) + (held.u - lead - rest).abs()
@@ -128,13 +127,13 @@ def _of_sets(
     d_S = d.gather(1, S) * real
     change, proved = _change(K_SS, real, d_S, torch.cat([imbalance[:, None], residual], 1))
     of_S = change[:, 1:] * real
-    error = (
-        times_vector(K_S.abs().mT, of_S) + d * (d_S * of_S).sum(1, keepdim=True) + change[:, :1] + rounding
-    )
+    of_u = times_vector(K_S.abs().mT, of_S) + d * (d_S * of_S).sum(1, keepdim=True)
+    error = of_u + change[:, :1] + rounding
     to_bound = torch.minimum(alpha, box - alpha).gather(1, S)
     on_side = torch.where(alpha > 0, y * miss, -y * miss)
     on_side = on_side.masked_fill(free | (box <= 0), torch.inf)  # no side is the wrong one
-    proved &= ((to_bound > of_S) | ~real).all(1) & (on_side > error).all(1) & free.any(1)
+    stays_free = ((to_bound > of_S) | ~real).all(1)
+    proved &= stays_free & (on_side > error).all(1) & free.any(1)
     return torch.where(proved[:, None], error, torch.inf)
 
 
@@ -150,7 +149,9 @@ def _change(K_free: Tensor, real: Tensor, d: Tensor, residual: Tensor) -> tuple[
     wrong.diagonal(dim1=1, dim2=2).copy_((R * M.mT).sum(2) - 1)
     size = R.abs()
     rounding = (s + 8) * torch.finfo(R.dtype).eps / 2 * (size @ M.abs())
-    total = (wrong.abs() + rounding).sum(2) + times_vector(size[:, :, 1:], d) * d.sum(1, keepdim=True)
-    q = total.amax(1, keepdim=True)
+    of_rounded_K = times_vector(size[:, :, 1:], d) * d.sum(1, keepdim=True)
+    row_sums = (wrong.abs() + rounding).sum(2) + of_rounded_K
+    q = row_sums.amax(1, keepdim=True)
     t = times_vector(size, residual)
-    return t + q / (1 - q) * t.amax(1, keepdim=True), (q[:, 0] < _USEFUL) & (system.info == 0)
+    is_inverse = (q[:, 0] < _USEFUL) & (system.info == 0)
+    return t + q / (1 - q) * t.amax(1, keepdim=True), is_inverse

@@ -158,7 +158,8 @@ class Held(NamedTuple):
 
     def weigh(self, mask: Tensor) -> Tensor:
         """The sum of the boxes where the mask (B, m) or (m,) is true, (B,)."""
-        whole = mask.to(self.box) @ self.box if self.box.ndim == 1 else (mask * self.box).sum(-1)
+        shared = self.box.ndim == 1
+        whole = mask.to(self.box) @ self.box if shared else (mask * self.box).sum(-1)
         if self.own is None:
             return whole.expand_as(self.target)
         return whole + self.of_target(mask) * (self.own - self.of_target(self.box))
@@ -240,8 +241,9 @@ def midpoint_bias(y: Tensor, held: Held) -> Tensor:
     If one class only is left, one end of the interval is infinite and f is the remaining label.
     """
     low, high = weighted_interval(y - held.u, held.weight(), held.positive_count(y))
+    one_class = low.isinf() | high.isinf()
     label = torch.where(low.isinf(), -1.0, 1.0)
-    return torch.where(low.isinf() | high.isinf(), label - held.of_target(held.u), (low + high) / 2)
+    return torch.where(one_class, label - held.of_target(held.u), (low + high) / 2)
 
 
 class Proof(NamedTuple):
@@ -339,7 +341,8 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
     largest = held.rounding.amax(-1, keepdim=True)  # (1,) or (B, 1)
-    rounding = _ROUNDING * (1 + held.u.abs().amax(-1)) + 2 * largest.squeeze(-1) * held.doubt()
+    of_sums = _ROUNDING * (1 + held.u.abs().amax(-1))
+    rounding = of_sums + 2 * largest.squeeze(-1) * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
     k = held.of_kernel(K.diagonal(dim1=-2, dim2=-1))  # (m,) or (B, m)
     k_r = K[held.target] if held.table is None else K[held.table, held.target]  # (B, m)

@@ -1,4 +1,4 @@
-"""What the full machine alone tells about leave-one-out errors: Table 1 of BOUND, and E2."""
+"""Leave-one-out errors that follow from the full machine alone: Table 1 of BOUND, and E2."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def sufficiency_checks(
 ) -> Tensor:
     """Which check settles each row, as a code of held_out.RESOLVED_BY; -1 if none does; (..., n).
 
-    None does that says so only because outputs are off, which they may be by the `doubt` (..., n). All
+    A check counts only if it holds whatever the outputs are, within the `doubt` (..., n) of them. All
     arguments are (..., n), K is (..., n, n): one machine, or a batch of them.
 
     Check 3 assumes that the machine without r has a free support vector too. Where it has none
@@ -37,7 +37,7 @@ def sufficiency_checks(
 
 
 def only_of_its_class(y: Tensor) -> Tensor:
-    """Rows without which one class is left, (..., n): what is left says the other label."""
+    """Rows without which one class is left, (..., n): what is left predicts the other label."""
     positive = y > 0
     count = positive.sum(-1, keepdim=True)
     return torch.where(positive, count == 1, count == y.shape[-1] - 1)
@@ -58,7 +58,8 @@ def check_joachims(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, free: T
 
     R^2 bounds k(x, x) - k(x, x') over the data.
     """
-    spread = (K.diagonal(dim1=-2, dim2=-1) - K.amin(-1)).amax(-1, keepdim=True)
+    k = K.diagonal(dim1=-2, dim2=-1)
+    spread = (k - K.amin(-1)).amax(-1, keepdim=True)
     slack = (1 - y * outputs).clamp_min(0)
     return (2 * alpha * spread + slack < 1) & free.any(-1, keepdim=True)
 
@@ -76,8 +77,8 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     row = ((e > 0) & (alpha > 0)).nonzero(as_tuple=True)  # check 1 knows the others
     r, machine = row[-1][:, None], row[:-1]  # an index (B, 1) of a row, and of what belongs to its machine
     k = K.diagonal(dim1=-2, dim2=-1)
-    A = K[row].mul_(-2).add_(k[machine]).add_(k[row][:, None]).clamp_min_(0)  # (B, n) k'
-    A.mul_(alpha[row][:, None]).sqrt_()
+    between = K[row].mul_(-2).add_(k[machine]).add_(k[row][:, None]).clamp_min_(0)  # k', (B, n)
+    A = between.mul_(alpha[row][:, None]).sqrt_()
     v = torch.maximum(e[row][:, None].sqrt(), A / 2)
     # c + v^2 - A v - e, where c - e = y_r (y - f)
     excess = v.mul_(v - A).addcmul_(y[row][:, None], (y - outputs)[machine])

@@ -157,7 +157,8 @@ def _as_given(problem: Problem, sets: Sets) -> Exact:
     alpha, bias, free, upper = sets
     margin = problem.y * (times_vector(problem.K, alpha * problem.y) + bias[:, None]) - 1
     slip = torch.where(free, margin.abs(), torch.where(upper, margin, -margin)).amax(1)
-    return Exact(alpha, bias, margin, free, upper, slip.maximum((alpha * problem.y).sum(1).abs()))
+    imbalance = (alpha * problem.y).sum(1).abs()
+    return Exact(alpha, bias, margin, free, upper, slip.maximum(imbalance))
 
 
 def _free_one(problem: Problem, sets: Sets) -> Sets:
@@ -185,7 +186,8 @@ def _drop_dependent(problem: Problem, sets: Sets, kept: Tensor) -> Sets:
     # Change of alpha of the chosen per alpha of each dropped one, (B, c, d).
     equations = Bordered(block_of(K, chosen), held)
     _, rates = equations.solve(-torch.ones_like(dropped, dtype=K.dtype), -block_of(K, dropped, chosen))
-    rates = rates.mT.contiguous() * y.gather(1, chosen)[:, :, None] * y.gather(1, dropped)[:, None]
+    y_chosen, y_dropped = y.gather(1, chosen), y.gather(1, dropped)
+    rates = rates.mT.contiguous() * y_chosen[:, :, None] * y_dropped[:, None]
     alpha, limit = (x.gather(1, dropped) for x in (sets.alpha, box))
     to_upper = alpha > limit / 2
     way = (torch.where(to_upper, limit, 0.0) - alpha) * waits
@@ -321,7 +323,8 @@ def _homotopy(problem: Problem, sets: Sets) -> Sets:
     alpha, bias, free, upper = sets
     B, m = y.shape
     generator = torch.Generator("cpu").manual_seed(1)
-    jitter = _JITTER * (1 + torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")).to(K.device)
+    random = torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")
+    jitter = _JITTER * (1 + random).to(K.device)
     margin = y * (times_vector(K, alpha * y) + bias[:, None]) - 1
     lift = torch.where(upper, -margin.clamp_min(0) - jitter, (-margin).clamp_min(0) + jitter)
     lift = torch.where(free, -margin, lift)  # (B, m)
@@ -338,7 +341,8 @@ def _homotopy(problem: Problem, sets: Sets) -> Sets:
     row, column = tableau.find(each, torch.full_like(each, m))
     end = follow(base, each, row, column, bias.new_ones(B), most_events=200 + 2 * m, distances=True)
     place = tableau.order.argsort(1)[:, :m]
-    low, high = end.distance[:, :, :-2].gather(2, place[:, None].expand(-1, 2, -1)).unbind(1)
+    both_ends = end.distance[:, :, :-2].gather(2, place[:, None].expand(-1, 2, -1))
+    low, high = both_ends.unbind(1)
     # What was free holds -alpha, Note [state vector].
     alpha = torch.where(free, high, -low).clamp_min(0)
     free, upper = low.isfinite() & high.isfinite(), low.isinf() & high.isfinite()

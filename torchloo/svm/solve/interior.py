@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate
 from torchloo.svm.solve.systems import Dense, LowRank
+from torchloo.svm.tolerances import CLOSE
 
 __all__ = ["first_solutions", "interior_point", "solve_to_rounding"]
 
@@ -14,6 +15,9 @@ _WORTH_FACTORING = 255  # variables: below, nothing is gained
 _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _NEAR = 0.5  # margins above 0 that a better solution may well bring down
 _WORTH_SHRINKING = 300  # live variables
+_CLEAR = 1e-7  # relative gap at which the sets can be read off
+_ROUGH = 1e-3  # the same for a sample, of which only the large margins are used
+_LEAST = 1e-14  # relative gap that rounding hardly ever allows
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
 
 
@@ -30,7 +34,8 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     systems = _systems(K, factors)
     found = [(rows, interior_point(system, y[rows], box[rows])) for rows, system in systems]
     order = torch.cat([rows for rows, _ in found]).argsort()
-    return Interior(*(torch.cat(field)[order] for field in zip(*(point for _, point in found), strict=True)))
+    fields = zip(*(point for _, point in found), strict=True)
+    return Interior(*(torch.cat(field)[order] for field in fields))
 
 
 def _systems(K: Tensor, factors: list[Tensor | None]) -> list[tuple[Tensor, Dense | LowRank]]:
@@ -70,12 +75,11 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     the rest is solved, and whatever violates its margin then comes in.
     """
     generator = torch.Generator("cpu").manual_seed(1)  # rows may come in an order that means something
-    sample = (
-        torch.randperm(len(y), generator=generator, device="cpu")[: len(y) // 3].sort().values.to(y.device)
-    )
+    shuffled = torch.randperm(len(y), generator=generator, device="cpu")
+    sample = shuffled[: len(y) // 3].sort().values.to(y.device)
     if bool((y[sample] == y[sample[0]]).all()):
         return interior_point(Dense(K), y, box)
-    rough = interior_point(Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=1e-3)
+    rough = interior_point(Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=_ROUGH)
     margin = y * (K[:, sample] @ (rough.alpha * y[sample]) + rough.bias) - 1
     live = margin < _NEAR
     none = torch.zeros_like(box)
@@ -83,7 +87,7 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
         index = live.nonzero()[:, 0]
         part = interior_point(Dense(K[index][:, index]), y[index], box[index])
         margin = y * (K[:, index] @ (part.alpha * y[index]) + part.bias) - 1
-        missed = ~live & (margin < 1e-6)
+        missed = ~live & (margin < CLOSE)
         if not bool(missed.any()):
             alpha, upper = (none.index_copy(0, index, x) for x in (part.alpha, part.upper))
             return Interior(alpha, (none + 1).index_copy(0, index, part.lower), upper, part.bias)
@@ -91,7 +95,7 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
 
 
 def interior_point(
-    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = 1e-7, steps: int = 60
+    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = _CLEAR, steps: int = 60
 ) -> Interior:
     """Solve one SVM dual, or several, to a relative gap by Mehrotra's predictor and corrector.
 
@@ -100,8 +104,8 @@ def interior_point(
     Works on a = alpha * y, so that the Newton matrix is K + diag(theta) and K is never copied with
     signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Several
     machines take their steps together, and one that is solved stays as it is. Variables of a single
-    one that are plainly on their way to a bound are put there, and the rest goes on without them; whoever
-    asks for more than the sets must check the margins of all (exact.py does).
+    one that are plainly on their way to a bound are put there, and the rest goes on without them: what is
+    more than the sets holds only once the margins of all have been checked, as exact.py does.
 
     Args:
         system: K with mean diagonal 1, (m, m) or (B, m, m), or its factor.
@@ -117,7 +121,7 @@ def interior_point(
     return solve(system, Iterate.start(y, box), gap, steps)
 
 
-def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = 1e-14, steps: int = 100) -> Interior:
+def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, steps: int = 100) -> Interior:
     """The points of B machines with the least duality gaps: near the end rounding drives them about."""
     system, point = Dense(K), Iterate.start(y, box)
     best, least = point.interior(), torch.full_like(point.bias, torch.inf)
@@ -160,7 +164,11 @@ def _copied(whole: Interior, machine: Tensor, point: Iterate) -> Interior:
 
 
 def _alone(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """One machine; variables that have settled leave."""
+    """One machine; variables that have settled leave, and its numbers are floats.
+
+    For one machine of up to 700 variables a whole leave-one-out then takes 0.9 of the time that it takes with
+    `_together` (geometric mean of four sets), and at best 0.68.
+    """
     whole = point.interior()
     live = torch.arange(len(point.y), device=point.y.device)
     pull, total = None, 0.0  # u and y^T alpha of settled variables

@@ -2,7 +2,7 @@
 
 Note [rounded kernels]
 A kernel matrix of rank p that was rounded to float32 has n directions: n - p of them are rounding, of
-both signs, and paths that follow these take for ever and end where C times the rounding leads them.
+both signs, and paths that follow these hardly end, and where they do, C times the rounding decides.
 So if a positive semi-definite matrix of low rank lies within rounding of K, that one is used: the
 projection of K on the leading columns, without eigenvalues that rounding alone may have made. The
 decision values come nearer to those of the K that was rounded, too.

@@ -43,7 +43,8 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     groups = []
     if len(with_copies) < len(K):
         rows = plain.nonzero()[:, 0]
-        groups.append((rows, _unmerged(*(_some(x, rows) for x in (K, y, C, rounding, scale)))))
+        own = (_some(x, rows) for x in (K, y, C, rounding, scale))
+        groups.append((rows, _unmerged(*own)))
     if len(with_copies):
         parts = (_some(x, with_copies) for x in (K, y, C, rounding, scale, order, starts))
         groups += [(with_copies[rows], problem) for rows, problem in _merged(*parts)]
@@ -59,7 +60,8 @@ def _unmerged(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor) 
     """Problems without copies."""
     box = C * scale[:, None]
     variable = torch.arange(K.shape[-1], device=K.device).expand_as(box)
-    return Problem(K / scale[:, None, None], y, box, box, variable, scale, rounding / scale.sqrt()[:, None])
+    rounding = rounding / scale.sqrt()[:, None]
+    return Problem(K / scale[:, None, None], y, box, box, variable, scale, rounding)
 
 
 def _merged(
@@ -73,7 +75,8 @@ def _merged(
     shorter = 1 / length.clamp_min(torch.finfo(K.dtype).tiny)  # a point at 0 differs by 0 from its copies
     doubt, _ = set_of(order != first)  # (B, d)
     others, firsts = order.gather(1, doubt), first.gather(1, doubt)
-    apart = rows_of(K, others).sub_(rows_of(K, firsts)).abs_().mul_(shorter[:, None]).amax(2)
+    difference = rows_of(K, others).sub_(rows_of(K, firsts)).abs_()  # (B, d, n)
+    apart = difference.mul_(shorter[:, None]).amax(2)
     apart *= shorter.gather(1, firsts)
     differs = apart > _SAME
     same = torch.ones_like(starts).scatter_(1, doubt, ~differs)
@@ -88,11 +91,11 @@ def _merged(
     sizes, groups = own.sum(1), []
     for m in sizes.unique().tolist():
         rows = (sizes == m).nonzero()[:, 0]
-        own_m, scale_m, box = own[rows].nonzero()[:, 1].view(-1, m), scale[rows, None], C[rows]
-        boxes = box.new_zeros(len(rows), m).scatter_add_(1, variable[rows], box * scale_m)
-        some = (x[rows].gather(1, own_m) for x in (y, rounding))
+        own_m, scale_m = own[rows].nonzero()[:, 1].view(-1, m), scale[rows, None]
+        row_box = C[rows] * scale_m
+        box = row_box.new_zeros(len(rows), m).scatter_add_(1, variable[rows], row_box)
         K_m = block_of(_some(K, rows), own_m) / scale_m[:, :, None]
-        y_m, rounding_m = some
-        parts = Problem(K_m, y_m, boxes, box * scale_m, variable[rows], scale[rows], rounding_m)
-        groups.append((rows, parts))
+        y_m, rounding_m = (x[rows].gather(1, own_m) for x in (y, rounding))
+        problem = Problem(K_m, y_m, box, row_box, variable[rows], scale[rows], rounding_m)
+        groups.append((rows, problem))
     return groups

@@ -10,6 +10,7 @@ from torchloo.svm.solve.systems import Dense, LowRank
 
 __all__ = ["Interior", "Iterate"]
 
+_DECIDES = 1e-2  # of the gap: a complementarity below it needs no small residuals
 _SETTLED = 30.0  # a multiplier so many times the distance to its bound has won
 
 
@@ -87,7 +88,7 @@ class Iterate:
         self.complementarity = self._sum(self.products)
 
     def solved(self, gap: float) -> Number:
-        """Rounding may hold residuals up for ever, but not the complementarity: then that decides."""
+        """Where rounding keeps the residuals from shrinking, the complementarity alone decides."""
         scale = self._sum(self.values[0])  # of the objective
         closed = (self.complementarity <= gap * scale) | self.stuck
         if closed is False:
@@ -97,7 +98,7 @@ class Iterate:
         small = (dual_residual.abs().amax(-1, keepdim=True) <= gap) & (
             abs(self.equality_residual) <= gap * scale
         )
-        return closed & (small | (self.complementarity <= 1e-2 * gap * scale) | self.stuck)
+        return closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
 
     def relative_gap(self) -> Number:
         """The duality gap, relative to the sum of alpha."""

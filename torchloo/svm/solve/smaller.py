@@ -7,17 +7,17 @@ from torch import Tensor
 
 from torchloo.svm.records import Exact, Problem
 from torchloo.svm.solve.exact import solve_exactly
+from torchloo.svm.tolerances import NOTHING
 
 __all__ = ["left_of", "solve_smaller"]
 
 _TOGETHER = 2**22  # entries of the kernel matrices that are solved at once
-_NOTHING = 1e-9  # of a box: rounding, once its rows are gone
 
 
 def left_of(box: Tensor, gone: Tensor) -> Tensor:
     """What is left of boxes when `gone` of them goes, 0 where only rounding is left."""
     left = (box - gone).clamp_min(0)
-    return torch.where(left < _NOTHING * box, 0.0, left)
+    return torch.where(left < NOTHING * box, 0.0, left)
 
 
 def solve_smaller(

@@ -180,7 +180,8 @@ class Bordered:
                 break
             done.scatter_(1, i, found | done.gather(1, i))
             column = G.gather(2, i[:, :, None].expand(-1, G.shape[1], 1))  # (B, s, 1)
-            G.addcmul_(column, (column / pivot.masked_fill(~found, torch.inf)[:, :, None]).mT, value=-1)
+            divisor = pivot.masked_fill(~found, torch.inf)[:, :, None]
+            G.addcmul_(column, (column / divisor).mT, value=-1)
         return done & real
 
     def solve(self, top: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,14 +201,16 @@ class Bordered:
         """
         unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
         L = torch.where((self.info == 0)[:, None, None], self.L, unit)
-        inner = torch.cholesky_inverse(L).masked_fill_(~(self.inner[:, :, None] & self.inner[:, None]), 0)
+        counts = self.inner[:, :, None] & self.inner[:, None]
+        inner = torch.cholesky_inverse(L).masked_fill_(~counts, 0)
         row = inner.sum(2)
         edge = -times_vector(inner, self.K_j - self.k_j)
         edge.scatter_(1, self.j, 1 - edge.sum(1, keepdim=True))
         at_j = self.j[:, :, None]
         inner.scatter_(1, at_j.expand(-1, 1, inner.shape[2]), -row[:, None])
         inner.scatter_(2, at_j.expand(-1, inner.shape[1], 1), -row[:, :, None])
-        inner[torch.arange(len(row), device=row.device), self.j[:, 0], self.j[:, 0]] = row.sum(1)
+        each, j = torch.arange(len(row), device=row.device), self.j[:, 0]
+        inner[each, j, j] = row.sum(1)
         return -(edge * self.K_j).sum(1), edge, inner
 
 
