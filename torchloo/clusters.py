@@ -80,7 +80,9 @@ class Partition:
 
     def only_single(self, n: int) -> bool:
         """Whether each of n rows is a set of its own; they are then in order."""
-        return self._single is not None or (len(self._groups) == 1 and self._groups[0].shape == (n, 1))
+        if self._single is not None:
+            return True
+        return len(self._groups) == 1 and self._groups[0].shape == (n, 1)
 
     @property
     def index(self) -> Tensor:

@@ -52,7 +52,8 @@ def take(X: Tensor, rows: Tensor, event_dim: int = 1) -> Tensor:
     if event_dim > 1:
         return take(X.flatten(-event_dim), rows).unflatten(-1, X.shape[-event_dim:])
     if not is_csr(X):
-        return X.expand(*rows.shape[:-1], *X.shape[-2:]).take_along_dim(rows.unsqueeze(-1), -2)
+        batched = X.expand(*rows.shape[:-1], *X.shape[-2:])
+        return batched.take_along_dim(rows.unsqueeze(-1), -2)
     places, counts = _entries(X, rows.flatten())
     D = X.values().new_zeros(rows.numel(), X.shape[-1])
     line = torch.repeat_interleave(torch.arange(len(D), device=X.device), counts)
@@ -90,7 +91,8 @@ def inner(X: Tensor, Z: Tensor | None) -> Tensor:
     if Z is not None and not is_csr(X):
         return inner(Z, X).mT
     if Z is not None and Z.ndim > 2:  # a batch of dense points
-        return inner(X, Z.flatten(0, -2)).unflatten(-1, Z.shape[:-1]).movedim(0, -2)
+        products = inner(X, Z.flatten(0, -2)).unflatten(-1, Z.shape[:-1])  # (n, ..., m)
+        return products.movedim(0, -2)
     nearly_dense = X.values().numel() > _DENSE * X.shape[0] * X.shape[1]
     if Z is None:
         return _gram(X.to_dense() if nearly_dense else X)

@@ -205,7 +205,9 @@ class Diagnosis:
         axes.scatter(h[marked], t[marked], s=area[marked], color="#cc3311", alpha=0.75, lw=0)
         axes.plot([], [], "o", color="#4477aa", alpha=0.6, label="rows, area by Cook's distance")
         axes.plot([], [], "o", color="#cc3311", alpha=0.75, label=f"{len(marked)} to look at, some by number")
-        for i in _apart(marked, h / np.ptp(h).clip(1e-300), t / np.ptp(t).clip(1e-300)):
+        scaled_h = h / np.ptp(h).clip(1e-300)
+        scaled_t = t / np.ptp(t).clip(1e-300)
+        for i in _apart(marked, scaled_h, scaled_t):
             above = (0, area[i] ** 0.5 / 2 + 1)
             axes.annotate(str(i), (h[i], t[i]), above, textcoords="offset points", fontsize=8, ha="center")
         axes.margins(0.04, 0.1)

@@ -161,7 +161,8 @@ def _triangular_inverse(L: Tensor) -> Tensor:
         S[..., start:stop, start:stop] = S_JJ
         X = -S_JJ @ L[..., start:stop, :start]  # (..., panel, start)
         for left, right in _panels(start, 2 * _PANEL):  # each skips the rows of S that are zero
-            torch.matmul(X[..., left:], S[..., left:start, left:right], out=S[..., start:stop, left:right])
+            panel = S[..., start:stop, left:right]
+            torch.matmul(X[..., left:], S[..., left:start, left:right], out=panel)
     return S
 
 
@@ -201,7 +202,8 @@ def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
 def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
     """M + factor left right^T, in place, for M (..., n, n) and thin left, right (..., n, k)."""
     n, k = left.shape[-2:]
-    M.view(-1, n, n).baddbmm_(left.reshape(-1, n, k), right.reshape(-1, n, k).mT, alpha=factor)
+    left, right = left.reshape(-1, n, k), right.reshape(-1, n, k)
+    M.view(-1, n, n).baddbmm_(left, right.mT, alpha=factor)
     return M
 
 
@@ -217,7 +219,8 @@ class _InnerProducts(Function):
             return Z @ Z.mT
         product = Z.new_empty(*Z.shape[:-1], n)
         for start, stop in _panels(n):
-            torch.matmul(Z[..., start:stop, :], Z[..., :stop, :].mT, out=product[..., start:stop, :stop])
+            rows, rows_above = Z[..., start:stop, :], Z[..., :stop, :]
+            torch.matmul(rows, rows_above.mT, out=product[..., start:stop, :stop])
         return _mirror(product)
 
     @staticmethod
@@ -473,9 +476,10 @@ class Dual:
         Differentiable; cost n^2 g s. To be called in `full_precision`.
         """
         c = self.Y.shape[-1]
-        unit = torch.zeros(self.Y.shape[-2], sets.numel(), dtype=self.Y.dtype, device=self.Y.device)
-        unit = unit.scatter(0, sets.reshape(1, -1), 1.0).expand(*self.Y.shape[:-1], -1)
-        right = torch.cat([self.Y, unit], -1)
+        shape = (self.Y.shape[-2], sets.numel())
+        unit = torch.zeros(shape, dtype=self.Y.dtype, device=self.Y.device)
+        unit = unit.scatter(0, sets.reshape(1, -1), 1.0)
+        right = torch.cat([self.Y, unit.expand(*self.Y.shape[:-1], -1)], -1)
         solved, _ = apply(_Coefficients, self.K, self.ridge, right, self.pivot, self.factor)
         known = solved.index_select(-2, sets.flatten())  # (..., g s, c + g s): a_L and rows of P_{:L}
         a = known[..., :c].unflatten(-2, sets.shape)

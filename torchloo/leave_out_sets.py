@@ -81,8 +81,11 @@ class LeaveOutSets:
         def predicted(rows: Tensor, wanted: Tensor, *given: Tensor) -> Parts:
             r, variance, refitted = one(rows, *given)
             marks = refitted[..., None, None].expand_as(variance)
-            r, variance, marks = (t.flatten(-3, -2).index_select(-2, wanted) for t in (r, variance, marks))
-            return r, variance, marks
+
+            def of_wanted(values: Tensor) -> Tensor:
+                return values.flatten(-3, -2).index_select(-2, wanted)
+
+            return of_wanted(r), of_wanted(variance), of_wanted(marks)
 
         n, k = matrix.shape[-2:]
         limit = max(n * k, _TOGETHER // max(1, matrix.numel() // (n * k)))
@@ -175,7 +178,8 @@ def leave_out_by_annihilator(
 
     def one(rows: Tensor, P: Tensor, a: Tensor) -> Parts:
         blocks = P[..., rows.unsqueeze(-1), rows.unsqueeze(-2)]  # (..., g, s, s)
-        (r,), (variance,) = solve_blocks([a[..., rows, :]], [blocks], guard, Root(root, (rows,)))
+        a_L = a[..., rows, :]
+        (r,), (variance,) = solve_blocks([a_L], [blocks], guard, Root(root, (rows,)))
         return r, variance, torch.zeros_like(variance[..., 0, 0], dtype=torch.bool)
 
     return sets.leave_out(P, 1, one, P, a)

@@ -300,7 +300,8 @@ def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     if not sample.is_floating_point():
         raise TypeError(f"probe: features must be floating-point numbers, got {sample.dtype}")
     targets = _as_tensor(labels).detach().to(sample.device)
-    if targets.ndim not in (1, 2) or len(targets) != len(X) or (targets.ndim == 2 and is_label(targets)):
+    right_shape = targets.ndim == 1 or (targets.ndim == 2 and not is_label(targets))
+    if not right_shape or len(targets) != len(X):
         raise ValueError(
             f"probe: labels must be classes (n,), or numbers (n,) or (n, c), for the {len(X)} rows of "
             f"features, got {targets.dtype} of shape {tuple(targets.shape)}"

@@ -143,7 +143,8 @@ def _near_times(times: Tensor, reach: float) -> list[Tensor]:
     ordered = times[order]
     first = torch.searchsorted(ordered, times - reach)
     last = torch.searchsorted(ordered, times + reach, right=True)
-    return [order[a:b].sort().values for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+    spans = zip(first.tolist(), last.tolist(), strict=True)
+    return [order[start:stop].sort().values for start, stop in spans]
 
 
 def _near_places(places: Tensor, reach: float) -> list[Tensor]:

@@ -11,8 +11,9 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "   ") -> l
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
-        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        cells = []
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if column < left else cell.rjust(width))
         lines.append(gap.join(cells).rstrip())
     return lines
 

@@ -151,8 +151,10 @@ def _imputed(
     fills: dict[str, float | str] = {}
     for name in inputs:
         known = frame[name].dropna()
-        if len(known):
-            fills[name] = float(numbers(known).mean()) if is_number(known) else str(known.mode().iloc[0])
+        if len(known) and is_number(known):
+            fills[name] = float(numbers(known).mean())
+        elif len(known):
+            fills[name] = str(known.mode().iloc[0])
     incomplete = [name for name in fills if frame[name].isna().any()]
     if not incomplete:
         return frame, fills, []
@@ -256,7 +258,9 @@ def _text_column(series: "pd.Series") -> Column | None:
         raise TableError(f"column {series.name!r} holds {series.dtype}; convert it to numbers, or use --drop")
     _require_one_kind(series)
     levels = np.unique(texts(series))
-    return None if len(levels) > len(series) / 2 else Column(str(series.name), tuple(levels.tolist()))
+    if len(levels) > len(series) / 2:
+        return None
+    return Column(str(series.name), tuple(levels.tolist()))
 
 
 def _require_one_kind(series: "pd.Series") -> None:
@@ -281,7 +285,8 @@ def _require_one_kind(series: "pd.Series") -> None:
 
 def _require_binary(columns: tuple[Column, ...], raw: np.ndarray) -> None:
     names = [name for column in columns for name in column.inputs]
-    other = [name for name, values in zip(names, raw.T, strict=True) if not np.isin(values, (0, 1)).all()]
+    is_binary = np.isin(raw, (0, 1)).all(0)  # (d,)
+    other = [names[k] for k in np.flatnonzero(~is_binary)]
     if other:
         raise TableError(f"this --kernel needs inputs 0 and 1 only; other values in {listed(other)}")
 

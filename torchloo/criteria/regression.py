@@ -90,5 +90,5 @@ def log_density(
         s2 = torch.as_tensor(noise, dtype=v.dtype, device=v.device)
         s2 = s2 if rows.output_axis else s2.unsqueeze(-1)
     rows.guard.check()
-    value = -0.5 * (math.log(2 * math.pi) + s2.log() + rows.mean(v.log()) + ratio / s2)
-    return rows.over_outputs(value)
+    log_variance = math.log(2 * math.pi) + s2.log() + rows.mean(v.log())
+    return rows.over_outputs(-0.5 * (log_variance + ratio / s2))

@@ -38,7 +38,8 @@ def two_valued(y: Tensor) -> Tensor:
 
 def _own_extreme(y: Tensor) -> Tensor:
     """The largest value of the column for positive labels, the smallest for the others, (..., n)."""
-    return torch.where(y > 0, y.amax(-1, keepdim=True), y.amin(-1, keepdim=True))
+    largest, smallest = y.amax(-1, keepdim=True), y.amin(-1, keepdim=True)
+    return torch.where(y > 0, largest, smallest)
 
 
 def one_positive(targets: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Polynomial(_OfInner):
         Choice("poly2", "a quadratic kernel", lambda d: Polynomial(degree=2)),
         Choice("poly3", "a cubic kernel", lambda d: Polynomial(degree=3)),
     )
-    offset = Positive("how much the lower powers of the inputs count")
+    offset = Positive("the weight of the lower powers of the inputs")
 
     def __init__(
         self, degree: int = 2, offset: Values = 1.0, *, features: Features = None, event_dim: int = 1
@@ -100,7 +100,7 @@ class Boolean(_OfInner):
     """
 
     choices = (Choice("boolean", "a Boolean kernel", lambda d: Boolean(rate=1.0 / d), binary=True),)
-    rate = Positive("how much combinations of several inputs count")
+    rate = Positive("the weight of combinations of several inputs")
 
     def __init__(self, rate: Values = 1.0, *, features: Features = None, event_dim: int = 1) -> None:
         super().__init__(features=features, event_dim=event_dim, rate=rate)

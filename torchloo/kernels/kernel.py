@@ -370,7 +370,7 @@ class Scaled(Kernel):
     """scale * kernel, scale > 0 of shape (...)."""
 
     _symmetric = True
-    scale = Positive("how much this part of the kernel counts")
+    scale = Positive("the weight of this part of the kernel")
 
     def __init__(
         self, kernel: Kernel, scale: Values, *, features: Features = None, event_dim: int | None = None
@@ -480,7 +480,8 @@ class Sum(_Composite):
         X = self._embed("X", X)
         maps = [kernel.feature_map(X, dtype) for kernel in self.kernels]
         batch = broadcast_shapes(*(F.shape[:-2] for F in maps))
-        return torch.cat([F.expand(*batch, *F.shape[-2:]) for F in maps], dim=-1)
+        expanded_maps = [F.expand(*batch, *F.shape[-2:]) for F in maps]
+        return torch.cat(expanded_maps, dim=-1)
 
 
 class Product(_Composite):

@@ -33,7 +33,7 @@ class _Stationary(Kernel):
     """A function of |x - z| / lengthscale that is 1 at zero."""
 
     lengthscale = Positive(
-        "how far apart rows may be and still inform one another",
+        "the distance beyond which rows hardly influence one another",
         median_distance,
         unit="inputs",
         per_input=True,

@@ -55,8 +55,10 @@ class FrozenMachine(nn.Module):
         if torch.compiler.is_compiling() or X.ndim != self.kernel.event_dim + 1 or csr.is_csr(X):
             return self._outputs(X)
         size = max(1, min(self.block, _TILE // max(1, self.coef.shape[-2])))
-        blocks = [self._outputs(rows) for rows in X.split(size)] if len(X) > size else [self._outputs(X)]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1 if self.flat else -2)
+        if len(X) <= size:
+            return self._outputs(X)
+        blocks = [self._outputs(rows) for rows in X.split(size)]
+        return torch.cat(blocks, -1 if self.flat else -2)
 
     def predict_class(self, X: Tensor) -> Tensor:
         """Labels (..., q) of the predicted classes; see `KernelMachine.predict_class`."""

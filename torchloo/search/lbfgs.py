@@ -184,8 +184,10 @@ def _remember(runs: _Runs, accepted: Tensor, moved: Tensor, change: Tensor) -> N
     runs.reach = torch.where(not_curved, doubled, reach)
     runs.forget(not_curved)
     keep = (accepted & curved).unsqueeze(-1)
-    runs.s = torch.where(keep, torch.cat([runs.s[1:], moved.unsqueeze(0)]), runs.s)
-    runs.z = torch.where(keep, torch.cat([runs.z[1:], change.unsqueeze(0)]), runs.z)
+    steps = torch.cat([runs.s[1:], moved.unsqueeze(0)])
+    changes = torch.cat([runs.z[1:], change.unsqueeze(0)])
+    runs.s = torch.where(keep, steps, runs.s)
+    runs.z = torch.where(keep, changes, runs.z)
 
 
 def _shorten(runs: _Runs, rejected: Tensor, f: Tensor, expected: Tensor) -> None:

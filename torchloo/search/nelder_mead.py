@@ -28,7 +28,8 @@ def minimise(objective: Objective, setup: RunSetup) -> None:
     tolerance = max(tolerance, rounding)
     runs, p = start.shape
     simplex = _first_simplex(start.unsqueeze(1), box.unsqueeze(2), unit)  # (R, p + 1, p)
-    f = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))[0].view(runs, p + 1)
+    values, _ = objective(simplex.flatten(0, 1), problem.repeat_interleave(p + 1))
+    f = values.view(runs, p + 1)
     used = torch.full((runs,), p + 1, device="cpu")
     while True:
         order = f.argsort(dim=1, stable=True)

@@ -129,7 +129,9 @@ def warn_of_scales(space: Space, X: Tensor, stacklevel: int = 3) -> None:
 
 def _spread_rows(n: int, device: torch.device) -> Tensor:
     """At most 300 of n row numbers, evenly spread."""
-    return torch.linspace(0, n - 1, min(n, _ROWS), dtype=torch.float64, device=device).round().long()
+    count = min(n, _ROWS)
+    positions = torch.linspace(0, n - 1, count, dtype=torch.float64, device=device)
+    return positions.round().long()
 
 
 def _embedded(path: str, kernel: Kernel, X: Tensor) -> Iterator[tuple[str, Kernel, Tensor]]:

@@ -34,8 +34,9 @@ def data(findings: Findings) -> str:
         rows += [[f"class {label}", f"{size} rows ({size / n:.0%})"] for label, size in sizes]
     else:
         y = prepared.y
-        low, high, mean, deviation = (number(each) for each in (y.min(), y.max(), y.mean(), y.std()))
-        rows.append([schema.target, f"{low} to {high}, mean {mean}, standard deviation {deviation}"])
+        extent = f"{number(y.min())} to {number(y.max())}"
+        moments = f"mean {number(y.mean())}, standard deviation {number(y.std())}"
+        rows.append([schema.target, f"{extent}, {moments}"])
     notes = [note[0].upper() + note[1:] + "." for note in prepared.notes]
     overview = table(["", ""], rows, words=True)
     return section("The data", overview, paragraph(_encoding(findings)), items(notes))
