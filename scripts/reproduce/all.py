@@ -20,7 +20,9 @@ HERE = Path(__file__).resolve().parent
 
 def scripts() -> list[Path]:
     """Every script of a paper."""
-    return sorted(path for path in HERE.glob("*.py") if path.stem not in ("all", "experiment", "ida"))
+    return sorted(
+        path for path in HERE.glob("*.py") if path.stem not in ("all", "experiment", "ida", "pairs")
+    )
 
 
 def fill_document() -> None:
