@@ -5,6 +5,7 @@ import csv
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,52 @@ def test_own_neighbours_of_clusters_far_apart_are_all(script):
     assert script("rls").neighbours(X @ X.mT, clusters) == 1.0
 
 
+@pytest.fixture
+def solver(script, tmp_path):
+    """pairs.py, its library compiled, and an SVM: X, y, machine."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    pairs = script("pairs")
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(80, 2, generator=generator, dtype=torch.float64)
+    noise = torch.randn(80, generator=generator, dtype=torch.float64)
+    y = (X[:, 0] * X[:, 1] + 0.5 * noise).sign()
+    return pairs, pairs.compiled(tmp_path), X, y, tl.SVC(tl.kernels.RBF(1.0), 3.0)
+
+
+def test_compiled_pairs_from_zero_read_the_columns_of_the_library(solver):
+    pairs, library, X, y, svc = solver
+    full = pairs.trained(library, svc.kernel(X).detach().numpy(), y.numpy(), 3.0, 1e-3)
+    full = full._replace(alpha=0 * full.alpha, F=-full.y)
+    smo = tl.svm.SMOOptions(working=2, seed=False)
+    held_out = svc.loo(X, y, method="smo", values=False, epsilon=2e-3, smo=smo)
+    solved = held_out.resolved_by == list(tl.svm.RESOLVED_BY).index("epsilon-KKT")
+    rows = solved.nonzero()[:, 0].tolist()
+    assert len(rows) > 10
+    received = [pairs.without(library, full, row, 1e-3).columns for row in rows]
+    assert received == held_out.kernel_columns[rows].tolist()
+
+
+def test_compiled_pairs_find_the_errors_of_the_exact_path_with_and_without_a_proof(solver):
+    pairs, library, X, y, svc = solver
+    full = pairs.trained(library, svc.kernel(X).detach().numpy(), y.numpy(), 3.0, 1e-4)
+    expected = svc.loo(X, y, values=False).errors
+    stopped = set()
+    for proof in (pairs.NO_PROOF, pairs.OWN, pairs.SHARED):
+        errors = torch.from_numpy(full.errors.copy())
+        for row in full.open.tolist():
+            solved = pairs.without(library, full, row, 1e-4, proof)
+            errors[row] = solved.sign != y[row]
+            stopped.add((proof, solved.stopped))
+        assert torch.equal(errors, expected)
+    assert {
+        (pairs.NO_PROOF, pairs.EPSILON_KKT),
+        (pairs.OWN, pairs.PROVED),
+        (pairs.SHARED, pairs.PROVED),
+    } <= stopped
+    assert (pairs.NO_PROOF, pairs.PROVED) not in stopped
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data")
 def test_every_script_runs_in_its_quick_form(experiment, tmp_path, monkeypatch):
@@ -186,7 +233,7 @@ def test_every_script_runs_in_its_quick_form(experiment, tmp_path, monkeypatch):
     papers = importlib.import_module("all").scripts()
     assert papers
     command = [sys.executable, FOLDER / "all.py", "--quick", "--jobs", "2", "--data", DATA, "--out", tmp_path]
-    subprocess.run(command, check=True, timeout=1200)
+    subprocess.run(command, check=True, timeout=600)  # under ten minutes on two cores
     for script in papers:
         assert list(tmp_path.glob(f"{script.stem}*.csv")), script.stem
         assert list(tmp_path.glob(f"{script.stem}*.png")), script.stem
