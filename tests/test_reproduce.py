@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchloo as tl
+from torchloo.svm.smo.rounds import smo
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts" / "reproduce"
@@ -180,6 +181,9 @@ def test_own_neighbours_of_clusters_far_apart_are_all(script):
     assert script("rls").neighbours(X @ X.mT, clusters) == 1.0
 
 
+PAIRS = tl.svm.SMOOptions(working=2)
+
+
 @pytest.fixture
 def solver(script, tmp_path):
     """pairs.py, its library compiled, and an SVM: X, y, machine."""
@@ -193,17 +197,17 @@ def solver(script, tmp_path):
     return pairs, pairs.compiled(tmp_path), X, y, tl.SVC(tl.kernels.RBF(1.0), 3.0)
 
 
-def test_compiled_pairs_from_zero_read_the_columns_of_the_library(solver):
+def test_compiled_pairs_take_the_steps_of_the_library(solver):
     pairs, library, X, y, svc = solver
-    full = pairs.trained(library, svc.kernel(X).detach().numpy(), y.numpy(), 3.0, 1e-3)
-    full = full._replace(alpha=0 * full.alpha, F=-full.y)
-    smo = tl.svm.SMOOptions(working=2, seed=False)
-    held_out = svc.loo(X, y, method="smo", values=False, epsilon=2e-3, smo=smo)
-    solved = held_out.resolved_by == list(tl.svm.RESOLVED_BY).index("epsilon-KKT")
-    rows = solved.nonzero()[:, 0].tolist()
-    assert len(rows) > 10
-    received = [pairs.without(library, full, row, 1e-3).columns for row in rows]
-    assert received == held_out.kernel_columns[rows].tolist()
+    K, C = svc.kernel(X).detach(), 3.0
+    alpha = torch.rand(len(y), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for label in (-1.0, 1.0):  # feasible, and no two variables equally bad: ties are broken by rounding
+        alpha[y == label] *= 10 / alpha[y == label].sum()
+    expected = smo(K[None], y[None], torch.full_like(y, C)[None], alpha[None], 2e-3, options=PAIRS)
+    F = (K @ (alpha * y) - y).numpy()
+    solved = pairs._solve(library, K.numpy(), y.numpy(), C, -1, alpha.numpy(), F, 1e-3, pairs.NO_PROOF)
+    assert solved.columns == expected.columns.item()
+    torch.testing.assert_close(alpha, expected.alpha[0])  # which the solver has changed
 
 
 def test_compiled_pairs_find_the_errors_of_the_exact_path_with_and_without_a_proof(solver):
