@@ -300,9 +300,9 @@ class _Rows(Function):
     def forward(
         K: Tensor, ridge: Tensor, Y: Tensor, pivot: Tensor | None, L: Tensor, a: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        T = _root(L, pivot)
         if a is None:
-            a = T.mT @ (T @ _differences(Y, pivot))
+            _, a = _solution(L, _differences(Y, pivot), pivot)
+        T = _root(L, pivot)
         v = torch.linalg.vector_norm(T, dim=-2).pow(-2).unsqueeze(-1)  # (..., n, 1)
         return v * a, v, T
 
