@@ -12,6 +12,8 @@ A bias is one more feature, which is 1. Features are taken about the mean of the
 from: about another point, such as the mean of all rows where L outweighs the others, a feature that these
 share would be like a second bias, and all that tells the two apart would be a tiny penalty. The differences
 come before the weights, so that rows that are equal stay so; rows in no set are taken about their own mean.
+A mean is that of the differences to the heaviest row, and so exact where rows are equal or one is left: an
+ulp of rounding, divided by a tiny penalty, would be a coefficient.
 """
 
 from collections.abc import Iterator
@@ -83,14 +85,23 @@ class _Left(NamedTuple):
         mean = torch.zeros_like(outside[:1, :p])
         if self.bias:
             zeta, ones = root.square(), outside[:, p - 1 : p]
-            total = zeta.sum() + ones.square().sum()
-            mean[:, :-1] = (zeta.mT @ X + ones.mT @ outside[:, :p])[:, :-1] / total
+            if len(X):
+                mean = _heaviest(X, zeta)
+            inner, outer = zeta.mT @ (X - mean), ones.mT @ (outside[:, :p] - ones * mean)
+            mean = mean + _mean(inner + outer, True)
             outside[:, : p - 1] -= ones * mean[:, :-1]
         F = triangle(torch.cat([outside, root * torch.cat([X - mean, Y], -1)]))
         F, d = F[:p, :p], F[:p, p:]
         limit = p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
         guard.require(F.diagonal().abs() > limit, NOT_DEFINITE)
         return mean, F, torch.linalg.solve_triangular(F, d, upper=True)
+
+
+def _heaviest(X: Tensor, zeta: Tensor) -> Tensor:
+    """The features (1, p') of the row with the largest weight, of (k, p') and (k, 1); 0 for the bias."""
+    row = X[zeta[:, 0].argmax()].unsqueeze(0).clone()
+    row[:, -1] = 0
+    return row
 
 
 def _mean(sums: Tensor, bias: bool) -> Tensor:
@@ -127,7 +138,9 @@ def refit_at_once(
         union = torch.cat(some).unique()
         with torch.no_grad():
             others = root.index_fill(0, union, 0.0)
-            origin = _mean(others.square().mT @ X, bias)
+            zeta = others.square()
+            origin = _heaviest(X, zeta) if bias else torch.zeros_like(X[:1])
+            origin = origin + _mean(zeta.mT @ (X - origin), bias)
             outside = triangle(torch.cat([others * torch.cat([X - origin, Y], -1), penalty]))
             left = _Left(outside, X[union] - origin, root[union], Y[union], bias)
         for rows in some:
@@ -219,12 +232,16 @@ class _Round:
 
     def _move_origin(self) -> None:
         """Find the mean of the rows in no set."""
-        sums = torch.zeros_like(self.origin)
+        sums, near = torch.zeros_like(self.origin), None
         for part in self.solved.blocks("refits"):
             X, root, _ = self._read(part)
-            outside = self.number[part.rows].to(part.X.device) < 0
-            sums += (root.square() * outside.unsqueeze(-1)).mT @ X
-        self.origin = _mean(sums, True)
+            outside = self.number[part.rows] < 0
+            zeta = root.square() * outside.unsqueeze(-1).to(root.device)
+            if near is None and bool(outside.any()):
+                near = _heaviest(X, zeta)
+            if near is not None:
+                sums += zeta.mT @ (X - near)
+        self.origin = _mean(sums, True) if near is None else near + _mean(sums, True)
 
     def _pass(self) -> list[Tensor]:
         """The triangle of the rows in no set; the others with the numbers of their sets."""
