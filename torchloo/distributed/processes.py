@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Peers
 
 __all__ = ["Processes"]
 
@@ -65,7 +65,7 @@ class _Rows(Function):
         return None, None, None, bar.split(ctx.counts)[ctx.processes.rank]
 
 
-class Processes(Alone):
+class Processes(Peers):
     """The processes of a group, each with rows of its own.
 
     What they gather carries the name of the public call that asks for it: processes that have made different

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 from tqdm import tqdm
 
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Peers
 
 __all__ = ["Block", "Memory", "Rows", "Shard", "require_alone"]
 
@@ -15,10 +15,10 @@ __all__ = ["Block", "Memory", "Rows", "Shard", "require_alone"]
 class Rows:
     """What machines take in place of X: rows that bring their targets and weights."""
 
-    others = Alone()
+    others = Peers()
     """The processes that hold the other rows."""
 
-    def shared(self, others: Alone) -> Self:
+    def shared(self, others: Peers) -> Self:
         """The same rows beside those of other processes."""
         twin = copy.copy(self)
         twin.others = others

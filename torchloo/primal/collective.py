@@ -1,4 +1,4 @@
-"""What passes over rows ask of the other processes, and the answers where there are none."""
+"""What passes over rows ask of the processes that share them, and the answers where there is only one."""
 
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
@@ -9,14 +9,14 @@ from torch import Tensor
 from torchloo.classes import require_few, require_two
 from torchloo.clusters import Partition
 
-__all__ = ["Alone", "require_own", "require_same", "shared_labels"]
+__all__ = ["Peers", "require_own", "require_same", "shared_labels"]
 
 
 T = TypeVar("T")
 
 
-class Alone:
-    """One process, which holds all rows; torchloo.distributed has the same for several."""
+class Peers:
+    """The processes that share the rows: here this one alone; torchloo.distributed has several."""
 
     rank = 0
     count = 1
@@ -46,14 +46,14 @@ class Alone:
         return [value]
 
 
-def require_same(function: str, others: Alone, what: str, value: Any) -> None:
+def require_same(function: str, others: Peers, what: str, value: Any) -> None:
     """Raise, in all processes, if they do not all have the same value."""
     values = others.gather(value)
     if any(other != values[0] for other in values):
         raise ValueError(f"{function}: {what} must be alike in all processes, got {values}")
 
 
-def shared_labels(function: str, others: Alone, own: Tensor | None, rows: int) -> Tensor | None:
+def shared_labels(function: str, others: Peers, own: Tensor | None, rows: int) -> Tensor | None:
     """The class labels of all processes, ascending, from those of this one; None where y are numbers."""
     found = others.gather((None if own is None else own.tolist(), rows))
     if any((labels is None) != (own is None) for labels, _ in found):
@@ -66,7 +66,7 @@ def shared_labels(function: str, others: Alone, own: Tensor | None, rows: int) -
     return classes
 
 
-def require_own(function: str, others: Alone, partition: Partition) -> None:
+def require_own(function: str, others: Peers, partition: Partition) -> None:
     """Raise, in all processes, if a cluster has rows in two of them, or holds all rows of all."""
     assert partition.labels is not None
     seen: dict[int, int] = {}

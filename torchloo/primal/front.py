@@ -11,7 +11,7 @@ from torch import Tensor
 from torchloo.classes import is_label, sorted_labels
 from torchloo.guards import Guard, values_visible
 from torchloo.primal.block import Memory, Rows, Shard, require_alone
-from torchloo.primal.collective import Alone, shared_labels
+from torchloo.primal.collective import Peers, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.problem import Regs, check_rows
@@ -114,7 +114,7 @@ def solve_tensors(
     several = isinstance(reg, Regs)
     if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
         return None
-    return _in_memory(machine, guard, *found, Y, weight, reg, flat, Alone(), None)
+    return _in_memory(machine, guard, *found, Y, weight, reg, flat, Peers(), None)
 
 
 def _in_memory(
@@ -126,7 +126,7 @@ def _in_memory(
     weight: Tensor | None,
     reg: Tensor | Regs,
     flat: bool,
-    others: Alone,
+    others: Peers,
     classes: Tensor | None,
 ) -> StreamFit:
     problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)

@@ -15,7 +15,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Peers
 from torchloo.primal.seen import Seen
 
 __all__ = [
@@ -183,7 +183,7 @@ class Moments:
         self._shift(self.mean_z - mean_z, self.mean_y - mean_y, self.weight)
         self.mean_z, self.mean_y = mean_z, mean_y
 
-    def join(self, others: Alone) -> None:
+    def join(self, others: Peers) -> None:
         """Add the rows of the other processes: one all-reduce, after a small one for the means."""
         if others.count == 1:
             return

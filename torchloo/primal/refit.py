@@ -26,7 +26,7 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.factors import root_of, triangle, with_derivatives
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Peers
 from torchloo.primal.machines import Machines
 from torchloo.primal.sink import Sink
 
@@ -186,7 +186,7 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
 
 
 def _rounds(
-    sets: list[tuple[Tensor, bool]], limit: int, others: Alone
+    sets: list[tuple[Tensor, bool]], limit: int, others: Peers
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """Small sets, together of at most so many rows; then, process after process, one large set at a time."""
     together = _together([rows for rows, small in sets if small], limit)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from torchloo.primal.block import Block
-from torchloo.primal.collective import Alone
+from torchloo.primal.collective import Peers
 from torchloo.primal.files import Field, mapped_files
 
 __all__ = ["Sink", "require_folders"]
 
 
-def require_folders(function: str, others: Alone, out: str | Path | None) -> None:
+def require_folders(function: str, others: Peers, out: str | Path | None) -> None:
     """Raise, in all processes, if two of them would write to one folder."""
     own = others.together(lambda: None if out is None else str(Path(out).resolve()))
     folders = [folder for folder in others.gather(own) if folder is not None]

@@ -22,7 +22,7 @@ from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut, assemble
 from torchloo.primal.backward import HeldOutRows
 from torchloo.primal.block import Block, Memory
-from torchloo.primal.collective import Alone, require_own, require_same
+from torchloo.primal.collective import Peers, require_own, require_same
 from torchloo.primal.machines import (
     LARGE,
     Expansion,
@@ -81,7 +81,7 @@ class StreamFit:
         stream: "Memory | Stream",
         expansion: Expansion,
         reg: Tensor | Regs,
-        others: Alone,
+        others: Peers,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if isinstance(reg, Tensor) and reg.ndim:
