@@ -90,24 +90,22 @@ def _unlearn(
     row, column = tableau.find(targets.table, targets.variable)
     base = perturbed_base(problem, full, tableau)
     ends = follow(base, targets.table, row, column, targets.room(full), not values)
+    most = max(1, _TOGETHER // problem.y.shape[1])
+    if len(targets.table) <= most:
+        return _certified(problem, full, tableau, ends, targets, coefficients)
     done = []
-    for tables, first, last in _that_fit(targets.table, *problem.y.shape):
+    for tables, first, last in _parts(targets.table, len(problem.y), most):
         own = Targets(*(x[first:last] for x in targets))
         own = own._replace(table=own.table - tables.start)
         end = Ends(*(x[first:last] for x in ends))
         end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
         stack = Problem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
         done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
-    if len(done) == 1:
-        return done[0]
     return Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
 
 
-def _that_fit(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
-    """Machines, and the first and the last but one of their targets, so few that their ends fit a cache."""
-    most = max(1, _TOGETHER // m)
-    if len(table) <= most:
-        return [(slice(0, T), 0, len(table))]
+def _parts(table: Tensor, T: int, most: int) -> list[tuple[slice, int, int]]:
+    """Some of T machines each, and the first and the last but one of their targets, at most so many."""
     parts: list[tuple[slice, int, int]] = []
     begin = first = last = 0
     for t, count in enumerate(torch.bincount(table, minlength=T).tolist()):
