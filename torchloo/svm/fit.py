@@ -14,7 +14,7 @@ from torchloo.svm.records import Exact, Problem, duality_gap
 from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
-from torchloo.svm.solve.systems import lifted_factor
+from torchloo.svm.solve.systems import Lifted
 from torchloo.svm.stacked import times_vector
 from torchloo.svm.tolerances import FEW_DIGITS
 
@@ -297,5 +297,4 @@ def _is_definite(problem: Problem) -> Tensor:
 
 def _definite(K: Tensor, ridge: Tensor) -> Tensor:
     """Whether each K is positive definite with the ridge (B,) on its diagonal, (B,)."""
-    L = torch.empty_like(K, memory_format=torch.contiguous_format).mT
-    return lifted_factor(K, ridge[:, None], L) == 0
+    return Lifted(K).factor(ridge[:, None]) == 0

@@ -62,12 +62,12 @@ def _exchange(K: Tensor, least: int, s: int, is_free: Tensor, border: Tensor) ->
     `is_free` (T, m) is the mask of sets of `least` to s variables, `border` (T, m) are the ones beside K, 0
     for the free. Returns the rows of b, [R_bS Z_b], (T, m).
     """
-    free = is_free[:, :s]
-    system = Bordered(K[:, :s, :s], free)
+    free, ragged = is_free[:, :s], least < s
+    system = Bordered(K[:, :s, :s], free if ragged else None)
     if bool(system.info.any()):
         raise torch.linalg.LinAlgError("the equations of a free set are singular")  # type: ignore[attr-defined]
     corner, edge, inner = system.inverse()  # R = [corner edge^T; edge inner]
-    ragged, near, border = least < s, K.shape[1] - least, border[:, least:]
+    near, border = K.shape[1] - least, border[:, least:]
     K_SN = K[:, :s, least:]
     if ragged:
         K_SN = K_SN * (free[:, :, None] & ~is_free[:, None, least:])

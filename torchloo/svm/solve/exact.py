@@ -128,15 +128,13 @@ def _attempt(problem: Problem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     none = (~sets.free.any(1)).nonzero()[:, 0]
     if len(none):
         sets = sets.replaced(none, _free_one(problem.take(none), sets.take(none)))
-    S, real = set_of(sets.free)
-    system = Bordered(block_of(K, S), real)
+    S, system = _equations(K, sets.free)
     rows = (~system.regular(tolerance)).nonzero()[:, 0]
     if len(rows):
         own = sets.take(rows)
         kept = torch.zeros_like(own.free).scatter_(1, S[rows], system.independent(tolerance, rows))
         sets = sets.replaced(rows, _drop_dependent(problem.take(rows), own, kept))
-        S, real = set_of(sets.free)
-        system = Bordered(block_of(K, S), real)
+        S, system = _equations(K, sets.free)
     solution = _active_set_solution(problem, sets, tight, (S, system))
     rows = (~solution.optimal).nonzero()[:, 0]
     if len(rows):
@@ -265,18 +263,21 @@ class _Crossing(NamedTuple):
             x.scatter_(1, index, torch.where(blocked, value, x.gather(1, index)))
 
 
+def _equations(K: Tensor, free: Tensor) -> tuple[Tensor, Bordered]:
+    """The free sets S (B, s) of B machines, as `set_of` gives them, and the systems of their equations."""
+    S, real = set_of(free)
+    return S, Bordered(block_of(K, S), None if len(K) == 1 else real)  # one set needs no padding
+
+
 def _active_set_solution(
     problem: Problem, sets: Sets, tight: bool = False, equations: tuple[Tensor, Bordered] | None = None
 ) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs.
 
-    `equations` are S (B, s), as `set_of` gives it, and the system of the left-hand sides.
+    `equations` are those of `_equations`.
     """
     K, y, box = problem.K, problem.y, problem.box
-    if equations is None:
-        S, real = set_of(sets.free)
-        equations = S, Bordered(block_of(K, S), real)
-    S, system = equations
+    S, system = _equations(K, sets.free) if equations is None else equations
     a = torch.where(sets.upper, box * y, 0.0)
     bias, K_S, y_S = torch.zeros_like(sets.bias), rows_of(K, S), y.gather(1, S)
     product = accurate_product if tight else times_vector

@@ -128,17 +128,17 @@ class Iterate:
         x, eta = both.unbind(-2)
         r = sides * self._plus(x, (self.equality_residual - sum_x) / total, eta)
         change = torch.addcmul(r, r, r)  # -dX dW, relative to the products
-        t = self._longest_step(r.amin((0, -1)), -1 - r.amax((0, -1)))
+        t = self._longest_predicted(r)
         after = 1 - t - t * t * self._sum(self.products * change) / self.complementarity
         centre = self.complementarity / (2 * X.shape[-1]) * ((after + abs(after)) / 2) ** 3
-        target = self._plus(change, centre, self.products.reciprocal())  # E / (X W)
+        target = self._plus_ratio(change, centre, self.products)  # E / (X W)
         push = W * target
         rhs = torch.addcmul(self.miss, self.y, push[0] - push[1])
         x = system.solve(rhs[..., None, :])[..., 0, :]
         d_bias = (self._sum(x) - self.equality_residual) / total
         r = sides * self._plus(x, -d_bias, eta)
         relative = torch.cat([r, target.sub_(r).sub_(1)])
-        t = 0.995 * self._longest_step(relative.amin((0, -1)))
+        t = 0.995 * self._longest_step(relative)
         values = torch.addcmul(self.values, self.values, relative.mul_(t))
         bias = self.bias + t * d_bias
         torch.sub(self.box, values[0], out=values[1])
@@ -147,11 +147,19 @@ class Iterate:
             bias = torch.where(self.stuck, self.bias, bias)
         self.values, self.bias = values, bias
 
-    def _longest_step(self, *least: Tensor) -> Number:
-        """The longest t <= 1 with 1 + t d >= 0, for the least relative changes d of each machine."""
+    def _longest_step(self, relative: Tensor) -> Number:
+        """The longest t <= 1 with 1 + t d >= 0 for all relative changes d, (l, m) or (l, B, m)."""
         if self.single:
-            return -1 / min(*(float(d) for d in least), -1.0)
-        return -1 / torch.stack(least).amin(0).clamp_max_(-1.0)[:, None]
+            return -1 / min(float(relative.amin()), -1.0)
+        return -1 / relative.amin((0, -1)).clamp_max_(-1.0)[:, None]
+
+    def _longest_predicted(self, r: Tensor) -> Number:
+        """`_longest_step` for the predictor, whose relative changes are r and -1 - r."""
+        if self.single:
+            least, most = torch.aminmax(r)
+            return -1 / min(float(least), -1 - float(most), -1.0)
+        least, most = r.amin((0, -1)), r.amax((0, -1))
+        return -1 / torch.minimum(least, -1 - most).clamp_max_(-1.0)[:, None]
 
     def _both_sums(self, x: Tensor) -> tuple[Number, Number]:
         """The sums of two rows each, (..., 2, m)."""
@@ -170,3 +178,7 @@ class Iterate:
     def _plus(self, x: Tensor, t: Number, d: Tensor) -> Tensor:
         """x + t d."""
         return torch.add(x, d, alpha=t) if self.single else torch.addcmul(x, t, d)
+
+    def _plus_ratio(self, x: Tensor, t: Number, d: Tensor) -> Tensor:
+        """x + t / d."""
+        return torch.addcdiv(x, self.ones, d, value=t) if self.single else torch.addcdiv(x, t, d)

@@ -21,27 +21,35 @@ from torchloo.svm.stacked import times_vector
 __all__ = [
     "Bordered",
     "Dense",
+    "Lifted",
     "LowRank",
     "Parts",
     "accurate_product",
     "bordered_matrix",
     "in_parts",
-    "lifted_factor",
 ]
 
-_RIDGES = (0.0, 1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
+_RIDGES = (1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
 
-def lifted_factor(K: Tensor, theta: Tensor, L: Tensor) -> Tensor:
-    """Write the Cholesky factor of K + diag(theta) to L; returns info, 0 where there is one, (...).
+class Lifted:
+    """Cholesky factors of K + diag(theta) for K (..., m, m), symmetric, and one theta after another.
 
-    K (..., m, m) is symmetric, and L laid out as `torch.empty_like(K).mT`, so that it is factorised in place.
+    All in the same memory, since pages of the system are costly.
     """
-    L.copy_(K.mT)
-    L.diagonal(dim1=-2, dim2=-1).add_(theta)
-    info = torch.empty(K.shape[:-2], dtype=torch.int32, device=K.device)
-    torch.linalg.cholesky_ex(L, out=(L, info))
-    return info
+
+    def __init__(self, K: Tensor) -> None:
+        self.K = K.mT
+        self.L = torch.empty_like(K, memory_format=torch.contiguous_format).mT  # as LAPACK wants it
+        self.diagonal = self.L.diagonal(dim1=-2, dim2=-1)
+        self.info = torch.empty(K.shape[:-2], dtype=torch.int32, device=K.device)
+
+    def factor(self, theta: Tensor) -> Tensor:
+        """Write the factor to L; returns info, 0 where there is one, (...), which the next one overwrites."""
+        self.L.copy_(self.K)
+        self.diagonal.add_(theta)
+        torch.linalg.cholesky_ex(self.L, out=(self.L, self.info))
+        return self.info
 
 
 class Dense:
@@ -49,7 +57,8 @@ class Dense:
 
     def __init__(self, K: Tensor) -> None:
         self.K = K
-        self.L = torch.empty_like(K).mT  # every factor in the same memory: pages of the system are costly
+        self._lifted = Lifted(K)
+        self.L = self._lifted.L
 
     def product(self, a: Tensor) -> Tensor:
         """K a."""
@@ -59,26 +68,23 @@ class Dense:
         """Whether it could be done, for several machines (B,)."""
         if self.K.ndim > 2:
             return self._factor_several(theta)
-        return any(not bool(self._lifted(self.K, theta, ridge, self.L)) for ridge in _RIDGES)
+        if not self._lifted.factor(theta):
+            return True
+        diagonal = self.K.diagonal()
+        return any(not self._lifted.factor(theta + ridge * diagonal) for ridge in _RIDGES)
 
     def _factor_several(self, theta: Tensor) -> Tensor:
         """Those that fail are lifted together."""
-        info = self._lifted(self.K, theta, _RIDGES[0], self.L)
-        for ridge in _RIDGES[1:]:
+        info = self._lifted.factor(theta)
+        for ridge in _RIDGES:
             failed = info.nonzero()[:, 0]
             if not len(failed):
                 break
-            K = self.K[failed]
-            L = torch.empty_like(K).mT
-            info[failed] = self._lifted(K, theta[failed], ridge, L)
-            self.L[failed] = L
+            lifted = Lifted(self.K[failed])
+            diagonal = self.K.diagonal(dim1=1, dim2=2)[failed]
+            info[failed] = lifted.factor(theta[failed] + ridge * diagonal)
+            self.L[failed] = lifted.L
         return info == 0
-
-    @staticmethod
-    def _lifted(K: Tensor, theta: Tensor, ridge: float, L: Tensor) -> Tensor:
-        """`lifted_factor` with so much of the diagonal of K more."""
-        more = theta + ridge * K.diagonal(dim1=-2, dim2=-1) if ridge else theta
-        return lifted_factor(K, more, L)
 
     def solve(self, rhs: Tensor) -> Tensor:
         """Right-hand sides and solutions are the rows, (..., c, m)."""
@@ -144,33 +150,38 @@ class Bordered:
 
     K_SS is centred at the shortest point j, g_ik = k_ik - k_ij - k_jk + k_jj, which leaves a as it is and is
     positive definite for the others if the system is regular: nothing of a short point is lost, Note
-    [long and short points].
+    [long and short points]. Row and column j of G are 0, as are those of points that do not count; their
+    diagonal entries are replaced.
     """
 
     def __init__(self, K: Tensor, real: Tensor | None = None) -> None:
         """K_SS (B, s, s), of which the points in `real` (B, s) count; default all."""
         k = K.diagonal(dim1=1, dim2=2)
-        self.real = torch.ones_like(k, dtype=torch.bool) if real is None else real
-        self.j = k.masked_fill(~self.real, torch.inf).argmin(1, keepdim=True)  # (B, 1)
+        self.real = real
+        shortest = k if real is None else k.masked_fill(~real, torch.inf)
+        self.j = shortest.argmin(1, keepdim=True)  # (B, 1)
         self.K_j = K.gather(1, self.j[:, :, None].expand(-1, 1, k.shape[1]))[:, 0]
         self.k_j = k.gather(1, self.j)
+        self.above_j = self.K_j - self.k_j  # (B, s)
         tiny = torch.finfo(K.dtype).tiny  # copies of the origin have no length
         self.size = (k + self.k_j).clamp_min(tiny)
-        self.inner = self.real.scatter(1, self.j, False)  # the points of the centred system
-        G = (K - self.K_j[:, None]).sub_((self.K_j - self.k_j)[:, :, None])
-        G.masked_fill_(~(self.inner[:, :, None] & self.inner[:, None]), 0)
-        G.diagonal(dim1=1, dim2=2).add_(self.size.masked_fill(self.inner, 0))
-        self.G = G
-        self.L, self.info = torch.linalg.cholesky_ex(G)
+        self.G = (K - self.K_j[:, None]).sub_(self.above_j[:, :, None])
+        diagonal = self.G.diagonal(dim1=1, dim2=2)
+        if real is not None:
+            self.G.masked_fill_(~(real[:, :, None] & real[:, None]), 0)
+            diagonal.add_(self.size.masked_fill(real, 0))
+        diagonal.scatter_(1, self.j, self.size.gather(1, self.j))
+        self.L, self.info = torch.linalg.cholesky_ex(self.G)
 
     def regular(self, tolerance: float) -> Tensor:
         """Whether every pivot is more than `tolerance` of its diagonal entry, (B,)."""
         pivot = self.L.diagonal(dim1=1, dim2=2).square()
-        return (self.info == 0) & ((pivot > tolerance * self.size) | ~self.inner).all(1)
+        return (self.info == 0) & (pivot > tolerance * self.size).all(1)
 
     def independent(self, tolerance: float, rows: Tensor | None = None) -> Tensor:
         """Mask of points, j among them, that pivoted Cholesky keeps in the matrices at `rows`, (R, s)."""
-        G, size, real = (x if rows is None else x[rows] for x in (self.G, self.size, self.real))
+        counts = torch.ones_like(self.size, dtype=torch.bool) if self.real is None else self.real
+        G, size, real = (x if rows is None else x[rows] for x in (self.G, self.size, counts))
         length = size.sqrt()
         G, done = G / length[:, None] / length[:, :, None], ~real
         for _ in range(G.shape[1]):
@@ -188,8 +199,9 @@ class Bordered:
         """b (B, c) and a (B, c, s), 0 at points that do not count, for top (B, c) and rhs (B, c, s)."""
         j = self.j[:, None].expand(-1, rhs.shape[1], 1)
         rhs_j = rhs.gather(2, j)
-        rest = rhs - rhs_j - (self.K_j - self.k_j)[:, None] * top[:, :, None]
-        rest.masked_fill_(~self.inner[:, None], 0)
+        rest = rhs - rhs_j - self.above_j[:, None] * top[:, :, None]  # 0 at j
+        if self.real is not None:
+            rest.masked_fill_(~self.real[:, None], 0)
         a = torch.cholesky_solve(rest.mT, self.L).mT
         a = a.scatter(2, j, top[:, :, None] - a.sum(2, keepdim=True))
         return rhs_j[:, :, 0] - times_vector(a, self.K_j), a
@@ -201,17 +213,19 @@ class Bordered:
         """
         unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
         L = torch.where((self.info == 0)[:, None, None], self.L, unit)
-        counts = self.inner[:, :, None] & self.inner[:, None]
-        inner = torch.cholesky_inverse(L).masked_fill_(~counts, 0)
+        inner = torch.cholesky_inverse(L)
+        diagonal = inner.diagonal(dim1=1, dim2=2)
+        if self.real is not None:
+            diagonal.masked_fill_(~self.real, 0)
+        diagonal.scatter_(1, self.j, 0.0)
         row = inner.sum(2)
-        edge = -times_vector(inner, self.K_j - self.k_j)
+        edge = -times_vector(inner, self.above_j)
         edge.scatter_(1, self.j, 1 - edge.sum(1, keepdim=True))
         at_j = self.j[:, :, None]
         inner.scatter_(1, at_j.expand(-1, 1, inner.shape[2]), -row[:, None])
         inner.scatter_(2, at_j.expand(-1, inner.shape[1], 1), -row[:, :, None])
-        each, j = torch.arange(len(row), device=row.device), self.j[:, 0]
-        inner[each, j, j] = row.sum(1)
-        return -(edge * self.K_j).sum(1), edge, inner
+        diagonal.scatter_(1, self.j, row.sum(1, keepdim=True))
+        return -torch.linalg.vecdot(edge, self.K_j), edge, inner
 
 
 class Parts(NamedTuple):
