@@ -53,7 +53,7 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
 
 def _some(x: Tensor, rows: Tensor) -> Tensor:
     """The entries at `rows`, without a copy where these are all."""
-    return x if len(rows) == len(x) else x[rows]
+    return x if rows.shape[0] == x.shape[0] else x[rows]
 
 
 def _unmerged(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor) -> Problem:
@@ -89,13 +89,14 @@ def _merged(
     variable = number.gather(1, chosen.gather(1, label))
     rounding = (rounding + 2 * moved.sqrt() * length) / scale.sqrt()[:, None]
     sizes, groups = own.sum(1), []
-    for m in sizes.unique().tolist():
+    for m in sorted(set(sizes.tolist())):
         rows = (sizes == m).nonzero()[:, 0]
-        own_m, scale_m = own[rows].nonzero()[:, 1].view(-1, m), scale[rows, None]
-        row_box = C[rows] * scale_m
-        box = row_box.new_zeros(len(rows), m).scatter_add_(1, variable[rows], row_box)
-        K_m = block_of(_some(K, rows), own_m) / scale_m[:, :, None]
-        y_m, rounding_m = (x[rows].gather(1, own_m) for x in (y, rounding))
-        problem = Problem(K_m, y_m, box, row_box, variable[rows], scale[rows], rounding_m)
-        groups.append((rows, problem))
+        parts = (K, y, C, rounding, scale, own, variable)
+        K_m, y_m, C_m, rounding_m, scale_m, own_m, variable_m = (_some(x, rows) for x in parts)
+        firsts = own_m.nonzero()[:, 1].view(-1, m)
+        row_box = C_m * scale_m[:, None]
+        box = row_box.new_zeros(len(rows), m).scatter_add_(1, variable_m, row_box)
+        K_m = block_of(K_m, firsts) / scale_m[:, None, None]
+        y_m, rounding_m = y_m.gather(1, firsts), rounding_m.gather(1, firsts)
+        groups.append((rows, Problem(K_m, y_m, box, row_box, variable_m, scale_m, rounding_m)))
     return groups

@@ -54,6 +54,8 @@ class Iterate:
         self.y, self.box, self.values, self.bias, self.stuck = y, box, values, bias, stuck
         self.single, self.ones = box.ndim == 1, torch.ones_like(box)
         self.sides = torch.stack([y, -y])
+        self.rhs = torch.stack([self.ones, self.ones], -2)  # of x and of eta, (..., 2, m)
+        self.miss = self.rhs.select(-2, 0)  # y - u - b
 
     @classmethod
     def start(cls, y: Tensor, box: Tensor) -> "Iterate":
@@ -82,7 +84,7 @@ class Iterate:
         """Residuals, with what the settled variables add to K (alpha * y) and to y^T alpha."""
         a = self.values[0] * self.y
         u = system.product(a)
-        self.miss = self.y - (u if pull is None else u + pull) - self.bias
+        torch.sub(self.y, u if pull is None else u + pull, out=self.miss).sub_(self.bias)
         self.equality_residual = -self._sum(a) - total
         self.products = self.values[:2] * self.values[2:]
         self.complementarity = self._sum(self.products)
@@ -123,7 +125,7 @@ class Iterate:
             self.stuck = True
             return
         sides = self.sides / X
-        both = system.solve(torch.stack([self.miss, self.ones], -2))  # (..., 2, m)
+        both = system.solve(self.rhs)
         sum_x, total = self._both_sums(both)
         x, eta = both.unbind(-2)
         r = sides * self._plus(x, (self.equality_residual - sum_x) / total, eta)
