@@ -30,6 +30,7 @@ _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
 _TOGETHER = 2**20  # coefficients at the ends of paths that are looked at at once
+_SMALL = 2**12  # coefficients at the ends of paths: up to so many, all are looked at
 _WIDEST = 1e3  # boxes beyond which the perturbation grows no more
 
 
@@ -147,19 +148,30 @@ def _certified(
     y_r, alpha_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha))
     kept = targets.kept * finished
     stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
-    output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
-    rows = ((sign == 0) | ~exact).nonzero()[:, 0]
-    if len(rows):
-        its, alpha = tables.take(rows), end.coefficients(rows)
-        y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
-        u = its.product(alpha * y, problem.K)
-        held = Held(alpha, u, box, r[rows], rounding, kept[rows], stuck[rows], its.table)
-        output[rows], sign[rows], exact[rows] = _proof(problem.K, y, held, end.stray[rows])
+    if len(r) * problem.y.shape[1] <= _SMALL:
+        output, sign, exact = _proof_by_all(problem, end, kept, stuck)
+    else:
+        output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
+        rows = ((sign == 0) | ~exact).nonzero()[:, 0]
+        if len(rows):
+            output[rows], sign[rows], exact[rows] = _proof_by_all(problem, end, kept, stuck, rows)
     proved = (sign * output > 0) & (finished | (sign == -y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | exact
     alpha = end.coefficients() if coefficients else output.new_empty(len(r), 0)
     return Unlearned(output, proved, proved | (finished & exact & ~ends.failed), ends.events, alpha)
+
+
+def _proof_by_all(
+    problem: Problem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
+    rows = torch.arange(len(kept), device=kept.device) if rows is None else rows
+    its, alpha = end.tables.take(rows), end.coefficients(rows)
+    y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
+    u = its.product(alpha * y, problem.K)
+    held = Held(alpha, u, box, end.target[rows], rounding, kept[rows], stuck[rows], its.table)
+    return _proof(problem.K, y, held, end.stray[rows])
 
 
 def _proof_by_moved(
