@@ -5,12 +5,14 @@ import torch
 from counting import Counting
 from svm_problems import rbf, toy
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchloo.svm import stacked, svm_loo
 from torchloo.svm.path import follow, unlearn
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.solve.merge import merge_duplicates
+from torchloo.svm.stacked import Tables
 
 
 def _grid(n, lengthscales=8, bounds=8):
@@ -132,3 +134,14 @@ def test_paths_that_wait_for_a_singular_pivot_end_where_they_would(monkeypatch):
     assert swaps
     assert_close(held.outputs, expected.outputs, rtol=1e-6, atol=1e-6)
     assert torch.equal(held.certified, expected.certified)
+
+
+def test_products_of_few_solutions_are_not_padded_to_those_of_all():
+    generator = torch.Generator().manual_seed(3)
+    table = torch.repeat_interleave(torch.arange(4), torch.tensor([50, 1, 0, 7]))
+    x, M = torch.randn(58, 5, generator=generator), torch.randn(4, 5, 6, generator=generator)
+    rows = torch.tensor([3, 50, 52, 53])
+    with FlopCounterMode(display=False) as few:
+        products = Tables(table, 4).take(rows).product(x[rows], M)
+    assert_close(products, torch.stack([x[i] @ M[table[i]] for i in rows]))
+    assert few.get_total_flops() == 2 * 4 * 2 * 5 * 6  # two rows a problem at most, of four problems

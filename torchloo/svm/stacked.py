@@ -3,7 +3,7 @@
 The host may read values of them at no cost on a CPU; on an accelerator it has to wait for them.
 """
 
-from copy import copy
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -93,19 +93,22 @@ class Tables:
 
     def __init__(self, table: Tensor, count: int) -> None:
         """`table` (N,) holds numbers below `count`, T."""
-        self.table, self.count, self.most = table, count, len(table)
-        self.place = table
-        if count > 1:
-            sizes = torch.bincount(table, minlength=count)
-            first = sizes.cumsum(0) - sizes
-            self.most = int(sizes.max())
-            self.place = torch.arange(len(table), device=table.device) - first[table] + table * self.most
+        self.table, self.count = table, count
 
     def take(self, rows: Tensor) -> "Tables":
-        """Those of the solutions at `rows`."""
-        taken = copy(self)
-        taken.table, taken.place = self.table[rows], self.place[rows]
-        return taken
+        """Those of the solutions at `rows`, which ascend."""
+        return Tables(self.table[rows], self.count)
+
+    @cached_property
+    def _padded(self) -> tuple[int, Tensor]:
+        """How many solutions a problem has at most, and places (N,) in a table of so many for each problem.
+
+        Where that number cannot be had without waiting, that of all solutions.
+        """
+        table = self.table
+        rank = torch.arange(len(table), device=table.device) - torch.searchsorted(table, table)
+        most = int(rank.max()) + 1 if may_look(table) and len(table) else len(table)
+        return most, rank + table * most
 
     def each(self, x: Tensor) -> Tensor:
         """What the problem of each solution has, (N, ...) of (T, ...); of one problem without the axis."""
@@ -142,6 +145,7 @@ class Tables:
         """x (N, a) times the M of each solution, (T, a, l): (N, l)."""
         if self.count == 1:
             return x @ M[0]
-        padded = x.new_zeros(self.count * self.most, x.shape[1]).index_copy_(0, self.place, x)
-        products = padded.view(self.count, self.most, -1) @ M  # (T, most, l)
-        return products.flatten(0, 1).index_select(0, self.place)
+        most, place = self._padded
+        padded = x.new_zeros(self.count * most, x.shape[1]).index_copy_(0, place, x)
+        products = padded.view(self.count, most, -1) @ M  # (T, most, l)
+        return products.flatten(0, 1).index_select(0, place)
