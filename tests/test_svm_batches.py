@@ -9,10 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchloo.svm import stacked, svm_loo
 from torchloo.svm.path import follow, unlearn
+from torchloo.svm.solve import interior
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.solve.merge import merge_duplicates
-from torchloo.svm.stacked import Tables
+from torchloo.svm.stacked import Tables, first_alike
 
 
 def _grid(n, lengthscales=8, bounds=8):
@@ -145,3 +146,22 @@ def test_products_of_few_solutions_are_not_padded_to_those_of_all():
         products = Tables(table, 4).take(rows).product(x[rows], M)
     assert_close(products, torch.stack([x[i] @ M[table[i]] for i in rows]))
     assert few.get_total_flops() == 2 * 4 * 2 * 5 * 6  # two rows a problem at most, of four problems
+
+
+def test_a_grid_of_C_factorises_its_kernel_matrix_once(monkeypatch):
+    X, y = toy(41, n=260, noise=1.0)
+    K = torch.stack([rbf(X, 3.0), rbf(X, 6.0)])[:, None]
+    seen = []
+    factor = interior.low_rank_factor
+    monkeypatch.setattr(interior, "low_rank_factor", lambda k: seen.append(k) or factor(k))
+    C = torch.tensor([0.5, 1.0, 2.0]).double()
+    held = svm_loo(K, y, C)
+    assert len(seen) == 2
+    alone = torch.stack([svm_loo(k, y, bound).outputs for k in K[:, 0] for bound in C])
+    assert_close(held.outputs.reshape(6, -1), alone)
+
+
+def test_equal_matrices_are_known_only_in_a_row():
+    a, b = torch.zeros(2, 2), torch.ones(2, 2)
+    assert first_alike(torch.stack([a, a, b, a, a, a, b])).tolist() == [0, 0, 2, 3, 3, 3, 6]
+    assert first_alike(a[None]).tolist() == [0]

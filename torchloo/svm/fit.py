@@ -15,7 +15,7 @@ from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
 from torchloo.svm.solve.systems import Lifted
-from torchloo.svm.stacked import times_vector
+from torchloo.svm.stacked import first_alike, times_vector
 from torchloo.svm.tolerances import FEW_DIGITS
 
 __all__ = ["SVMFit", "solve_problems", "svm", "train", "trained"]
@@ -288,7 +288,9 @@ def _is_definite(problem: Problem) -> Tensor:
     m = problem.y.shape[1]
     some = slice(None, None, -(-m // _SEEN))
     seen, largest = problem.K[:, some, some], problem.K.diagonal(dim1=1, dim2=2).amax(1)
-    definite = _definite(seen, _DOUBLE * largest)
+    first = first_alike(problem.K)
+    distinct, which = first.unique(return_inverse=True) if len(first) > 1 else (first, first)
+    definite = _definite(seen[distinct], _DOUBLE * largest[distinct])[which]
     rows = (~definite).nonzero()[:, 0]
     if len(rows):
         definite[rows] = _definite(seen[rows], m * problem.rounding[rows].amax(1).square())

@@ -13,6 +13,7 @@ __all__ = [
     "block_of",
     "columns_of",
     "dot",
+    "first_alike",
     "may_look",
     "rounds_per_look",
     "rows_of",
@@ -53,6 +54,17 @@ def set_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     S = order[:, : int(mask.sum(1).max())]
     return S, mask.gather(1, S)
+
+
+def first_alike(K: Tensor) -> Tensor:
+    """For each of B matrices (B, m, m) the number of the first in its run of equal ones, (B,).
+
+    A grid of C has one kernel matrix many times in a row; what depends on it alone is found once.
+    """
+    number = torch.arange(len(K), device=K.device)
+    if len(K) > 1:
+        number[1:].mul_((K[1:] != K[:-1]).flatten(1).any(1))
+    return number.cummax(0).values
 
 
 def rows_of(K: Tensor, S: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate
 from torchloo.svm.solve.systems import Dense, LowRank
+from torchloo.svm.stacked import first_alike
 from torchloo.svm.tolerances import CLOSE
 
 __all__ = ["first_solutions", "interior_point", "solve_to_rounding"]
@@ -28,7 +29,7 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     them finds interesting.
     """
     B, m = box.shape
-    factors = [low_rank_factor(k) if m > _WORTH_FACTORING else None for k in K]
+    factors = _factors(K) if m > _WORTH_FACTORING else [None] * B
     if B == 1 or m > _WORTH_SAMPLING:
         return _stack([_one_solution(*parts) for parts in zip(K, y, box, factors, strict=True)])
     systems = _systems(K, factors)
@@ -36,6 +37,13 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     order = torch.cat([rows for rows, _ in found]).argsort()
     fields = zip(*(point for _, point in found), strict=True)
     return Interior(*(torch.cat(field)[order] for field in fields))
+
+
+def _factors(K: Tensor) -> list[Tensor | None]:
+    """A factor of low rank, where there is one, of each of B matrices; equal ones in a row share it."""
+    first = first_alike(K).tolist()
+    found = {b: low_rank_factor(K[b]) for b in set(first)}
+    return [found[b] for b in first]
 
 
 def _systems(K: Tensor, factors: list[Tensor | None]) -> list[tuple[Tensor, Dense | LowRank]]:
