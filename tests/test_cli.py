@@ -9,21 +9,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from command import require_one_line_error, run
 
 import torchloo as tl
-from torchloo import cli
 from torchloo.cli import demo
 from torchloo.cli.shell import new_folder, write
 
 PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = ["demo", "--steps", "2", "--no-progress"]
-
-
-def run(*argv: str) -> int:
-    try:
-        return cli.main(list(argv))
-    except SystemExit as stop:
-        return stop.code
 
 
 def number_after(name: str, text: str) -> list[float]:
@@ -72,20 +65,14 @@ def test_wrong_use_ends_in_one_line_and_exit_code_2(argv, message, tmp_path, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     assert run(*argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, message)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
 def test_without_matplotlib_the_remedy_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run(*QUICK, "--out", str(tmp_path / "picture.png")) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "pip install torchloo[cli]" in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, "pip install torchloo[cli]")
     assert list(tmp_path.iterdir()) == []
 
 

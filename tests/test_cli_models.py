@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command import require_one_line_error, run
 
 import torchloo as tl
-from torchloo import cli
 from torchloo.cli import report
 from torchloo.cli.model_file import checksum
 
@@ -40,13 +40,6 @@ def table() -> "pd.DataFrame":
     return pd.DataFrame(
         {"x": x, "z": comma, "shop": shop, "one": 1, "price": level, "good": good, "grade": grade}
     )
-
-
-def run(*argv: object) -> int:
-    try:
-        return cli.main([str(word) for word in argv])
-    except SystemExit as stop:
-        return stop.code
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +202,7 @@ def test_what_is_wrong_is_said(root, capsys, place, wrong, message):
     content = replaced(whole, place, wrong(at(whole, place)) if callable(wrong) else wrong)
     torch.save(content, root / "damaged.pt")
     assert run("predict", root / "damaged.pt", root / "new.csv", "--out", root / "p.csv") == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, message)
 
 
 def test_a_file_with_a_wrong_byte_or_a_missing_end_is_refused(root, capsys):

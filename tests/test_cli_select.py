@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command import require_one_line_error, run
 
 import torchloo as tl
-from torchloo import cli
 from torchloo.cli import findings as findings_module
 from torchloo.cli import report
 from torchloo.cli.model_file import load
@@ -27,13 +27,6 @@ pytest.importorskip("matplotlib")
 
 QUICK = ["--no-progress", "--outer", "3"]
 N = 48
-
-
-def run(*argv: object) -> int:
-    try:
-        return cli.main([str(word) for word in argv])
-    except SystemExit as stop:
-        return stop.code
 
 
 def table(seed: int = 0, n: int = N) -> "pd.DataFrame":
@@ -341,10 +334,7 @@ def test_wrong_use_ends_in_one_line_and_writes_nothing(folder, capsys, options, 
     before = sorted(folder.rglob("*"))
     out = [] if "--out" in options else ["--out", "out"]
     assert run("select", "data.csv", *out, *options) == 2
-    printed, err = capsys.readouterr()
-    assert printed == ""
-    assert message in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, message)
     assert sorted(folder.rglob("*")) == before
 
 
@@ -360,10 +350,7 @@ def test_wrong_use_ends_in_one_line_and_writes_nothing(folder, capsys, options, 
 def test_unusable_files_end_in_one_line_and_write_nothing(folder, capsys, content, message):
     Path("data.csv").write_text(content)
     assert run("select", "data.csv", "--target", "price", "--out", "out") == 2
-    printed, err = capsys.readouterr()
-    assert printed == ""
-    assert message in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, message)
     assert [path.name for path in folder.iterdir()] == ["data.csv"]
 
 
@@ -572,10 +559,7 @@ def test_predict_refuses_what_does_not_fit(folder, models, capsys, model, data, 
     torch.save({**content, "version": 99, "torchloo": "9.9.9"}, "later.pt")
     torch.save({**content, "state": {}}, "broken.pt")
     assert run("predict", model, data, "--out", "p.csv") == 2
-    printed, err = capsys.readouterr()
-    assert printed == ""
-    assert message in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, message)
     assert not Path("p.csv").exists()
 
 
@@ -583,7 +567,7 @@ def test_predict_with_its_arguments_swapped_ends_in_one_line(folder, models, cap
     shutil.copy(models["price"], "model.pt")
     pd.DataFrame({"a": [1.0, 2.0]}).to_csv("a.csv", index=False)
     assert run("predict", "a.csv", "model.pt", "--out", "p.csv") == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    require_one_line_error(capsys)
 
 
 @pytest.mark.parametrize("name", ["new.csv", "../{folder}/new.csv", "link.csv", "twin.csv", "model.csv"])
@@ -596,10 +580,7 @@ def test_predict_does_not_write_over_what_it_reads(folder, models, capsys, name)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     out = name.format(folder=folder.name)
     assert run("predict", "model.csv", folder / "new.csv", "--out", out) == 2
-    printed, err = capsys.readouterr()
-    assert printed == ""
-    assert f"--out '{out}' would overwrite the input" in err
-    assert len(err.splitlines()) == 1
+    require_one_line_error(capsys, f"--out '{out}' would overwrite the input")
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -648,7 +629,7 @@ def test_numbers_of_shuffled_rows_are_no_input(folder, models, capsys):
 
 def test_the_current_folder_is_no_place_for_the_results(folder, capsys):
     assert run("select", "data.csv", "--target", "price", "--out", ".") == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    require_one_line_error(capsys)
 
 
 def test_bench_prints_its_ratios(capsys):

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command import run
 
 import torchloo as tl
-from torchloo import cli
 from torchloo.cli import report, uncertainty
 from torchloo.cli.model_file import load
 
@@ -36,13 +36,6 @@ def table(n=N, seed=0):
             "site": site,
         }
     )
-
-
-def run(*argv):
-    try:
-        return cli.main([str(word) for word in argv])
-    except SystemExit as stop:
-        return stop.code
 
 
 def select(target, *options, data="data.csv", out="out"):

@@ -158,7 +158,7 @@ def test_starts_of_a_kernel_of_ones_own_are_one_batch():
 
 
 @pytest.mark.parametrize("widths", [[1.0, 2.0, 3.0], [1.0]])
-def test_a_batch_that_a_kernel_does_not_heed_is_refused(widths):
+def test_a_batch_that_a_kernel_ignores_is_refused(widths):
     X, _ = table(3)  # as many rows as there are widths, so that shapes broadcast
     message = r"NotLifted: _evaluate must return shape \(., 3, 3\), got .* self._lift"
     with pytest.raises(TypeError, match=message):
@@ -238,7 +238,7 @@ def test_a_criterion_of_ones_own_without_gradient_names_its_substitute_and_is_ma
     assert found.value == max(step.value for step in found.history)
 
 
-def test_a_criterion_that_does_not_heed_the_batch_is_refused():
+def test_a_criterion_that_ignores_the_batch_is_refused():
     @criterion("mean", "one number whatever comes", lower_is_better=True, differentiable=True)
     def careless(held_out, weight="own"):
         return held_out.residuals.square().mean()
@@ -293,14 +293,14 @@ def test_the_command_and_its_report_serve_a_kernel_and_a_criterion_of_ones_own(t
     monkeypatch.chdir(tmp_path)
     page = report_of("--kernel", "laplace", "--criterion", "own_error")
     assert "own_error 0." in capsys.readouterr().out
-    for said in (
+    for sentence in (
         "A least-squares support vector machine with a Laplace kernel. ",
         "selected by mean absolute error: the mean size of the residuals, each row held out",
         "how fast rows cease to inform one another, in standard deviations",
         "best mean absolute error so far. Lower is better",
         "--kernel</span> laplace",
     ):
-        assert said in page
+        assert sentence in page
 
 
 class Unbiased(tl.RLS):

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def notes_of_the_code() -> set[str]:
     found = set()
     for path in (ROOT / "torchloo").rglob("*.py"):
-        found |= set(re.findall(r"^\s*Note \[([^\]]+)\]$", path.read_text(), re.MULTILINE))
+        found |= set(re.findall(r"^\s*(?:# )?Note \[([^\]]+)\]$", path.read_text(), re.MULTILINE))
     return found
 
 

@@ -395,7 +395,7 @@ def test_boxes_far_smaller_than_one(seed):
 
 
 def test_a_large_problem_with_every_coefficient_at_a_bound():
-    """All variables settle at once, and the interior point has nobody left to drop."""
+    """All variables settle at once, and the interior point has no variable left to drop."""
     X, y = toy(27, n=400, noise=5.0)
     y[: len(y) // 2], y[len(y) // 2 :] = 1.0, -1.0
     fit = svm(X @ X.T, y, 1e-5)

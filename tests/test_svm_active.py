@@ -108,7 +108,7 @@ def test_a_wrong_active_set_proves_nothing():
     assert not proved(torch.where(torch.arange(len(y)) == i, box, full.alpha))
     j = int((~full.free & ~full.upper).nonzero()[0])
     assert not proved(full.alpha + 1e-3 * (torch.arange(len(y)) == j))
-    assert not proved(torch.where(full.free, 0.0, full.alpha))  # nobody is free
+    assert not proved(torch.where(full.free, 0.0, full.alpha))  # no variable is free
     copies = torch.cat([torch.arange(len(y)), torch.tensor([i])])  # a free set that is singular
     parts = {"y": y[copies], "box": box[copies], "rounding": problem.rounding[copies]}
     twice = problem._replace(K=K[copies][:, copies], **parts)

@@ -369,13 +369,15 @@ def _usual_regs(n: int, first: Block) -> Tensor:
             f"probe: features must differ between rows, got a mean variance of {variance:g} in the first "
             f"{len(first.X)}"
         )
-    size = max(n, first.X.shape[1]) * variance * first.weight.double().mean().item()
+    mean_weight = first.weight.double().mean().item()
+    size = max(n, first.X.shape[1]) * variance * mean_weight
     return size * torch.logspace(-6, 3, _REGS, dtype=torch.float64, device="cpu")
 
 
 def _given_regs(regs: Any) -> Tensor:
     values = torch.as_tensor(regs, dtype=torch.float64, device="cpu").detach().flatten()
-    if not len(values) or not bool(((values > 0) & (values < math.inf)).all()):
+    positive_and_finite = (values > 0) & (values < math.inf)
+    if not len(values) or not bool(positive_and_finite.all()):
         raise ValueError(f"probe: regs must be positive and finite, got {regs!r}")
     return values.sort().values
 

@@ -1,7 +1,9 @@
 """Splits of an outer loop: pairs of training and test row numbers.
 
->>> [test.tolist() for train, test in k_fold(5, 5, generator=torch.Generator().manual_seed(0))]
-[[1], [2], [4], [3], [0]]
+>>> for train, test in k_fold(5, 2, generator=torch.Generator().manual_seed(0)):
+...     print(len(train), "training rows and", len(test), "test rows")
+2 training rows and 3 test rows
+3 training rows and 2 test rows
 """
 
 import math
@@ -113,8 +115,12 @@ def h_block(times: Any, buffer: float) -> list[LeaveOut]:
     Reference: Burman, Chow and Nolan (1994), "A cross-validatory method for dependent data".
 
     Example:
-        >>> [left.tolist() for _, left in h_block([0.0, 1.0, 2.0, 5.0], buffer=1.0)]
-        [[0, 1], [0, 1, 2], [1, 2], [3]]
+        >>> for _, left in h_block([0.0, 1.0, 2.0, 5.0], buffer=1.0):
+        ...     print(*left.tolist())
+        0 1
+        0 1 2
+        1 2
+        3
     """
     places = torch.as_tensor(times, device="cpu").detach().double()
     finite = bool(places.isfinite().all())
