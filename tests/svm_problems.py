@@ -7,7 +7,7 @@ from torch import Tensor
 from torchloo.svm import svm
 from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import solve_problems
-from torchloo.svm.records import Exact, Problem, RowOutcome
+from torchloo.svm.records import Exact, RowOutcome, SVMProblem
 from torchloo.svm.smo.loo_smo import leave_one_out_by_smo
 from torchloo.svm.smo.options import SMOOptions
 
@@ -24,7 +24,7 @@ def toy(seed: int, n: int = 30, d: int = 2, noise: float = 0.8) -> tuple[Tensor,
     return X, y
 
 
-def solved(K: Tensor, y: Tensor, box: Tensor) -> tuple[Problem, Exact]:
+def solved(K: Tensor, y: Tensor, box: Tensor) -> tuple[SVMProblem, Exact]:
     """One problem K (n, n), y and box (n,), as a stack, merged, and its solution."""
     ((_, problem, full),) = solve_problems(Caller("test"), K[None], y[None], box[None])
     return problem, full

@@ -15,7 +15,7 @@ from torchloo.svm import SVC, svm, svm_lco, svm_loo
 from torchloo.svm import result as code
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import check_correct_unused, check_error, check_norm, sufficiency_checks
-from torchloo.svm.records import Problem
+from torchloo.svm.records import SVMProblem
 from torchloo.svm.solve import exact
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.interior import first_solutions
@@ -611,7 +611,7 @@ def test_a_machine_that_is_not_solved_is_no_candidate_of_a_search(monkeypatch):
 def _problem(K, y, box):
     """One problem as the solvers take it."""
     every, one = torch.arange(len(y)), torch.ones(1, dtype=torch.float64)
-    return Problem(K[None], y[None], box[None], box[None], every[None], one, torch.zeros_like(y)[None])
+    return SVMProblem(K[None], y[None], box[None], box[None], every[None], one, torch.zeros_like(y)[None])
 
 
 def test_a_free_set_at_the_edge_of_dependence_stays_as_it_is():

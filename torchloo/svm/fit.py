@@ -10,7 +10,7 @@ from torch import Tensor
 from torchloo.svm.arguments import Caller, checked, indefinite
 from torchloo.svm.outcomes import stacks
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.records import Exact, Problem, duality_gap
+from torchloo.svm.records import Exact, SVMProblem, duality_gap
 from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
@@ -135,7 +135,7 @@ def trained(caller: Caller, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
     return SVMFit(coef, bias if matrix.shift is None else bias - (matrix.shift * coef).sum(1), outputs, gap)
 
 
-def _fields(problem: Problem, full: Exact) -> tuple[Tensor, ...]:
+def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
     """Coefficients (B, n), outputs (B, n), bias and gap (B, 1) of machines by their rows."""
     v = problem.variable
     share = problem.row_box / problem.box.gather(1, v)
@@ -147,7 +147,7 @@ def _fields(problem: Problem, full: Exact) -> tuple[Tensor, ...]:
     return coef, (u + bias).gather(1, v), bias, gap[:, None]
 
 
-Solved = tuple[Tensor, Problem, Exact]
+Solved = tuple[Tensor, SVMProblem, Exact]
 """Which problems of a batch are solved here, (B,), merged, and their solutions."""
 
 
@@ -205,7 +205,7 @@ class _Source(NamedTuple):
         return least
 
 
-def _checked_definite(source: _Source, problem: Problem) -> Problem:
+def _checked_definite(source: _Source, problem: SVMProblem) -> SVMProblem:
     """With more rounding where a K is not positive definite; an error if that is not rounding."""
     rows = (~_is_definite(problem)).nonzero()[:, 0]
     if not len(rows):
@@ -214,7 +214,7 @@ def _checked_definite(source: _Source, problem: Problem) -> Problem:
     return problem._replace(rounding=problem.rounding.index_add(0, rows, _off_by(problem, rows, -least)))
 
 
-def _solve_definite(source: _Source, problem: Problem) -> list[Solved]:
+def _solve_definite(source: _Source, problem: SVMProblem) -> list[Solved]:
     """The solutions; a K that rounding has made too indefinite for that leaves the batch and is lifted."""
     every = torch.arange(len(problem.y), device=problem.y.device)
     try:
@@ -248,7 +248,7 @@ def _require_solved(caller: Caller, gap: float) -> None:
     )
 
 
-def _made_definite(source: _Source, problem: Problem, ridge: Tensor) -> Problem:
+def _made_definite(source: _Source, problem: SVMProblem, ridge: Tensor) -> SVMProblem:
     """With a K that rounding has made indefinite lifted by the ridge (1,), after the copies were found."""
     function, matrix = source.caller
     warnings.warn(
@@ -263,13 +263,13 @@ def _made_definite(source: _Source, problem: Problem, ridge: Tensor) -> Problem:
     return problem._replace(K=K, rounding=problem.rounding + _off_by(problem, every, ridge))
 
 
-def _off_by(problem: Problem, rows: Tensor, much: Tensor) -> Tensor:
+def _off_by(problem: SVMProblem, rows: Tensor, much: Tensor) -> Tensor:
     """What is added to e of Note [rounding of K] for entries that are off by so much (B,) more, (B, m)."""
     more = (much / problem.scale[rows]).clamp_min(0).sqrt()
     return more[:, None].expand(-1, problem.y.shape[1])
 
 
-def _solve_again(caller: Caller, problem: Problem) -> Exact:
+def _solve_again(caller: Caller, problem: SVMProblem) -> Exact:
     """The solution, or an error for the user."""
     try:
         return solve_exactly(problem)
@@ -279,7 +279,7 @@ def _solve_again(caller: Caller, problem: Problem) -> Exact:
         ) from failure
 
 
-def _is_definite(problem: Problem) -> Tensor:
+def _is_definite(problem: SVMProblem) -> Tensor:
     """Whether each K is positive definite but for rounding, (B,), by one Cholesky.
 
     Nothing that is proved of an SVM would be true of another K: its dual has no single maximum. Of a large K

@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.svm.records import Exact, Problem
+from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
 from torchloo.svm.stacked import set_of
 from torchloo.svm.tolerances import SINGULAR, at_bound, strictly_inside
 
-__all__ = ["Deferred", "Machines", "matrix_numbers", "outputs_with_gradient"]
+__all__ = ["Deferred", "HeldOutMachines", "matrix_numbers", "outputs_with_gradient"]
 
 _ROWS = 2**20  # entries of the rows of machines that are entered at once
 _TOGETHER = 2**22  # entries of the inverses of machines that are made at once
 
 
 @dataclass
-class Machines:
+class HeldOutMachines:
     """The n held-out machines of one problem, by rows, in the units of the caller's K and C."""
 
     coef: Tensor
@@ -44,7 +44,7 @@ class Machines:
     """d f_r / d C_j at fixed K, (n, n)."""
 
     def enter(
-        self, problem: Problem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
+        self, problem: SVMProblem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
     ) -> None:
         """Enter machine which[i] for rows[i], (R,) both, trained without all rows of its group (n,).
 
@@ -58,7 +58,7 @@ class Machines:
             self._enter(problem, rows[part], own, alpha[machines], box[machines], group)
 
     def _enter(
-        self, problem: Problem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
+        self, problem: SVMProblem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
     ) -> None:
         """`enter` for so few rows that arrays (R, n) are small."""
         y, v = problem.y, problem.variable
@@ -74,13 +74,13 @@ class Machines:
         self.box_rate[rows] = (rate * upper[which] * y)[:, v] * (others > 0) * problem.scale
 
     def enter_without(
-        self, problem: Problem, rows: Tensor, which: Tensor, target: Tensor, alpha: Tensor, kept: Tensor
+        self, problem: SVMProblem, rows: Tensor, which: Tensor, target: Tensor, alpha: Tensor, kept: Tensor
     ) -> None:
         """Enter machines alpha (G, m) without (part of) their targets (G,), of which `kept` (G,) is left."""
         box = problem.box.expand_as(alpha).scatter(1, target[:, None], kept[:, None])
         self.enter(problem, rows, which, alpha, box, torch.arange(len(problem.variable), device=rows.device))
 
-    def enter_unchanged(self, problem: Problem, full: Exact) -> None:
+    def enter_unchanged(self, problem: SVMProblem, full: Exact) -> None:
         """Rows that are no support vectors: without them the machine has the same coefficients."""
         rows = torch.arange(len(problem.variable), device=problem.y.device)
         self.enter(problem, rows, torch.zeros_like(rows), full.alpha[None], problem.box[None], rows)
@@ -91,7 +91,7 @@ class Machines:
             field[rows] = 0
 
     @classmethod
-    def none(cls, problem: Problem) -> "Machines":
+    def none(cls, problem: SVMProblem) -> "HeldOutMachines":
         """Outputs that depend on nothing."""
         n = len(problem.variable)
         return cls(*(problem.K.new_zeros(n, n) for _ in range(3)))
@@ -100,24 +100,24 @@ class Machines:
 class Deferred:
     """Machines that are made when a backward asks for them: most calls are never differentiated."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SVMProblem) -> None:
         self.problem = problem
-        self.entries: list[Callable[[Machines], None]] = []
+        self.entries: list[Callable[[HeldOutMachines], None]] = []
 
-    def add(self, entry: Callable[[Machines], None]) -> None:
+    def add(self, entry: Callable[[HeldOutMachines], None]) -> None:
         """Enter some machines, over those that were entered before."""
         self.entries.append(entry)
 
-    def __call__(self) -> Machines:
+    def __call__(self) -> HeldOutMachines:
         """Make them."""
-        machines = Machines.none(self.problem)
+        machines = HeldOutMachines.none(self.problem)
         for entry in self.entries:
             entry(machines)
         return machines
 
 
 def _adjoints(
-    problem: Problem, r: Tensor, which: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
+    problem: SVMProblem, r: Tensor, which: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
     """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
     free = strictly_inside(alpha, box)  # (G, m)
@@ -178,7 +178,7 @@ def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return S, lam, mu
 
 
-def _halves(problem: Problem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:
+def _halves(problem: SVMProblem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:
     """lambda (R, m) where no variable is free: 1/2 at the points that bound the interval of b."""
     s = (problem.y - (alpha * problem.y) @ problem.K)[which]  # the b that gives each point margin 0
     demands_more = ((problem.y > 0) ^ upper)[which]

@@ -9,11 +9,11 @@ from torchloo.guards import Guard, host_labels
 from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
-from torchloo.svm.gradient import Deferred, Machines
+from torchloo.svm.gradient import Deferred, HeldOutMachines
 from torchloo.svm.outcomes import Stack, assembled, stacks, without_graph
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.records import Exact, Problem, RowOutcome
+from torchloo.svm.records import Exact, RowOutcome, SVMProblem
 from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo, seed_without
 from torchloo.svm.smo.options import SMOOptions
@@ -106,7 +106,7 @@ def _leave_clusters_out_exactly(
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
     ((_, stacked, full),) = solve_problems(caller, K, y, box)
-    problem = Problem(*(x[0] for x in stacked))
+    problem = SVMProblem(*(x[0] for x in stacked))
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))
@@ -129,7 +129,7 @@ def _leave_clusters_out_exactly(
 
 
 def _solve_without(
-    problem: Problem, full: Exact, boxes: Tensor, near: Tensor
+    problem: SVMProblem, full: Exact, boxes: Tensor, near: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The machines of one problem for smaller boxes (B, m), exactly; each has both classes left.
 
@@ -146,7 +146,7 @@ def _solve_without(
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     attempts = ATTEMPTS if bool(full.optimal) else 1
 
-    def from_sets(rows: Tensor, smaller: Problem, part: Tensor, V: Tensor) -> Exact:
+    def from_sets(rows: Tensor, smaller: SVMProblem, part: Tensor, V: Tensor) -> Exact:
         alpha, box = end.alpha[rows[part]].gather(1, V), smaller.box
         sets = Sets(alpha, end.bias[rows[part]], between_bounds(alpha, box), alpha >= box)
         return solve_from(smaller, sets, attempts)
@@ -167,7 +167,7 @@ def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:
     return (left & (y > 0)).any(1) & (left & (y < 0)).any(1)
 
 
-def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(problem: SVMProblem, alpha: Tensor, boxes: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
     """Decision values of the rows by machines (G, m), and whether their signs are proved, (n,) both."""
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
@@ -184,7 +184,7 @@ def _outputs(problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor) -> 
 
 
 def _enter(
-    machines: Machines, problem: Problem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor
+    machines: HeldOutMachines, problem: SVMProblem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor
 ) -> None:
     """Machines for the backward; those of one class only depend on nothing."""
     rows = both[member].nonzero()[:, 0]

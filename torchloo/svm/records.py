@@ -14,10 +14,10 @@ from torchloo.svm.tolerances import CLOSE, EXACT
 if TYPE_CHECKING:
     from torchloo.svm.gradient import Deferred
 
-__all__ = ["Exact", "Problem", "RowOutcome", "Unlearned", "duality_gap", "gap_terms"]
+__all__ = ["Exact", "RowOutcome", "SVMProblem", "Unlearned", "duality_gap", "gap_terms"]
 
 
-class Problem(NamedTuple):
+class SVMProblem(NamedTuple):
     """B SVMs of m variables each, whose rows are all different.
 
     Scaled to kernels with mean diagonal 1, or to boxes of 1 if less.
@@ -47,9 +47,9 @@ class Problem(NamedTuple):
     rounding: Tensor
     """e of Note [rounding of K], of K as it is here, (B, m)."""
 
-    def take(self, rows: Tensor) -> "Problem":
+    def take(self, rows: Tensor) -> "SVMProblem":
         """The problems at `rows`."""
-        return Problem(*(x[rows] for x in self))
+        return SVMProblem(*(x[rows] for x in self))
 
 
 class Exact(NamedTuple):

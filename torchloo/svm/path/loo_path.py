@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import result as code
-from torchloo.svm.gradient import Deferred, Machines
+from torchloo.svm.gradient import Deferred, HeldOutMachines
 from torchloo.svm.path.unlearn import Targets, unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
-from torchloo.svm.records import Exact, Problem, RowOutcome, Unlearned
+from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.stacked import Tables, times_vector
@@ -25,7 +25,7 @@ _USED = 1e-9  # of the box, or of the largest coefficient if that is less: a row
 class _Rows:
     """Work arrays (T, n) for the rows of T machines: everything starts as check 1 leaves it."""
 
-    def __init__(self, problem: Problem, full: Exact) -> None:
+    def __init__(self, problem: SVMProblem, full: Exact) -> None:
         v = problem.variable
         self.problem, self.full = problem, full
         self.y, box, alpha = (x.gather(1, v) for x in (problem.y, problem.box, full.alpha))
@@ -60,7 +60,7 @@ class _Rows:
 
 
 def leave_one_out_by_path(
-    problem: Problem,
+    problem: SVMProblem,
     full: Exact,
     values: bool,
     trace: bool = False,
@@ -139,7 +139,7 @@ def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
     rows.put(index, outputs=outputs, certified=certified)
 
 
-def _full_sign(problem: Problem, full: Exact) -> Tensor:
+def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
     """Signs of the full machines' decision values that their active sets prove, else 0, (T, m)."""
     every = torch.arange(len(problem.y), device=problem.y.device)
     u = times_vector(problem.K, full.alpha * problem.y)
@@ -149,14 +149,16 @@ def _full_sign(problem: Problem, full: Exact) -> Tensor:
     return f.sign() * (f.abs() > error)
 
 
-def _held(problem: Problem, table: Tensor, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
+def _held(problem: SVMProblem, table: Tensor, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
     """Solutions (N, m) of machines (N,) whose box of the target is what other rows leave of it."""
     u = Tables(table, len(problem.y)).product(alpha * problem.y[table], problem.K)
     box, rounding = problem.box[table], problem.rounding[table]
     return Held(alpha, u, box, target, rounding, kept, table=table)
 
 
-def _with_refits(problem: Problem, full: Exact, targets: Targets, end: Unlearned) -> tuple[Unlearned, Tensor]:
+def _with_refits(
+    problem: SVMProblem, full: Exact, targets: Targets, end: Unlearned
+) -> tuple[Unlearned, Tensor]:
     """Solve without the rows what the paths have left open; and by what each is resolved, (N,)."""
     by = torch.full_like(targets.table, code.PATH)
     left = (~end.solved).nonzero()[:, 0]
@@ -166,7 +168,7 @@ def _with_refits(problem: Problem, full: Exact, targets: Targets, end: Unlearned
     boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
     near = full.alpha[table].clamp_min(0).minimum(boxes)
 
-    def solve(smaller: Problem, rows: Tensor, V: Tensor) -> Exact:
+    def solve(smaller: SVMProblem, rows: Tensor, V: Tensor) -> Exact:
         its = full.take(table[rows])
         alpha, free, upper = (x.gather(1, V) for x in (near[rows], its.free, its.upper))
         return _solve_near(smaller, Sets(alpha, its.bias, free, upper))
@@ -178,7 +180,7 @@ def _with_refits(problem: Problem, full: Exact, targets: Targets, end: Unlearned
     return end.replaced(left, anew), by.index_fill(0, left, code.REFIT)
 
 
-def _solve_near(problem: Problem, sets: Sets) -> Exact:
+def _solve_near(problem: SVMProblem, sets: Sets) -> Exact:
     """Exact solutions by homotopies from those of the full machines; anew where these do not lead there.
 
     A path that has missed an event among margins that hardly differ ends near the solution, where an interior
@@ -203,9 +205,9 @@ class _Paths(NamedTuple):
     end: Unlearned
 
 
-def _deferred(problem: Problem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
+def _deferred(problem: SVMProblem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
     """The held-out machines of problem t, for a backward."""
-    problem, full = Problem(*(x[t] for x in problem)), Exact(*(x[t] for x in full))
+    problem, full = SVMProblem(*(x[t] for x in problem)), Exact(*(x[t] for x in full))
     machines = Deferred(problem)
     machines.add(lambda machines: machines.enter_unchanged(problem, full))
     machines.add(lambda machines: machines.clear(alone[t].nonzero()[:, 0]))
@@ -214,7 +216,7 @@ def _deferred(problem: Problem, full: Exact, alone: Tensor, paths: _Paths | None
     return machines
 
 
-def _enter(machines: Machines, problem: Problem, paths: _Paths, t: int) -> None:
+def _enter(machines: HeldOutMachines, problem: SVMProblem, paths: _Paths, t: int) -> None:
     """The ends of the paths of machine t."""
     n = len(problem.variable)
     own = (paths.rows // n == t).nonzero()[:, 0]

@@ -32,7 +32,7 @@ from torch.nn.functional import embedding_bag, pad
 
 from torchloo.svm.path.state import Ends, times
 from torchloo.svm.path.tableau import Tableau
-from torchloo.svm.records import Exact, Problem
+from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
 
 __all__ = ["Finish"]
@@ -78,7 +78,7 @@ class _Machines(NamedTuple):
     """Their y^T alpha, which rounding may leave, (T, 1)."""
 
     @classmethod
-    def build(cls, problem: Problem, full: Exact, tableau: Tableau, moved: Tensor) -> "_Machines":
+    def build(cls, problem: SVMProblem, full: Exact, tableau: Tableau, moved: Tensor) -> "_Machines":
         """From the mask of the columns (T, l + 2) that any path has moved."""
         dummy, free = tableau.sign.shape[1] - 2, tableau.sign < 0
         moved = moved | free
@@ -149,7 +149,7 @@ class Finish:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: SVMProblem,
         full: Exact,
         tableau: Tableau,
         ends: Ends,

@@ -20,7 +20,7 @@ from torchloo.svm.proof.certify import (
     sign_by_reach,
     smallest_and_sum,
 )
-from torchloo.svm.records import Exact, Problem, Unlearned
+from torchloo.svm.records import Exact, SVMProblem, Unlearned
 from torchloo.svm.stacked import Tables
 from torchloo.svm.tolerances import CLOSE, EXACT
 
@@ -56,7 +56,7 @@ class Targets(NamedTuple):
 
 
 def unlearn(
-    problem: Problem, full: Exact, targets: Targets, values: bool = True, coefficients: bool = False
+    problem: SVMProblem, full: Exact, targets: Targets, values: bool = True, coefficients: bool = False
 ) -> Unlearned:
     """Lower alpha of each target to what is kept along the exact path and certify the end.
 
@@ -84,7 +84,7 @@ def unlearn(
 
 
 def _unlearn(
-    problem: Problem, full: Exact, targets: Targets, values: bool, coefficients: bool, whole: bool
+    problem: SVMProblem, full: Exact, targets: Targets, values: bool, coefficients: bool, whole: bool
 ) -> Unlearned:
     """`unlearn` with columns for the free variables and the nearest others, or for all."""
     tableau = _tableaux(problem, full, targets, values, whole)
@@ -100,7 +100,7 @@ def _unlearn(
         own = own._replace(table=own.table - tables.start)
         end = Ends(*(x[first:last] for x in ends))
         end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
-        stack = Problem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
+        stack = SVMProblem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
         done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
     return Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
 
@@ -120,7 +120,7 @@ def _parts(table: Tensor, T: int, most: int) -> list[tuple[slice, int, int]]:
     return [*parts, (slice(begin, T), first, last)]
 
 
-def _tableaux(problem: Problem, full: Exact, targets: Targets, values: bool, whole: bool) -> Tableau:
+def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, whole: bool) -> Tableau:
     """Tableaux with equally many columns: the free variables first, then by the size of margins.
 
     Targets come before the margins count if an early stop has to watch them.
@@ -139,7 +139,7 @@ def _tableaux(problem: Problem, full: Exact, targets: Targets, values: bool, who
 
 
 def _certified(
-    problem: Problem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets, coefficients: bool
+    problem: SVMProblem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets, coefficients: bool
 ) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
     tables, r = Tables(targets.table, len(problem.y)), targets.variable
@@ -163,7 +163,7 @@ def _certified(
 
 
 def _proof_by_all(
-    problem: Problem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | None = None
+    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
     rows = torch.arange(len(kept), device=kept.device) if rows is None else rows
@@ -175,7 +175,7 @@ def _proof_by_all(
 
 
 def _proof_by_moved(
-    problem: Problem, full: Exact, end: Finish, kept: Tensor, stuck: Tensor
+    problem: SVMProblem, full: Exact, end: Finish, kept: Tensor, stuck: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` by the variables that paths have moved, Note [variables at rest]; open if others are not."""
     tables, machines, r = end.tables, end.machines, end.target[:, None]
@@ -230,7 +230,7 @@ def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Ten
     return held.of_target(held.u) + bias, sign, exact
 
 
-def perturbed_base(problem: Problem, full: Exact, tableau: Tableau) -> Base:
+def perturbed_base(problem: SVMProblem, full: Exact, tableau: Tableau) -> Base:
     """The start of the paths, moved off all ties by 1e-8 times a random factor.
 
     Favourably: margins of the lower set up, of the upper set down, boxes of the free set wider, so

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from torchloo.svm.path.follow import follow
 from torchloo.svm.path.state import TOUCH, Base
 from torchloo.svm.path.tableau import pivot_transform
-from torchloo.svm.records import Exact, Problem, duality_gap
+from torchloo.svm.records import Exact, SVMProblem, duality_gap
 from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
 from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered, accurate_product
@@ -55,20 +55,20 @@ class Sets(NamedTuple):
         return Sets(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
-def solve_exactly(problem: Problem) -> Exact:
+def solve_exactly(problem: SVMProblem) -> Exact:
     """Read the sets of B machines off interior points and solve for them."""
     point = first_solutions(problem.K, problem.y, problem.box)
     return _or_tighter(problem, solve_from(problem, Sets.read_off(point, problem.box)))
 
 
-def relative_gap(problem: Problem, solution: Exact) -> Tensor:
+def relative_gap(problem: SVMProblem, solution: Exact) -> Tensor:
     """Duality gaps relative to the sums of alpha, (B,); what passes a bound beyond rounding is cut off."""
     gap = duality_gap(solution.alpha, solution.margin, problem.box) / solution.alpha.sum(1)
     rows = (~solution.optimal).nonzero()[:, 0]
     return gap.index_copy(0, rows, _gap_inside(problem.take(rows), solution.take(rows))) if len(rows) else gap
 
 
-def _gap_inside(problem: Problem, solution: Exact) -> Tensor:
+def _gap_inside(problem: SVMProblem, solution: Exact) -> Tensor:
     """`relative_gap` of solutions that are not optimal."""
     alpha, box, y = solution.alpha, problem.box, problem.y
     inside = alpha.clamp_min(0).minimum(box)
@@ -78,12 +78,12 @@ def _gap_inside(problem: Problem, solution: Exact) -> Tensor:
     return (duality_gap(inside, margin, box) + imbalance) / inside.sum(1)
 
 
-def _better(problem: Problem, first: Exact, second: Exact) -> Exact:
+def _better(problem: SVMProblem, first: Exact, second: Exact) -> Exact:
     """Of two solutions of each machine the one with the smaller gap, the first if they are equal."""
     return first.where(~(relative_gap(problem, second) < relative_gap(problem, first)), second)
 
 
-def _or_tighter(problem: Problem, solution: Exact) -> Exact:
+def _or_tighter(problem: SVMProblem, solution: Exact) -> Exact:
     """Solutions that could be better are replaced by the best that an interior point leads to."""
     rows = (~solution.optimal).nonzero()[:, 0]
     if not len(rows):
@@ -98,7 +98,7 @@ def _or_tighter(problem: Problem, solution: Exact) -> Exact:
     return solution.replaced(rows, _better(problem, first, found))
 
 
-def solve_from(problem: Problem, sets: Sets, attempts: int = ATTEMPTS, tight: bool = False) -> Exact:
+def solve_from(problem: SVMProblem, sets: Sets, attempts: int = ATTEMPTS, tight: bool = False) -> Exact:
     """The exact solutions from approximate ones and their sets; where signs fail, by homotopies.
 
     Where a homotopy brings it no nearer, the best one is what rounding allows: it may be the given one.
@@ -122,7 +122,7 @@ def solve_from(problem: Problem, sets: Sets, attempts: int = ATTEMPTS, tight: bo
     return best
 
 
-def _attempt(problem: Problem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
+def _attempt(problem: SVMProblem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     """The sets without what makes their equations singular, and the best solutions that they lead to."""
     K, tolerance = problem.K, SINGULAR if tight else _DEPENDENT
     none = (~sets.free.any(1)).nonzero()[:, 0]
@@ -143,14 +143,14 @@ def _attempt(problem: Problem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     return sets, solution
 
 
-def _rescued(problem: Problem, sets: Sets, solution: Exact, tight: bool) -> Exact:
+def _rescued(problem: SVMProblem, sets: Sets, solution: Exact, tight: bool) -> Exact:
     """Solutions that are not optimal without their strays, or as they were given if that is better."""
     solution = _without_strays(problem, solution, tight)
     given = _as_given(problem, sets)
     return solution.where(solution.optimal, _better(problem, solution, given))
 
 
-def _as_given(problem: Problem, sets: Sets) -> Exact:
+def _as_given(problem: SVMProblem, sets: Sets) -> Exact:
     """Solutions whose free variables need not have margin 0."""
     alpha, bias, free, upper = sets
     margin = problem.y * (times_vector(problem.K, alpha * problem.y) + bias[:, None]) - 1
@@ -159,7 +159,7 @@ def _as_given(problem: Problem, sets: Sets) -> Exact:
     return Exact(alpha, bias, margin, free, upper, slip.maximum(imbalance))
 
 
-def _free_one(problem: Problem, sets: Sets) -> Sets:
+def _free_one(problem: SVMProblem, sets: Sets) -> Sets:
     """With every alpha at a bound, b has an interval; at its lower end one variable has margin 0."""
     y, alpha, upper = problem.y, sets.alpha, sets.upper
     s = y - times_vector(problem.K, alpha * y)  # the b that gives each point margin 0
@@ -169,7 +169,7 @@ def _free_one(problem: Problem, sets: Sets) -> Sets:
     return Sets(alpha, s.gather(1, first)[:, 0], free, upper & ~free)
 
 
-def _drop_dependent(problem: Problem, sets: Sets, kept: Tensor) -> Sets:
+def _drop_dependent(problem: SVMProblem, sets: Sets, kept: Tensor) -> Sets:
     """Bound free variables until the equations of the free sets are regular, as those of `kept` (B, m) are.
 
     Dependent variables can move along the null space, which changes no margin: all go to their nearest
@@ -270,7 +270,7 @@ def _equations(K: Tensor, free: Tensor) -> tuple[Tensor, Bordered]:
 
 
 def _active_set_solution(
-    problem: Problem, sets: Sets, tight: bool = False, equations: tuple[Tensor, Bordered] | None = None
+    problem: SVMProblem, sets: Sets, tight: bool = False, equations: tuple[Tensor, Bordered] | None = None
 ) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs.
 
@@ -301,7 +301,7 @@ def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
     return (unit * (length * alpha.abs()).sum(1, keepdim=True) * length).clamp_max_(CLOSE)
 
 
-def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
+def _without_strays(problem: SVMProblem, solution: Exact, tight: bool) -> Exact:
     """With free variables beyond their bounds put there, if nothing else is wrong then, as is mostly so."""
     low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
     stray = low | high
@@ -314,7 +314,7 @@ def _without_strays(problem: Problem, solution: Exact, tight: bool) -> Exact:
     return solution.replaced(rows, other.where(other.slip <= 0, first))
 
 
-def _homotopy(problem: Problem, sets: Sets) -> Sets:
+def _homotopy(problem: SVMProblem, sets: Sets) -> Sets:
     """The optimal sets, by paths from data for which the given ones are optimal to the true data.
 
     One more variable, lowered from 1 to 0, has as its column the change of margins (and of the

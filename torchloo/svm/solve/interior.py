@@ -29,7 +29,7 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     them finds interesting.
     """
     B, m = box.shape
-    factors = _factors(K) if m > _WORTH_FACTORING else [None] * B
+    factors = _factors(K)
     if B == 1 or m > _WORTH_SAMPLING:
         return _stack([_one_solution(*parts) for parts in zip(K, y, box, factors, strict=True)])
     systems = _systems(K, factors)
@@ -41,6 +41,8 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
 
 def _factors(K: Tensor) -> list[Tensor | None]:
     """A factor of low rank, where there is one, of each of B matrices; equal ones in a row share it."""
+    if K.shape[-1] <= _WORTH_FACTORING:
+        return [None for _ in K]
     first = first_alike(K).tolist()
     found = {b: low_rank_factor(K[b]) for b in set(first)}
     return [found[b] for b in first]

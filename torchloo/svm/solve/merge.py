@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchloo.svm.records import Problem
+from torchloo.svm.records import SVMProblem
 from torchloo.svm.stacked import block_of, rows_of, set_of
 
 __all__ = ["merge_duplicates"]
@@ -19,11 +19,11 @@ def _scale(K: Tensor, C: Tensor) -> Tensor:
     return torch.where(mean * largest < _SMALL, 1 / largest, mean)
 
 
-def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[tuple[Tensor, Problem]]:
+def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[tuple[Tensor, SVMProblem]]:
     """Merge rows with the same label and, to rounding, the same row of K.
 
     For B kernel matrices (B, n, n), y, C and `rounding` (B, n), e of Note [rounding of K]. Comes back by
-    size: which of the B are in each Problem, and the Problem.
+    size: which of the B are in each SVMProblem, and that one.
 
     A random projection of the rows of K brings candidates side by side; each is then compared in
     full with the first of its run. Titanic's 150 rows become 19 variables, and the ties between
@@ -56,17 +56,17 @@ def _some(x: Tensor, rows: Tensor) -> Tensor:
     return x if rows.shape[0] == x.shape[0] else x[rows]
 
 
-def _unmerged(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor) -> Problem:
+def _unmerged(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor) -> SVMProblem:
     """Problems without copies."""
     box = C * scale[:, None]
     variable = torch.arange(K.shape[-1], device=K.device).expand_as(box)
     rounding = rounding / scale.sqrt()[:, None]
-    return Problem(K / scale[:, None, None], y, box, box, variable, scale, rounding)
+    return SVMProblem(K / scale[:, None, None], y, box, box, variable, scale, rounding)
 
 
 def _merged(
     K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor, order: Tensor, starts: Tensor
-) -> list[tuple[Tensor, Problem]]:
+) -> list[tuple[Tensor, SVMProblem]]:
     """Problems with copies by numbers of variables; `order` and `starts` (B, n) are runs of candidates."""
     n = K.shape[-1]
     place = torch.arange(n, device=K.device).expand_as(order)
@@ -98,5 +98,5 @@ def _merged(
         box = row_box.new_zeros(len(rows), m).scatter_add_(1, variable_m, row_box)
         K_m = block_of(K_m, firsts) / scale_m[:, None, None]
         y_m, rounding_m = y_m.gather(1, firsts), rounding_m.gather(1, firsts)
-        groups.append((rows, Problem(K_m, y_m, box, row_box, variable_m, scale_m, rounding_m)))
+        groups.append((rows, SVMProblem(K_m, y_m, box, row_box, variable_m, scale_m, rounding_m)))
     return groups

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchloo.svm.records import Exact, Problem
+from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.tolerances import NOTHING
 
@@ -21,12 +21,12 @@ def left_of(box: Tensor, gone: Tensor) -> Tensor:
 
 
 def solve_smaller(
-    problem: Problem,
+    problem: SVMProblem,
     table: Tensor,
     boxes: Tensor,
     near: Tensor,
     violation: Tensor | None = None,
-    solve: Callable[[Problem, Tensor, Tensor], Exact] | None = None,
+    solve: Callable[[SVMProblem, Tensor, Tensor], Exact] | None = None,
 ) -> Tensor:
     """Coefficients (B, m) of machines for smaller boxes (B, m), each on the variables that are left.
 
@@ -58,7 +58,7 @@ def solve_smaller(
     return alpha
 
 
-def _restricted(problem: Problem, table: Tensor, boxes: Tensor, V: Tensor) -> Problem:
+def _restricted(problem: SVMProblem, table: Tensor, boxes: Tensor, V: Tensor) -> SVMProblem:
     """Problems (R,) of a table on the variables V (R, v) only, with boxes (R, m)."""
     K = problem.K[table[:, None, None], V[:, :, None], V[:, None, :]]
     its = problem.take(table)
