@@ -34,6 +34,8 @@ def args(tmp_path):
 
 
 def test_the_quick_form_takes_two_splits_unless_told(experiment, tmp_path, monkeypatch, capsys):
+    at_exit = []
+    monkeypatch.setattr(experiment.atexit, "register", lambda *call: at_exit.append(call))
     given = ["kfd.py", "--data", str(tmp_path), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", given)
     assert experiment.options("Title.", splits=10).splits == 10
@@ -41,6 +43,9 @@ def test_the_quick_form_takes_two_splits_unless_told(experiment, tmp_path, monke
     args = experiment.options("Title.", splits=10)
     assert (args.splits, args.script, args.out.is_dir()) == (2, "kfd", True)
     assert "kfd: quick form, 2 splits, torchloo" in capsys.readouterr().out
+    (report, *about), *_ = at_exit
+    report(*about)
+    assert "CPU minutes, --jobs 1" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [*given, "--quick", "--splits", "7"])
     assert experiment.options("Title.", splits=10).splits == 7
     monkeypatch.setattr(sys, "argv", ["kfd.py", "--data", str(tmp_path / "nowhere")])

@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,8 +121,8 @@ class Choice(NamedTuple):
     rate: float | None
     ties: int
     """Points of the grid with the same mean error."""
-    each_best: float
-    """The mean of the least error in every split, were each allowed a machine of its own."""
+    each_best: list[float]
+    """The least error in every split, were each allowed a machine of its own."""
     median: tuple[float, float | None]
     """Medians of C and rate of those machines, of several in a split the first."""
     seconds: float
@@ -163,7 +164,7 @@ def _best(kind: str, pieces: Any, found: Any, name: str) -> Choice:
         None if rate is None else statistics.median(point[2] for point in each),
     )
     seconds = sum(result["seconds"] for result in own.values())
-    return Choice(errors, C, rate, ties, sum(least) / len(least), median, seconds)
+    return Choice(errors, C, rate, ties, least, median, seconds)
 
 
 def by_cost(args: Namespace) -> list[str]:
@@ -195,8 +196,10 @@ def table_2(args: Namespace, choices: dict[tuple[str, str], Choice]) -> None:
         predefined = ida.load(args.data, name, args.splits).predefined
         mean, error = mean_and_error(choice.errors)
         rows = sum(len(train) for train, _ in ida.load(args.data, name, SELECTED_ON).splits)
-        row = {"": f"{name}, {kind}", "paper": loo, "each split's best": choice.each_best}
-        row |= {"difference, rows": round((choice.each_best - loo) * rows / 100), "of rows": rows}
+        each, each_error = mean_and_error(choice.each_best)
+        row = {"": f"{name}, {kind}", "paper": loo, "each split's best": each, "its s.e.": each_error}
+        row |= {"difference / s.e.": (each - loo) / each_error}
+        row |= {"difference, rows": round((each - loo) * rows / 100), "of rows": rows}
         row |= {"best of all splits": mean, "s.e.": error, "C": choice.C, "rate": choice.rate}
         held_out.append(row | {"ties": choice.ties, "predefined": min(SELECTED_ON, predefined)})
         paper_error = deviation / math.sqrt(20 if name in ida.LARGE else 100)
@@ -303,19 +306,29 @@ def extended(machines: list[dict[str, Any]]) -> Extended:
 
 
 def gain(by_split: list[list[dict[str, Any]]], cost: str) -> tuple[float, float]:
-    """Standard / proposed of a cost, and its standard error by leaving splits out."""
+    """Standard / proposed of a cost, and its standard error."""
+    return _with_error(by_split, lambda found: found.standard[cost] / found.proposed[cost])
+
+
+def proved_share(by_split: list[list[dict[str, Any]]]) -> tuple[float, float]:
+    """Prec: how many of the open problems the bound proves, in %, and its standard error."""
+    return _with_error(by_split, lambda found: 100 * found.proved / max(1, found.open))
+
+
+def _with_error(
+    by_split: list[list[dict[str, Any]]], figure: Callable[[Extended], float]
+) -> tuple[float, float]:
+    """A figure of all splits, and its standard error by leaving one of them out at a time."""
+
+    def of(some: list[list[dict[str, Any]]]) -> float:
+        return figure(extended([one for split in some for one in split]))
+
     count = len(by_split)
-    whole = _ratio(by_split, cost)
     if count < 2:
-        return whole, math.nan
-    values = [_ratio(by_split[:out] + by_split[out + 1 :], cost) for out in range(count)]
+        return of(by_split), math.nan
+    values = [of(by_split[:out] + by_split[out + 1 :]) for out in range(count)]
     spread = sum((value - statistics.mean(values)) ** 2 for value in values)
-    return whole, math.sqrt((count - 1) / count * spread)
-
-
-def _ratio(by_split: list[list[dict[str, Any]]], cost: str) -> float:
-    found = extended([one for split in by_split for one in split])
-    return found.standard[cost] / found.proposed[cost]
+    return of(by_split), math.sqrt((count - 1) / count * spread)
 
 
 def table_3(args: Namespace, library: Path, choices: dict[tuple[str, str], Choice]) -> None:
@@ -364,7 +377,9 @@ def _row_of_table_3(
         ours, error = gain(by_split, cost)
         difference = (ours - paper[3]) / math.hypot(error, ROUNDED)
         row |= {title: ours, f"{title}, s.e.": error, f"{title}, difference / s.e.": difference}
-    row |= {"Prec %, paper": paper[4], "Prec %": 100 * whole.proved / max(1, whole.open)}
+    prec, error = proved_share(by_split)
+    row |= {"Prec %, paper": paper[4], "Prec %": prec, "Prec, s.e.": error}
+    row |= {"Prec, difference / s.e.": (prec - paper[4]) / math.hypot(error, ROUNDED)}
     row |= {"open": int(whole.open), "solved": sum(one["rows"] for one in machines)}
     row |= {"unsolved": sum(one["unsolved"] for one in machines)}
     row |= {"standard differs": sum(one["standard differs"] for one in machines)}

@@ -22,6 +22,7 @@ docs/reproduction.md are those of docs/reproduction/*.csv: `python scripts/repro
 """
 
 import argparse
+import atexit
 import csv
 import json
 import math
@@ -29,6 +30,7 @@ import multiprocessing
 import os
 import platform
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +77,15 @@ def options(
     form = "quick form" if args.quick else "full form"
     several = "" if splits is None else f", {args.splits} splits"
     print(f"{args.script}: {form}{several}, {version()}", flush=True)
+    atexit.register(_print_cpu_minutes, args)
     return args
+
+
+def _print_cpu_minutes(args: argparse.Namespace) -> None:
+    """What this run took, without results that were there before."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    minutes = sum(one.ru_utime + one.ru_stime for one in used) / 60
+    print(f"{args.script}: {minutes:.1f} CPU minutes, --jobs {args.jobs}", flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -390,7 +390,7 @@ def draw_curves(found: dict[str, Any], splits: dict[str, int], args: argparse.Na
                     POWERS[best], mean[best], "o", color=colour, fillstyle="none" if way == "LOO" else "full"
                 )
         place.set_title(f"{name}, {kernel}", loc="left", fontsize=10)
-        place.set(xlabel="log2 lambda", ylabel="tau_b")
+        place.set(xlabel=r"$\log_2 \lambda$", ylabel=r"$\tau_b$")
     axes.flat[0].legend(frameon=False, fontsize=8)
     write_picture("rls_figure_1", figure, args)
 
@@ -421,7 +421,8 @@ def write_cost(found: list[dict[str, float]], eigh: float, rows: int, args: argp
     axes.text(rows, eigh * 1.1, "the eigendecomposition itself", color="0.4", fontsize=9, ha="right")
     start = found[0]["library"] * found[0]["folds"]
     axes.loglog(folds, [start / n for n in folds], ":", color="black", label="proportional to 1 / n")
-    axes.set(xlabel="folds n", ylabel="seconds for one lambda", title=f"Leave-cluster-out of m = {rows} rows")
+    axes.set(xlabel="folds n", ylabel=r"seconds for one $\lambda$")
+    axes.set_title(f"Leave-cluster-out of m = {rows} rows")
     axes.legend(frameon=False, fontsize=9)
     write_picture("rls_cost", figure, args)
 
