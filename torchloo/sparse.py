@@ -275,10 +275,8 @@ class SparseLSSVM(LeastSquares):
             raise RuntimeError("SparseLSSVM: not fitted; call fit(X, y) first")
         return (~self.kept).sum(-1)
 
-    def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
-        fit = self.solve(X, y, weight)
-        assert isinstance(fit.predictor, Predictor)
-        self._store(fit.predictor)
+    def _store_uncertainty(self, fit: Fit) -> None:
+        """Store what `predictive` needs besides the coefficients, and which basis vectors are in use."""
         assert isinstance(fit.representation, _Basis)
         one = isinstance(fit.form, Dual | Primal)
         spread = fit.representation.spread(fit.form) if one else None
@@ -286,7 +284,7 @@ class SparseLSSVM(LeastSquares):
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
-        """Store the basis and its coefficients, solved from a stream."""
+        """Store the basis and its coefficients, solved by passes over the rows."""
         expansion, p = solved.expansion, solved.checked_for(self).coef
         assert expansion.factor is not None
         assert expansion.kept is not None
@@ -296,10 +294,10 @@ class SparseLSSVM(LeastSquares):
         dtype = self._matrix_dtype(expansion.support)
         coef = beta.to(dtype) * expansion.kept.unsqueeze(-1)
         parts = (expansion.support, coef, bias.to(dtype))
-        self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
         spread = solved.spread
         if spread is not None:
             spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
+        self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
         self._keep_uncertainty(None, None, spread)
         self.kept = expansion.kept
 
