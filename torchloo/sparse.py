@@ -15,9 +15,9 @@ from torchloo.guards import Guard, is_whole, require_floating, require_inputs, v
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.pure import pure
 from torchloo.machine import LeastSquares, Predictor
+from torchloo.panels import LowerInverse
 from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
-from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
 from torchloo.problem import Regs

@@ -38,7 +38,6 @@ from torch.autograd.function import Function
 from torchloo.autograd import apply, in_forward_mode
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
-from torchloo.dual import inner_products
 from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
@@ -52,6 +51,7 @@ from torchloo.factors import (
 )
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
+from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
