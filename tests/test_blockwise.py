@@ -270,13 +270,23 @@ def test_parameters_that_change_between_solve_and_held_out_are_noticed():
 
 @pytest.mark.parametrize("name", ["lssvm", "sparse"])
 def test_a_path_takes_as_many_operations_however_many_regularisations(name):
-    X, Y, weight = rows()
-    machine = MACHINES[name]()
-    counts = []
-    for many in (5, 30, 100):
-        with torch.no_grad(), Counting() as count:
-            machine.path(X, Y, torch.logspace(-2, 2, many, dtype=torch.float64), weight=weight)
-        counts.append((count.operations, count.synchronisations))
+    counts = [counted_path(name, many, None) for many in (5, 30, 100)]
     assert len(set(counts)) == 1
     assert counts[0][0] <= 300
     assert counts[0][1] <= 3
+
+
+@pytest.mark.parametrize("name", ["lssvm", "sparse"])
+def test_a_path_by_clusters_takes_few_operations_however_many_regularisations(name):
+    few, many = counted_path(name, 5, RAGGED), counted_path(name, 100, RAGGED)
+    assert many[0] <= 1.5 * few[0] <= 450  # sets of many sizes are padded to fewer where that is cheap
+    assert many[1] <= few[1] + 2 <= 11
+
+
+def counted_path(name, many, clusters):
+    """Operations and synchronisations of a path of so many regularisations."""
+    X, Y, weight = rows()
+    machine, regs = MACHINES[name](), torch.logspace(-2, 2, many, dtype=torch.float64)
+    with torch.no_grad(), Counting() as count:
+        machine.path(X, Y, regs, clusters, weight)
+    return count.operations, count.synchronisations

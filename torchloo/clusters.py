@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchloo.guards import host_labels, is_whole, whole_number
 
-__all__ = ["Partition", "folds", "random_order", "row_sets"]
+__all__ = ["PaddedSets", "Partition", "folds", "random_order", "row_sets"]
 
 # Multiplications that may be wasted on rows of padding to save the operations of one more group.
 _WASTED = 1 << 18
@@ -142,6 +142,40 @@ class Partition:
             return blocks[0][..., 0] * V
         parts = [block @ part for block, part in zip(blocks, self.gather(V), strict=True)]
         return self.scatter(parts, V.shape[-2])
+
+
+class PaddedSets:
+    """Some sets (g, s) of a group, and how what is known of their rows (b,) is laid out with padding.
+
+    Attributes:
+        shape: (g, s).
+        rows: the rows without padding, (b,), set after set.
+    """
+
+    def __init__(self, sets: Tensor, n: int) -> None:
+        self.sets, self.shape, self._n = sets, sets.shape, n
+        flat = sets.flatten()
+        place = (flat < n).nonzero()[:, 0]
+        self.rows = flat[place]
+        self._place = None if len(place) == len(flat) else place
+
+    def laid_out(self, values: Tensor, fill: Tensor | float = 0.0) -> Tensor:
+        """(..., b) as (..., g, s), with a number for rows of padding."""
+        if self._place is None:
+            return values.unflatten(-1, self.shape)
+        blank = torch.as_tensor(fill, dtype=values.dtype, device=values.device)
+        blank = blank.expand(*values.shape[:-1], self.shape.numel())
+        return blank.index_copy(-1, self._place.to(values.device), values).unflatten(-1, self.shape)
+
+    def taken(self, values: Tensor) -> Tensor:
+        """(..., g, s) as (..., b), without padding."""
+        values = values.flatten(-2)
+        return values if self._place is None else values.index_select(-1, self._place.to(values.device))
+
+    def __getitem__(self, k: int) -> Tensor:
+        """The rows (s,) of one set."""
+        rows = self.sets[k]
+        return rows[rows < self._n]
 
 
 def _filled_up(groups: list[Tensor], padding: int) -> Tensor:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from torchloo.clusters import Partition
+from torchloo.clusters import PaddedSets, Partition
 from torchloo.panels import add_symmetric, mirrored, room_like, times_upper
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
@@ -295,9 +295,11 @@ class _Backward:
                         self.visited[number] = visit
                 yield visit
             return
-        for sets in self.partition.groups:
-            for some in sets.split(max(1, self.solved.size // sets.shape[1])):
-                yield self._together(some, gather)
+        n = self.solved.stream.n
+        assert n is not None
+        for group in self.partition.padded(n, self.f.numel()).groups:
+            for sets in group.split(max(1, self.solved.size // group.shape[1])):
+                yield self._together(PaddedSets(sets, n), gather)
 
     def _rotated(self, part: Block) -> Tensor:
         """U (p', b); in the second pass, columns with a graph are evaluated first and serve for both."""
@@ -342,37 +344,40 @@ class _Backward:
         DN[p:] *= f[:, p:].mT  # f is 1 but for the bias
         return DN
 
-    def _together(self, sets: Tensor, gather: bool) -> _Visit:
-        """Sets (g, s) of one size."""
-        rows, shape = sets.flatten(), sets.shape
+    def _together(self, sets: PaddedSets, gather: bool) -> _Visit:
+        """Sets (g, s) of one group."""
+        rows = sets.rows
         part = self.solved.stream.take(self.solved.function, rows)
         U, zeta = self._rotated(part).double(), part.weight.double()
         r, rbar, inverse, g = self.cotangents(rows)
         flags = self._flags(rows)
-        X, z = U.mT.unflatten(0, shape), zeta.reshape(*shape, 1)  # (g, s, p')
+        X = sets.laid_out(U).permute(1, 2, 0)  # (g, s, p')
+        z = sets.laid_out(zeta, zeta.min()).unsqueeze(-1)  # (g, s, 1)
+        r_sets, rbar_sets, g_sets = (sets.laid_out(t) for t in (r, rbar, g))  # (R, c, g, s)
+        lost_sets = None if flags is None else sets.laid_out(flags)
         abar, a = torch.empty_like(r), torch.empty_like(r)
         diagonal, DN = torch.zeros_like(z), torch.zeros_like(X)
         for k, j, outputs in self.each:
-            lost = None if flags is None else flags[k, j].reshape(shape)[:, :1, None]
+            lost = None if lost_sets is None else lost_sets[k, j][:, :1, None]
             times, squares = _inverse_blocks(X, z, self.f[k, j], self.machines.least[k, j])
-            r_L, rbar_L = (t[k, outputs].unflatten(-1, shape).permute(1, 2, 0) for t in (r, rbar))
+            r_L, rbar_L = (t[k, outputs].permute(1, 2, 0) for t in (r_sets, rbar_sets))
             N, abar_L = z * X * self.f[k, j], times(rbar_L)  # (g, s, p') and (g, s, c)
             DN_L = -(abar_L @ (r_L.mT @ N) + r_L @ (abar_L.mT @ N)) / 2
             diagonal_L = -(abar_L * r_L).sum(-1, keepdim=True)
             if self.vbar is not None:
-                g_L = g[k, j].reshape(z.shape)
+                g_L = g_sets[k, j].unsqueeze(-1)
                 DN_L, diagonal_L = DN_L - times(g_L * times(N)), diagonal_L - squares(g_L)
             if lost is not None:  # those have a share of their own
                 DN_L, diagonal_L = DN_L.masked_fill(lost, 0.0), diagonal_L.masked_fill(lost, 0.0)
             DN += DN_L
             diagonal += diagonal_L
             a_L = z * r_L - N @ (X.mT @ (z * r_L))  # P_LL = Omega - N X^T Omega
-            abar[k, outputs], a[k, outputs] = (t.permute(2, 0, 1).flatten(1) for t in (abar_L, a_L))
+            abar[k, outputs], a[k, outputs] = (sets.taken(t.permute(2, 0, 1)) for t in (abar_L, a_L))
             if gather:
                 self.Q[k, j] += (N.mT @ DN_L).sum(0)
                 self.regbar[k, j] += (g[k, j] * inverse[k, j]).sum() / self.machines.regs[k, j]
-        DN_rows = DN.reshape(-1, len(U)).mT
-        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, diagonal.flatten(), DN_rows))
+        D, DN_rows = sets.taken(diagonal[..., 0]), sets.taken(DN.permute(2, 0, 1))
+        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, D, DN_rows))
 
     def _with_refits(self, visit: _Visit) -> _Visit:
         """A visit with a of refitted sets among its rows, and its cotangent, put in place."""

@@ -4,12 +4,13 @@ Their rows are gathered wherever they stand, many sets of one size at a time; a 
 features and than a block is visited twice, first for its sums. See Note [leaving sets out].
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torchloo.clusters import Partition
+from torchloo.clusters import PaddedSets, Partition
 from torchloo.panels import add_symmetric, mirrored
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import leave_out_large, leave_out_small, root_of_rest, rows_of_large
@@ -42,19 +43,29 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
     """Go to all sets, under a bar."""
     stream = visit.solved.stream
     stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
+    assert stream.n is not None
+    numbers = visit.f.numel()  # for every row
+    partition = partition.padded(stream.n, numbers)
     small, large = partition.split(max(visit.size, visit.f.shape[-1]))
+    at_once = min(visit.size, _TOGETHER // numbers)
     with stream.bar("clusters") as bar:
-        for sets in small.groups:
-            for rows in sets.split(max(1, visit.size // sets.shape[1])):
-                visit.small(rows)
-                bar.update(rows.numel())
-        for sets in large.groups:
-            for rows in sets:
+        for group in small.groups:
+            for sets in group.split(max(1, at_once // group.shape[1])):
+                padded = PaddedSets(sets, stream.n)
+                visit.small(padded)
+                bar.update(len(padded.rows))
+        for group in large.groups:
+            for sets in group.split(1):
+                rows = PaddedSets(sets, stream.n)[0]
                 visit.large(rows)
                 bar.update(len(rows))
+    visit.find_lost()
     if not stream.lasting:
         visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
 
+
+# So many numbers of rows of all machines are computed together, or those of one set.
+_TOGETHER = 1 << 20
 
 # Part of a held-out residual that may come from kernel columns which round otherwise than in the first pass.
 _DIFFERS = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -73,6 +84,7 @@ class _Visit:
         self.solved, self.machines, self.sink = solved, machines, sink
         self.size = solved.stream.block or solved.size
         self.lost: Lost = {}
+        self._judged: list[tuple[Tensor, Callable[[int], Tensor], bool]] = []
         self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
         self.f = solved.with_bias(machines.f)  # (R, c', p')
         self.worst = self.f.new_zeros(())  # the largest 1 / (1 - h) of all sets but those that are lost
@@ -86,15 +98,17 @@ class _Visit:
             U = torch.cat([U, torch.ones_like(U[:1])])
         return part, U, e, part.weight.double()
 
-    def _note(self, lost: Tensor, r: int, j: int, sets: Tensor, small: bool) -> None:
-        """Take note of the sets (g, s) that are lost, (g,)."""
-        if bool(lost.any()):
-            self.lost.setdefault((r, j), []).extend((sets[k], small) for k in lost.nonzero()[:, 0].tolist())
+    def find_lost(self) -> None:
+        """Take note of all sets that are lost, in one look at the values, or two if there are some."""
+        some = torch.stack([lost.any() for lost, _, _ in self._judged]).tolist()
+        for (lost, rows_of, small), found in zip(self._judged, some, strict=True):
+            for r, j, k in lost.nonzero().tolist() if found else ():
+                self.lost.setdefault((r, j), []).append((rows_of(k), small))
 
     def _differs(self, B: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
-        """Which sets (g,) the rounding of kernel columns may change too much."""
+        """Which sets (R, c', g) the rounding of kernel columns may change too much."""
         zeta = scale.square()
-        longest = (B.square().sum(-1, keepdim=True) / zeta).sqrt()  # (g, s, 1)
+        longest = (B.square().sum(-1, keepdim=True) / zeta).sqrt()  # (R, c', g, s, 1)
         largest, farthest, worst = (part.amax((-2, -1)) for part in (zeta, longest, inverse * zeta))
         change = self.machines.rounding * largest * farthest * worst
         return change > _DIFFERS[self.solved.expansion.kind]
@@ -109,24 +123,27 @@ class _Visit:
         if not self.solved.stream.lasting:
             self.read += checksum(part, rows)
 
-    def small(self, sets: Tensor) -> None:
+    def small(self, sets: PaddedSets) -> None:
         """Sets (g, s) of no more rows than a block has, or than there are features."""
-        g, s = sets.shape
-        few = s <= self.f.shape[-1]
-        unit = torch.eye(self.f.shape[-1], dtype=self.f.dtype, device=self.f.device)
-        part, U, e, zeta = self._read(sets.flatten())
-        scale = zeta.sqrt().reshape(g, s, 1)
-        V = U.mT.reshape(g, s, -1) * scale
-        residuals, variance = torch.empty_like(e), torch.empty_like(e[:, : self.machines.regs.shape[1]])
-        for r, j, outputs in self.machines.each:
-            e_L = e[r, outputs].unflatten(-1, (g, s)).permute(1, 2, 0)  # (g, s, c)
-            given = (V * self.f[r, j].sqrt(), scale, e_L, self.machines.least[r, j])
-            r_L, inverse, lost = leave_out_small(*given) if few else leave_out_large(*given, unit)
-            self._note(lost | self._differs(*given[:2], inverse), r, j, sets, few)
-            self._weigh(inverse * scale.square())
-            residuals[r, outputs] = r_L.permute(2, 0, 1).flatten(1)
-            variance[r, j] = self.machines.regs[r, j] * inverse.flatten()
-        self._write(part, residuals, variance, sets.flatten())
+        f, regs, least = self.f, self.machines.regs, self.machines.least.unsqueeze(-1)
+        own = regs.shape[1] > 1
+        part, U, e, zeta = self._read(sets.rows)
+        scale = sets.laid_out(zeta, zeta.min()).sqrt().unsqueeze(-1)  # (g, s, 1)
+        V = sets.laid_out(U).permute(1, 2, 0) * scale  # (g, s, p')
+        B = V * f.sqrt()[..., None, None, :]  # (R, c', g, s, p')
+        e_L = sets.laid_out(e)  # (R, c, g, s)
+        e_L = e_L.unsqueeze(-1) if own else e_L.movedim(1, -1).unsqueeze(1)  # (R, c', g, s, c / c')
+        few = sets.shape[1] <= f.shape[-1]
+        if few:
+            r_L, inverse, lost = leave_out_small(B, scale, e_L, least)
+        else:
+            unit = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
+            r_L, inverse, lost = leave_out_large(B, scale, e_L, least, unit)
+        self._judged.append((lost | self._differs(B, scale, inverse), sets.__getitem__, few))
+        self._weigh(inverse * scale.square())
+        r_L = r_L[..., 0] if own else r_L[:, 0].movedim(-1, 1)  # (R, c, g, s)
+        variance = regs.unsqueeze(-1) * sets.taken(inverse[..., 0])
+        self._write(part, sets.taken(r_L), variance, sets.rows)
 
     def large(self, rows: Tensor) -> None:
         """One set (s,) of more rows than a block has, and than there are features."""
@@ -138,21 +155,17 @@ class _Visit:
             t += (zeta * e) @ U.mT
         mirrored(A)
         unit = torch.eye(p, dtype=A.dtype, device=A.device)
-        inverses, roots = [], self.f.sqrt()  # (R, c', p')
-        for r, j, _ in self.machines.each:
-            root = roots[r, j]
-            rest = unit - root.unsqueeze(-1) * A * root
-            W, lost = root_of_rest(rest, self.machines.least[r, j])
-            self._note(lost.reshape(1), r, j, rows.unsqueeze(0), small=False)
-            self._weigh(W.square().sum(-2))
-            inverses.append(W)
+        roots = self.f.sqrt()  # (R, c', p')
+        W, lost = root_of_rest(unit - roots.unsqueeze(-1) * A * roots.unsqueeze(-2), self.machines.least)
+        self._judged.append((lost.unsqueeze(-1), lambda _: rows, False))
+        self._weigh(W.square().sum(-2))
         for some in rows.split(self.size):
             part, U, e, zeta = self._read(some)
             variance = torch.empty_like(e[:, : self.machines.regs.shape[1]])
             scale = zeta.sqrt().unsqueeze(-1)
-            for (r, j, outputs), W in zip(self.machines.each, inverses, strict=True):
+            for r, j, outputs in self.machines.each:
                 B = U.mT * scale * roots[r, j]
-                given = (B, scale, e[r, outputs].mT, W, (roots[r, j] * t[r, outputs]).mT)
+                given = (B, scale, e[r, outputs].mT, W[r, j], (roots[r, j] * t[r, outputs]).mT)
                 r_L, inverse = rows_of_large(*given)
                 e[r, outputs], variance[r, j] = r_L.mT, self.machines.regs[r, j] * inverse[:, 0]
             self._write(part, e, variance, some)

@@ -489,12 +489,13 @@ class StreamFit:
             e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
             inverse = one.reciprocal()  # 1 / (1 - h)
-            sink.write(part, e * inverse, inverse.mul(machines.regs.unsqueeze(-1) / zeta), part.rows)
             if not machines.refined:
                 worst = torch.maximum(
                     worst, torch.stack([(norm.sqrt_() * inverse).amax(-1), inverse.amax(-1)])
                 )
-                machines.add_gradient(gradient, u, e.mul_(zeta))
+                machines.add_gradient(gradient, u, e * zeta)
+            r = e.mul_(inverse)
+            sink.write(part, r, inverse.mul_(machines.regs.unsqueeze(-1) / zeta), part.rows)
         return _Seen(gradient, low, worst, u, one)
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
