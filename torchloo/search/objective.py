@@ -26,9 +26,8 @@ from tqdm import tqdm
 from torchloo.criteria.score import Score
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
-from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order
+from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order, is_row_source
 from torchloo.search.starts import takes_kernel_matrix
-from torchloo.streaming.stream import Stream
 
 __all__ = ["Best", "Evaluation", "Objective", "RunSetup"]
 
@@ -232,7 +231,7 @@ class Objective:
         """The argument of the criterion: a HeldOut, or a Fit."""
         call = functools.partial(self.space.call, theta, among=among)
         X, y, weight, _ = rows
-        if isinstance(X, Stream):  # includes targets and weights
+        if is_row_source(X):  # includes targets and weights
             if regs is not None:
                 return call("path", X, None, regs.to(theta), labels)
             return call("loo", X) if labels is None else call("lco", X, None, labels)
