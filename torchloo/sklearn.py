@@ -111,18 +111,12 @@ class _LOOEstimator(BaseEstimator):
                 progress=False,
             ).machine
         with torch.no_grad():
-            held_out = self._held_out(rows)
+            held_out = self.machine_.held_out(rows.X, rows.y, rows.clusters, rows.weight)
             self.criterion_ = float(Score(name, "criterion", self.criterion)(held_out))
         space = Space(name, self.machine_)
         self.best_params_ = space.named(space.vector())
         self._rows, self._taking_part = rows, taking_part
         return held_out
-
-    def _held_out(self, rows: _TrainingRows) -> HeldOut:
-        machine: Any = self.machine_
-        if rows.clusters is None:
-            return machine.loo(rows.X, rows.y, rows.weight)
-        return machine.lco(rows.X, rows.y, rows.clusters, rows.weight)
 
     def _build(self, X: Tensor, options: dict[str, Any]) -> tuple[KernelMachine, torch.Generator]:
         """The unfitted machine, and the random number generator."""

@@ -13,7 +13,7 @@ from torchloo.basis import Selector
 from torchloo.dual import Dual
 from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.kernels.pure import pure
+from torchloo.kernels.kernel import pure
 from torchloo.machine import LeastSquares, Predictor
 from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed

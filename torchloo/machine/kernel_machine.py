@@ -106,6 +106,15 @@ class KernelMachine(nn.Module):
         parts = (self.support, self.coef, self.bias)
         return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
 
+    def held_out(
+        self, X: Any, y: Any = None, clusters: object | None = None, weight: Tensor | None = None
+    ) -> Any:
+        """`loo(X, y, weight)`, or `lco(X, y, clusters, weight)` if clusters are given."""
+        machine: Any = self
+        if clusters is None:
+            return machine.loo(X, y, weight)
+        return machine.lco(X, y, clusters, weight)
+
     def predict_class(self, X: Tensor) -> Tensor:
         """Labels (..., n) of the predicted classes at new points: the class of the largest output.
 

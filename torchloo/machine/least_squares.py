@@ -11,7 +11,7 @@ from torchloo.dual import Dual
 from torchloo.guards import Guard, full_dtype, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
-from torchloo.kernels.pure import pure
+from torchloo.kernels.kernel import pure
 from torchloo.machine.kernel_machine import KernelMachine
 from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
 from torchloo.positive import Positive, log_of

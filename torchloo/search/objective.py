@@ -234,14 +234,12 @@ class Objective:
         if is_row_source(X):  # includes targets and weights
             if regs is not None:
                 return call("path", X, None, regs.to(theta), labels)
-            return call("loo", X) if labels is None else call("lco", X, None, labels)
+            return call("held_out", X, None, labels)
         if regs is not None:
             return call("path", X, y, regs.to(X), labels, weight)
         if self.score.takes_fit:
             return call("solve", X, y, weight)
-        if labels is not None:
-            return call("lco", X, y, labels, weight)
-        return call("loo", X, y, weight)
+        return call("held_out", X, y, labels, weight)
 
     def _sorted(self, rows: _Rows, order: Tensor) -> _Rows:
         """Rows in the given order (..., n); for a Precomputed kernel the columns too."""

@@ -132,10 +132,7 @@ class OuterLoop:
             plain = float(self.metric(tested))
             if self.shift_metric is None:
                 return {"score": plain}
-            if part.clusters is None:
-                held_out = machine.loo(part.X, part.y, part.weight)
-            else:
-                held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
+            held_out = machine.held_out(part.X, part.y, part.clusters, part.weight)
             # Unweighted, as on the test rows.
             unweighted = held_out._replace(weight=torch.ones_like(held_out.weight))
             shift = threshold(unweighted, self.shift_metric.criterion)
