@@ -204,7 +204,8 @@ class _HeldOutMachines:
         w = self.fit.weights_at(X_new)  # (..., b, n)
         change = w.unsqueeze(-2) * self.r.unsqueeze(-3)  # (..., b, c, n)
         if self.members is not None:
-            sums = change.new_zeros((*change.shape[:-1], int(self.members.max()) + 1))
+            clusters = int(self.members.max()) + 1
+            sums = change.new_zeros((*change.shape[:-1], clusters))
             sums.index_add_(-1, self.members, change)
             change = sums.index_select(-1, self.members)
         outputs = (w @ self.Y).unsqueeze(-1) - change

@@ -199,7 +199,7 @@ def _draw_curves(found: Probe, above: "Axes", below: "Axes") -> None:
 
 
 def _draw_classes(found: Probe, axes: "Axes") -> None:
-    """Accuracy of every class, with its label or, of many classes, sorted."""
+    """Accuracy of every class: with labels, or sorted if there are many classes."""
     assert found.head.classes is not None
     assert found.class_accuracy is not None
     share = found.class_accuracy.double().cpu().numpy()
@@ -219,7 +219,7 @@ def _draw_classes(found: Probe, axes: "Axes") -> None:
 
 
 def _draw_numbers(found: Probe, axes: "Axes") -> None:
-    """Held-out outputs beside targets, of up to 5000 numbers."""
+    """Held-out outputs against targets, up to 5000 points."""
     targets, outputs = (
         t.detach().double().cpu().flatten() for t in (found.held_out.targets, found.held_out.outputs)
     )

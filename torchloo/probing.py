@@ -110,9 +110,11 @@ def probe(
         chosen = _scores(best, rows.classes)
         loo, grouped = chosen, None
         if groups is not None:
-            single = rows.path(torch.tensor([reg], dtype=torch.float64, device="cpu"), None)
-            loo, grouped = _scores(_entry(single, 0), rows.classes), chosen
-    criterion, curve, curve_error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
+            chosen_reg = torch.tensor([reg], dtype=torch.float64, device="cpu")
+            single_rows = _entry(rows.path(chosen_reg, None), 0)
+            loo, grouped = _scores(single_rows, rows.classes), chosen
+    columns = torch.tensor(table, dtype=torch.float64, device="cpu")  # (R, 3)
+    criterion, curve, curve_error = columns.unbind(1)
     return Probe(
         head=head,
         reg=reg,

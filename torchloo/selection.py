@@ -65,8 +65,8 @@ class Selection(NamedTuple):
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row of the table with its parameters in one cell."""
-    scalars = {name: value for name, value in row["parameters"].items() if not isinstance(value, list)}
-    parameters = ", ".join(f"{name} {value:.4g}" for name, value in scalars.items())
+    numbers = [(name, value) for name, value in row["parameters"].items() if not isinstance(value, list)]
+    parameters = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
     return {**row, "parameters": parameters, "chosen": "*" if row["chosen"] else ""}
 
 

@@ -75,7 +75,7 @@ class _LOOEstimator(BaseEstimator):
 
         Args:
             X: (n, d), y: (n,) or (n, c), weight: (n,) or None, groups: n labels or None.
-            options: for the machine, beside its kernel and regularisation.
+            options: of the machine, besides its kernel and regularisation.
         """
         name = type(self).__name__
         taking_part = np.ones(len(X), bool) if weight is None else weight > 0

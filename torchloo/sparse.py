@@ -82,7 +82,8 @@ def _factor(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor]:
         kept = torch.ones_like(Kzz[..., 0], dtype=torch.bool)
     mask = kept.double()
     pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
-    L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
+    identity_elsewhere = torch.diag_embed(1 - mask)
+    L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + identity_elsewhere)
     guard.require(info == 0, "Kzz must be positive semi-definite")
     return L, kept
 
@@ -176,8 +177,8 @@ class _Basis:
 def _folded(spread: Tensor, L: Tensor, kept: Tensor, centre: Tensor) -> Tensor:
     """S' with S' (k, 1) = S (z - centre, 1), for z = L^{-1} k over the vectors kept and S (..., p, m + 1)."""
     S, last = spread[..., :-1], spread[..., -1:]
-    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False) * kept.unsqueeze(-2)
-    return torch.cat([inner, last - S @ centre.mT], -1)
+    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False)
+    return torch.cat([inner * kept.unsqueeze(-2), last - S @ centre.mT], -1)
 
 
 def sparse_lssvm(
@@ -201,7 +202,7 @@ def sparse_lssvm(
     Returns:
         Fit with coef (..., m, c) and bias (..., c). The basis is kept when a row is left out.
 
-    Differentiable in all five. Cost n m^2. Memory beside Kxz: 6 n m numbers,
+    Differentiable in all five. Cost n m^2. Memory besides Kxz: 6 n m numbers,
     8 n m with the backward, in float64.
 
     Reference: Cawley and Talbot (2004), "Fast exact leave-one-out cross-validation of sparse
@@ -398,7 +399,8 @@ class SparseLSSVM(LeastSquares):
             return self.basis
         if isinstance(self.rows, Selector):
             Y = Y.expand(*X.shape[:axis], *Y.shape[-2:])
-            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices, self.kernel.event_dim)
+            chosen = self.rows(self.kernel, X, Y, weight)
+            return csr.take(X, chosen.indices, self.kernel.event_dim)
         assert self.rows is not None
         n = X.shape[axis]
         if self.rows > n:
@@ -428,4 +430,5 @@ class SparseLSSVM(LeastSquares):
         support: Tensor | None = None,
     ) -> Fit:
         basis = self._support_of(X, Y, weight) if support is None else support
-        return _solve(guard, self._matrix(basis), self._matrix(X, basis), Y, reg, weight)
+        Kzz, Kxz = self._matrix(basis), self._matrix(X, basis)
+        return _solve(guard, Kzz, Kxz, Y, reg, weight)

@@ -50,7 +50,9 @@ def save(path: Path, spec: Spec, model: Model) -> None:
         "machine": asdict(spec),
         "schema": schema.as_dict(),
         "state": {
-            name: _on_host(value) for name, value in machine.state_dict().items() if name not in machine.spare
+            name: _on_host(value)
+            for name, value in machine.state_dict().items()
+            if name not in machine.extra_buffers
         },
         "uncertainty": uncertainty.as_dict(),
     }

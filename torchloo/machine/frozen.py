@@ -52,9 +52,11 @@ class FrozenMachine(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at inputs X (..., q, *event)."""
-        if torch.compiler.is_compiling() or X.ndim != self.kernel.event_dim + 1 or csr.is_csr(X):
+        is_batch = X.ndim != self.kernel.event_dim + 1
+        if torch.compiler.is_compiling() or is_batch or csr.is_csr(X):
             return self._outputs(X)
-        size = max(1, min(self.block, _TILE // max(1, self.coef.shape[-2])))
+        rows_in_tile = _TILE // max(1, self.coef.shape[-2])
+        size = max(1, min(self.block, rows_in_tile))
         if len(X) <= size:
             return self._outputs(X)
         blocks = [self._outputs(rows) for rows in X.split(size)]

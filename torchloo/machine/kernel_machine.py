@@ -63,7 +63,7 @@ class KernelMachine(nn.Module):
     """Buffers of a fitted machine that its outputs need."""
     _function: str
     _with_graph = "solve, whose Fit is differentiable"
-    spare: tuple[str, ...] = ()
+    extra_buffers: tuple[str, ...] = ()
     """Buffers of a fitted machine that its outputs do not need."""
 
     support: Tensor | None
@@ -267,9 +267,9 @@ class KernelMachine(nn.Module):
         fitted = prefix + "coef" in state_dict
         if fitted or prefix + "_extra_state" in state_dict:
             # What is not loaded with them would belong to other coefficients; an unfitted machine has none.
-            for name in self.spare if fitted else (*self.fitted_buffers, *self.spare):
+            for name in self.extra_buffers if fitted else (*self.fitted_buffers, *self.extra_buffers):
                 setattr(self, name, None)
-        for name in (*self.fitted_buffers, *self.spare, "classes"):
+        for name in (*self.fitted_buffers, *self.extra_buffers, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -42,7 +42,7 @@ class LeastSquares(KernelMachine):
     has_bias: bool
     reg = Positive("regularisation: larger values follow single rows less closely", lambda reg: reg)
     reg_per_output = False
-    spare = ("noise", "points", "spread")
+    extra_buffers = ("noise", "points", "spread")
 
     noise: Tensor | None
     """reg / weight of the rows of `fit`, (..., n), if a variance is computed by solving for them again."""
@@ -61,9 +61,9 @@ class LeastSquares(KernelMachine):
     ) -> None:
         super().__init__(kernel, classes)
         self.log_reg = nn.Parameter(log_of(type(self).__name__, "reg", reg))
-        for name in self.spare:
+        for name in self.extra_buffers:
             self.register_buffer(name, None)
-        self._again = Remembered()
+        self._refactorised = Remembered()
         if reg_per_output and not self.log_reg.ndim:
             raise ValueError(
                 f"{type(self).__name__}: reg must be a tensor (..., c), one number for each output, for "
@@ -280,7 +280,8 @@ class LeastSquares(KernelMachine):
         assert self.coef is not None
         with torch.inference_mode(False):
             for name, value in (("noise", noise), ("points", points), ("spread", spread)):
-                setattr(self, name, None if value is None else value.to(self.coef.dtype, copy=True))
+                stored = None if value is None else value.to(self.coef.dtype, copy=True)
+                setattr(self, name, stored)
 
     def predictive(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of the fitted machine at new points (..., q, d), and their variances (..., q).
@@ -297,8 +298,8 @@ class LeastSquares(KernelMachine):
         rows, own = predictor.rows(X), predictor.own(X)
         if self.spread is not None:
             with full_precision(X):
-                S = self.spread
-                variance = (rows @ S[..., :-1].mT + S[..., -1:].mT).square().sum(-1)
+                S, last = self.spread[..., :-1], self.spread[..., -1:]
+                variance = (rows @ S.mT + last.mT).square().sum(-1)
             return predictor(X), variance.to(full_dtype(X.dtype))
         if self.noise is None and self.reg_per_output:
             raise RuntimeError(
@@ -316,7 +317,7 @@ class LeastSquares(KernelMachine):
         return predictor(X), fit.variance_at(rows, own).to(full_dtype(X.dtype))
 
     def _solved_again(self) -> Fit:
-        """The machine factorised again from the buffers of `fit`; the targets do not matter."""
+        """The machine, factorised again from the buffers of `fit`; its targets are not used."""
         support, noise, points = self.support, self.noise, self.points
         assert support is not None
         assert noise is not None
@@ -331,14 +332,14 @@ class LeastSquares(KernelMachine):
                 return from_features(guard, points, Y, self.reg, weight, self.has_bias).checked()
             return self._smoother(guard, support, Y, weight).checked()
 
-        return self._again.get(tensors, make)
+        return self._refactorised.get(tensors, make)
 
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
         """The machine solved for targets as they are, coded or not."""
         return self._solve(guard, X, Y, weight, self.reg)
 
     def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
-        """What predicts, of a solved machine; it knows when the support or the kernel has changed since."""
+        """The predictor of a solved machine, which detects later changes of the support or the kernel."""
         parts, linear = (support, fit.columns, fit.offset), fit.features is not None
         if fit.features is not None:
             parts = (fit.features.centre, fit.features.coef, fit.features.offset)
@@ -346,7 +347,7 @@ class LeastSquares(KernelMachine):
         return Predictor(self._function, self.kernel, *parts, flat, linear, solved_with)
 
     def _keep(self, solved: StreamFit) -> None:
-        """Store what was solved from a stream."""
+        """Store the machine solved from a stream."""
         solved.checked_for(self)
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
@@ -373,7 +374,8 @@ class LeastSquares(KernelMachine):
 
     def _features(self, X: Tensor) -> Tensor | None:
         """Explicit features (..., n, p), if the kernel has such: not of sparse rows with too many of them."""
-        if not self.kernel.is_linear or (csr.is_csr(X) and X.shape[-1] + self.has_bias >= X.shape[-2]):
+        many = X.shape[-1] + self.has_bias >= X.shape[-2]
+        if not self.kernel.is_linear or (csr.is_csr(X) and many):
             return None
         return self.kernel.feature_map(X)
 

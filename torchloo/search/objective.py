@@ -160,7 +160,8 @@ class Objective:
         if not self.space.batched:
             return 1
         n = max(data.X.shape[1] for data in self.joined)
-        return max(1, ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"]) // n**2)
+        entries = ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"])
+        return max(1, entries // n**2)
 
     def _chunk(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """Values and gradients of a chunk, halved until failing candidates are alone."""
@@ -171,7 +172,8 @@ class Objective:
                 half = len(theta) // 2
                 first = self._chunk(theta[:half], problem[:half], gradient)
                 second = self._chunk(theta[half:], problem[half:], gradient)
-                return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
+                objective, slopes = map(torch.cat, zip(first, second, strict=True))
+                return objective, slopes
             self.failures[int(problem)] = failure
             values = torch.full((1,), torch.nan, dtype=torch.float64)
             gradients = torch.zeros_like(theta)
@@ -182,8 +184,8 @@ class Objective:
     def _evaluate(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """Criterion values (B,) and their gradients (B, p): means over the data sets that are joined."""
         each = [self._evaluate_one(data, theta, problem, gradient) for data in self.joined]
-        values, slopes = (torch.stack(part).mean(0) for part in zip(*each, strict=True))
-        return values, slopes
+        values, slopes = zip(*each, strict=True)
+        return torch.stack(values).mean(0), torch.stack(slopes).mean(0)
 
     def _evaluate_one(
         self, data: ProblemBatch, theta: Tensor, problem: Tensor, gradient: bool
@@ -206,7 +208,8 @@ class Objective:
         self, data: ProblemBatch, theta: Tensor, problem: Tensor, regs: Tensor | None = None
     ) -> Tensor:
         """Criterion values (B,), or (R, B) along a path."""
-        theta = (theta[0] if len(theta) == 1 else theta).to(self.problems.X.device)
+        theta = theta[0] if len(theta) == 1 else theta
+        theta = theta.to(self.problems.X.device)
         shared = bool((problem == problem[0]).all())  # one problem, without a copy
         values = self._scored(data, theta, problem[0] if shared else problem, regs)
         return values.reshape(*values.shape[: regs is not None], -1)

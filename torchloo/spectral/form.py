@@ -205,7 +205,8 @@ class Step(NamedTuple):
     def of_outputs(self, some: slice) -> "Step":
         """The same for some outputs."""
         a, transformed, solved, along = self
-        return Step(a[..., some], transformed[..., some, :], solved[..., some], along[..., some])
+        transformed = transformed[..., some, :]
+        return Step(a[..., some], transformed, solved[..., some], along[..., some])
 
 
 class Spectral(NamedTuple):
@@ -241,7 +242,8 @@ class Spectral(NamedTuple):
         """
         least, largest = self.weight.aminmax(dim=-1)
         spread = (largest / least).sqrt()  # (...)
-        entry = torch.finfo(self.w.dtype).eps * self.size / self.w.shape[-1] * spread
+        eps, n = torch.finfo(self.w.dtype).eps, self.w.shape[-1]
+        entry = eps * self.size / n * spread
         relative = entry / (self.least + regs.amin(-1))
         return relative.reshape(len(regs), -1).amax(-1)
 
@@ -301,14 +303,16 @@ class Spectral(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """a and the blocks of the groups, with their derivatives."""
         bias = self.heaviest is not None
-        return _DualPath.apply(self.K, self.weight, regs, self.Y, self.w, self.B, bias, a, gathered, *groups)
+        decomposed = (self.w, self.B, bias)
+        return _DualPath.apply(self.K, self.weight, regs, self.Y, *decomposed, a, gathered, *groups)
 
     def bias_of(self, a: Tensor, Y: Tensor) -> Tensor:
         """b (R, ..., c) of a solution (R, ..., n, c), the weighted mean of Y - K a; zeros without a bias."""
         if self.heaviest is None:
             return torch.zeros_like(a[..., 0, :])
         share = (self.weight / self.weight.sum(-1, keepdim=True)).unsqueeze(-2)  # (..., 1, n)
-        return (share @ (Y.to(a.dtype) - self.K @ a))[..., 0, :]
+        residual = Y.to(a.dtype) - self.K @ a
+        return (share @ residual)[..., 0, :]
 
     @torch.no_grad()
     def step(self, regs: Tensor) -> "Step":
@@ -335,7 +339,8 @@ class Spectral(NamedTuple):
 
 def _beside(parts: tuple[Tensor, ...], shared: bool) -> Tensor:
     """Several (R, ..., n, c) as columns; where every output has its own P, as (R, ..., c, n, parts)."""
-    return torch.cat(parts if shared else [part.mT.unsqueeze(-1) for part in parts], -1)
+    columns = parts if shared else [part.mT.unsqueeze(-1) for part in parts]
+    return torch.cat(columns, -1)
 
 
 def _corrected(solved: Tensor, along: Tensor) -> Tensor:

@@ -214,7 +214,8 @@ class Decomposed(Path):
         return [self.form.solution(regs, self._step)]
 
     def coefficients(self) -> Tensor:
-        return self._joined([(a,) for a in self._served], lambda each: (each.coefficients(),))[0]
+        found = [(a,) for a in self._served]
+        return self._joined(found, lambda each: (each.coefficients(),))[0]
 
     def biases(self) -> Tensor:
         found = [(self.form.bias_of(a, self.problem.Y),) for a in self._served]
@@ -251,8 +252,9 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
 
 def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
     """`_in_chunks`, for sets and outputs with their own regularisations only a few outputs at a time."""
-    c, several = regs.shape[-1], partition.groups[-1].shape[-1] > 1
-    at_once = max(1, max(form.B.numel(), _TOGETHER) // form.B.numel())
+    c = regs.shape[-1]
+    several = partition.groups[-1].shape[-1] > 1
+    at_once = max(1, _TOGETHER // form.B.numel())
     if c <= at_once or not several:
         return _in_chunks(form, regs, step, partition, guard)
     by_outputs = []
@@ -262,7 +264,8 @@ def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, 
         chunks = _in_chunks(of_some, regs[..., some], step.of_outputs(some), partition, guard)
         by_outputs.append([torch.cat(part) for part in zip(*chunks, strict=True)])
     r, variance, refitted = zip(*by_outputs, strict=True)
-    return [(torch.cat(r, -1), torch.cat(variance, -1), torch.stack(refitted).any(0))]
+    any_refitted = torch.stack(refitted).any(0)
+    return [(torch.cat(r, -1), torch.cat(variance, -1), any_refitted)]
 
 
 def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
@@ -392,8 +395,9 @@ class ByFeatures(Forms):
         rotated = self._rotated
         normal = self.normal if rotated is None else rotated.normal
         guard, Y = self.problem.guard, self.problem.Y.double()
-        regs = self.regs.expand(len(self.regs), *self.problem.reg.shape, self.regs.shape[-1])
-        width = max(1, _TOGETHER // (normal.V.numel() * regs.shape[-1]))
+        R, own = len(self.regs), self.regs.shape[-1]
+        regs = self.regs.expand(R, *self.problem.reg.shape, own)
+        width = max(1, _TOGETHER // (normal.V.numel() * own))
         chunks = [normal.along(some, Y, guard, of, rotated) for some in regs.split(width)]
         return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 

@@ -145,7 +145,8 @@ def _worst(findings: Findings) -> str:
     show = str if findings.classes else number
     rows = []
     for i in order:
-        cells = [str(findings.prepared.rows[i]), show(target[i]), show(predicted[i]), number(values[i])]
+        row = str(findings.prepared.rows[i])
+        cells = [row, show(target[i]), show(predicted[i]), number(values[i])]
         if leverage is not None:
             cells.append(f"{leverage[i]:.2f}")
         rows.append(cells)
