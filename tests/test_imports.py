@@ -195,7 +195,7 @@ STRANGERS = (
 def test_data_flows_one_way():
     layer = {room: k for k, layer in enumerate(ORDER) for room in layer}
     for room, below in rooms().items():
-        assert room in layer, f"{room} must have its place in ORDER"
+        assert room in layer, f"{room}: give it its place in ORDER"
         assert {other for other in below if layer[other] > layer[room]} == set(), room
 
 
