@@ -124,7 +124,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     kind: Classes = "column" if several else "both signs"
     rows = ScoredRows("calibrate", held_out, weight, False, classes=kind, steps=True)
     with torch.no_grad():
-        f, members = rows.outputs.double(), rows.members.double()  # (..., k, n)
+        f = rows.outputs.double()  # (..., k, n)
+        members = rows.members.double()
         zeta = rows.weight.double()  # (..., 1, n)
         counts = (zeta * members).sum(-1, keepdim=True)  # (..., k, 1)
         size_of_class = (counts * members).sum(-2, keepdim=True)  # (..., 1, n)

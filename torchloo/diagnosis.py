@@ -107,7 +107,9 @@ class Diagnosis:
             return after - score(self.held_out)
 
     def _without_rows(self, score: Score) -> Tensor:
-        P, a, n = self.fit.annihilator(), self.fit.dual, len(self.leverage)
+        P = self.fit.annihilator()
+        a = self.fit.dual
+        n = len(self.leverage)
         P_ii = P.diagonal()
         r = a / P_ii.unsqueeze(-1)  # (n, c)
         rows_at_once = max(1, _ENTRIES // a.numel())
@@ -123,7 +125,9 @@ class Diagnosis:
         return torch.cat(values)
 
     def _without_sets(self, score: Score) -> Tensor:
-        P, a, clusters = self.fit.annihilator(), self.fit.dual, self.held_out.clusters
+        P = self.fit.annihilator()
+        a = self.fit.dual
+        clusters = self.held_out.clusters
         assert clusters is not None
         if len(self.dropped) < 3:
             raise ValueError(
@@ -175,7 +179,8 @@ class Diagnosis:
             at: Any = i
             if self.studentised.ndim > 1:  # the output with the largest residual
                 at = (i, self.studentised[i].abs().argmax())
-            target, output = self.held_out.targets[at].item(), self.held_out.outputs[at].item()
+            target = self.held_out.targets[at].item()
+            output = self.held_out.outputs[at].item()
             line = f"{i:>6}{target:>11.4g}{output:>11.4g}{self.studentised[at].item():>13.2f}"
             line += f"{self.leverage[i].item():>10.3f}{cook[i].item():>10.2g}"
             if self.suspicion is not None:

@@ -165,7 +165,9 @@ class _HeldOutMachines:
             raise ValueError(
                 f"{function}: X_new must be rows (..., q, d) as X is, got shape {tuple(X_new.shape)}"
             )
-        self.function, self.X_new, self.level = function, X_new, level
+        self.function = function
+        self.X_new = X_new
+        self.level = level
         self.fit: Fit = machine.solve(X, y, weight)
         held_out = self.fit.held_out(clusters, flat=False)
         self.Y = held_out.targets  # (..., n, c)
@@ -179,7 +181,8 @@ class _HeldOutMachines:
     @torch.no_grad()
     def intervals(self, ends: _Ends, groups: object | None, groups_new: object | None) -> Intervals:
         """Prediction intervals at all new inputs, in blocks."""
-        q, device = self.X_new.shape[self.row_axis], self.r.device
+        q = self.X_new.shape[self.row_axis]
+        device = self.r.device
         rows_at_once = max(1, _ENTRIES // self.r.numel())
         lowers, uppers, order = [], [], []
         for train, new in _groups(self.function, groups, groups_new, self.n, q):

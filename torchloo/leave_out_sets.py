@@ -50,7 +50,8 @@ class LeaveOutSets:
         # A row of a set is one number; sorted, those to predict are found among those to leave out.
         keys = left.number * n + left.rows
         order = keys.argsort()
-        keys, wanted = keys[order], predicted.number * n + predicted.rows
+        keys = keys[order]
+        wanted = predicted.number * n + predicted.rows
         found = keys.searchsorted(wanted).clip(max=len(keys) - 1)
         missing = keys[found] != wanted
         if missing.any():

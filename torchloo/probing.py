@@ -89,7 +89,8 @@ def probe(
         rows = _of_stream(features)
     else:
         raise TypeError("probe: a stream includes labels and weight; leave them None")
-    n, first = rows.stream.n, rows.stream.sample("probe", _SAMPLE)
+    n = rows.stream.n
+    first = rows.stream.sample("probe", _SAMPLE)
     assert n is not None
     all_regs = _usual_regs(n, first) if regs is None else _given_regs(regs)
     regs_at_once = max(1, _TOGETHER // (n * first.Y.shape[1]))
@@ -112,7 +113,8 @@ def probe(
         if groups is not None:
             chosen_reg = torch.tensor([reg], dtype=torch.float64, device="cpu")
             single_rows = _entry(rows.path(chosen_reg, None), 0)
-            loo, grouped = _scores(single_rows, rows.classes), chosen
+            loo = _scores(single_rows, rows.classes)
+            grouped = chosen
     columns = torch.tensor(table, dtype=torch.float64, device="cpu")  # (R, 3)
     criterion, curve, curve_error = columns.unbind(1)
     return Probe(
@@ -153,7 +155,8 @@ def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     stream = Stream(X, y, zeta, progress=progress)
     if len(X) > X.shape[1] + 1:
         return _of_stream(stream)
-    Z, classes = _as_tensor(X).detach().to(like), _classes_of(stream)
+    Z = _as_tensor(X).detach().to(like)
+    classes = _classes_of(stream)
 
     def path(regs: Tensor, groups: object) -> HeldOut:
         return LSSVM(Linear(), classes=classes).path(Z, y, regs.to(Z), groups, zeta)

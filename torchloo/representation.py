@@ -168,8 +168,10 @@ class CentredFeatures:
         """S (..., p, d + 1) with the variance |S (z, 1)|^2 at centred features z."""
         with full_precision(self.shifted):
             if isinstance(form, Dual):
-                unit, guard = torch.ones_like(form.ridge[..., 0]), Guard("spread")
-                R, weight = ridge_penalty(unit, self.shifted), form.ridge.reciprocal()
+                unit = torch.ones_like(form.ridge[..., 0])
+                guard = Guard("spread")
+                R = ridge_penalty(unit, self.shifted)
+                weight = form.ridge.reciprocal()
                 bias = form.pivot is not None
                 form = primal(self.shifted, R, weight, form.dual[..., :1], unit, guard, bias)
             return form.spread()

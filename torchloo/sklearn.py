@@ -62,11 +62,16 @@ class _LOOEstimator(BaseEstimator):
         random_state: Any = None,
         device: str = "cpu",
     ) -> None:
-        self.machine, self.kernel = machine, kernel
-        self.criterion, self.search = criterion, search
-        self.reg, self.basis = reg, basis
-        self.starts, self.max_evaluations = starts, max_evaluations
-        self.random_state, self.device = random_state, device
+        self.machine = machine
+        self.kernel = kernel
+        self.criterion = criterion
+        self.search = search
+        self.reg = reg
+        self.basis = basis
+        self.starts = starts
+        self.max_evaluations = max_evaluations
+        self.random_state = random_state
+        self.device = device
 
     def _fit_rows(
         self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, groups: Any, **options: Any

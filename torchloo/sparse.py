@@ -288,7 +288,8 @@ class SparseLSSVM(LeastSquares):
 
     def _keep(self, solved: StreamFit) -> None:
         """Store the basis and its coefficients, solved from a stream."""
-        expansion, p = solved.expansion, solved.checked_for(self).coef
+        expansion = solved.expansion
+        p = solved.checked_for(self).coef
         assert expansion.factor is not None
         assert expansion.kept is not None
         assert expansion.support is not None
@@ -379,7 +380,8 @@ class SparseLSSVM(LeastSquares):
                 transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept, single=single
             )
         require_inputs(self._function, basis=basis, X=X)
-        inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
+        inputs = self.kernel.embed(X)
+        centres = self.kernel.embed(basis)
         evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
             Kzz = self.kernel.between(centres, None, self._matrix_dtype(X))
@@ -390,7 +392,8 @@ class SparseLSSVM(LeastSquares):
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
         axis = self.row_axis
         if self.basis is not None:
-            given, expected = self.basis.shape[axis + 1 :], X.shape[axis + 1 :]
+            given = self.basis.shape[axis + 1 :]
+            expected = X.shape[axis + 1 :]
             if self.kernel.features is None and given != expected:
                 raise ValueError(
                     f"{self._function}: basis must have inputs like X, of shape {tuple(expected)}, "

@@ -237,7 +237,8 @@ class Factor:
         if width == 0:
             return
         order = _accepted_first(accepted)[..., :width]
-        rows, accepted = _take(rows, order), _take(accepted, order)  # (..., w)
+        rows = _take(rows, order)  # (..., w)
+        accepted = _take(accepted, order)
         H = submatrix(H, order)
         W = self.gram(None, rows).mT - self.columns(rows).mT @ self.L  # (..., w, n)
         T, info = torch.linalg.cholesky_ex(_identity_elsewhere(H, accepted))
@@ -302,7 +303,8 @@ class Factor:
     def _basis(self) -> Basis:
         indices, accepted, errors = self._all_chosen()
         order = _accepted_first(accepted)
-        indices, errors = _take(indices, order), _take(errors, order)
+        indices = _take(indices, order)
+        errors = _take(errors, order)
         last = accepted.sum(-1, keepdim=True) - 1
         position = torch.arange(errors.shape[-1], device=errors.device)
         accurate = (errors <= self.tolerance) & (position <= last)
@@ -310,7 +312,8 @@ class Factor:
         size = last[..., 0] + 1
         longest = int(size.max()) if self.visible else self.count
         position = position[:longest].minimum(last)  # (..., k), the last one repeated in smaller bases
-        indices, errors = _take(indices, position), _take(errors, position)
+        indices = _take(indices, position)
+        errors = _take(errors, position)
         return Basis(indices, errors, size, self._reason(size, errors))
 
     def _reason(self, size: Tensor, errors: Tensor) -> str:

@@ -56,7 +56,8 @@ def save(path: Path, spec: Spec, model: Model) -> None:
         },
         "uncertainty": uncertainty.as_dict(),
     }
-    kept, support = content["uncertainty"]["rows"], content["state"]["support"]
+    kept = content["uncertainty"]["rows"]
+    support = content["state"]["support"]
     if kept and torch.equal(kept["X"], support):
         kept["X"] = support  # torch.save writes shared storage once
     content["sha256"] = checksum(content)

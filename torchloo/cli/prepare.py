@@ -96,7 +96,8 @@ def prepare(
         centre, scale = raw.mean(0), raw.std(0, ddof=1)
     else:
         _require_binary(columns, raw)
-        centre, scale = np.zeros(raw.shape[1]), np.ones(raw.shape[1])
+        centre = np.zeros(raw.shape[1])
+        scale = np.ones(raw.shape[1])
     used = {column.name for column in columns}
     ignored = tuple(name for name in frame.columns if name not in used and name != roles.target)
     schema = Schema(

@@ -117,7 +117,8 @@ def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None
     guard.check()
     if dtype is None:
         dtype = y.dtype if y.is_floating_point() else torch.get_default_dtype()
-    n, own_count = member.shape[-2], (member * counts).sum(-1)
+    n = member.shape[-2]
+    own_count = (member * counts).sum(-1)
     return n / (present * own_count).to(dtype)
 
 

@@ -220,7 +220,8 @@ def leave_pair_out_auc(
     positive, negative = pairs.by_class(Y > 0, a.dtype)
     block = max(1, pairs.PAIRS // a.numel())
     right = a.new_zeros(a.shape[:-1], dtype=torch.float64)  # (..., c)
-    rows, masks = positive.row.split(block, -1), positive.mask.split(block, -1)
+    rows = positive.row.split(block, -1)
+    masks = positive.mask.split(block, -1)
     for i, mask in zip(rows, masks, strict=True):
         gap, size, det = pairs.pair_terms(P, Y, a, i, negative.row)
         is_pair = mask.unsqueeze(-1) * negative.mask.unsqueeze(-2)  # (..., c, p, q)

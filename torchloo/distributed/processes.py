@@ -55,7 +55,9 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx: Any, processes: "Processes", shared: bool, counts: list[int], rows: Tensor) -> Tensor:
-        ctx.processes, ctx.shared, ctx.counts = processes.backward(), shared, counts
+        ctx.processes = processes.backward()
+        ctx.shared = shared
+        ctx.counts = counts
         return processes.padded(rows, counts)
 
     @staticmethod
@@ -85,8 +87,11 @@ class Processes(Peers):
             )
         if dist.get_rank(group) < 0:
             raise RuntimeError(f"{function}: this process is not in the group")
-        self.function, self.call, self.group = function, function, group
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.function = function
+        self.call = function
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
 
     def named(self, call: str) -> Self:
         """The same processes within another public call."""

@@ -190,8 +190,9 @@ def svc_loo(
             (total,) = processes.sums(masked)
         return masked + (total - masked.detach())  # the gradient is that of the points of this process
 
+    outputs = merged(part.outputs)
+    certified = merged(part.certified.int()) > 0
     counts = (part.resolved_by, part.iterations, part.kernel_columns, part.newton_steps)
-    outputs, certified = merged(part.outputs), merged(part.certified.int()) > 0
     by, iterations, columns, newton = map(merged, counts)
     return SVMHeldOut.build(
         part.targets, part.weight, outputs, certified, by, iterations, columns, newton, values=values

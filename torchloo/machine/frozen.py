@@ -39,11 +39,15 @@ class FrozenMachine(nn.Module):
         super().__init__()
         if not is_whole(block) or block < 1:
             raise ValueError(f"frozen: block must be a positive whole number, got {block!r}")
-        self.function, self.flat, self.linear = predictor.function, predictor.flat, predictor.linear
-        self.kernel, self.block = predictor.kernel.frozen(), int(block)
+        self.function = predictor.function
+        self.flat = predictor.flat
+        self.linear = predictor.linear
+        self.kernel = predictor.kernel.frozen()
+        self.block = int(block)
         with torch.no_grad():
             support = [predictor.support] if self.linear else self.kernel.embed_support(predictor.support)
-        self._parts, self._inputs = len(support), predictor.support.shape[-self.kernel.event_dim :]
+        self._parts = len(support)
+        self._inputs = predictor.support.shape[-self.kernel.event_dim :]
         named = {f"support{k}": rows for k, rows in enumerate(support)}
         for name, tensor in {**named, "coef": predictor.coef, "bias": predictor.bias}.items():
             self.register_buffer(name, tensor.detach().clone())

@@ -177,7 +177,8 @@ class KernelMachine(nn.Module):
                 f"{self._function}: X must be {kernel.input_shape} with at least one row, "
                 f"got shape {tuple(X.shape)}"
             )
-        n, most = X.shape[-event - 1], X.ndim - event  # rows, and axes of targets (..., n)
+        n = X.shape[-event - 1]
+        most = X.ndim - event  # axes of targets (..., n)
         flat = y.ndim <= most and y.shape[-1:] == (n,)
         matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
         if not (flat or matrix) or 0 in y.shape:
@@ -216,7 +217,8 @@ class KernelMachine(nn.Module):
             raise ValueError(
                 f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"
             )
-        most, dtype = X.ndim - self.kernel.event_dim, full_dtype(X.dtype)
+        most = X.ndim - self.kernel.event_dim
+        dtype = full_dtype(X.dtype)
         if not 0 < labels.ndim <= most or labels.shape[-1] != X.shape[self.row_axis]:
             raise ValueError(
                 f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
@@ -245,7 +247,8 @@ class KernelMachine(nn.Module):
 
     def set_extra_state(self, state: dict[str, bool]) -> None:
         """Restore the result of `get_extra_state`."""
-        self._flat, self._linear = state["flat"], state["linear"]
+        self._flat = state["flat"]
+        self._linear = state["linear"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for buffer in self.buffers(recurse=False):

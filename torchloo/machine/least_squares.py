@@ -340,7 +340,8 @@ class LeastSquares(KernelMachine):
 
     def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
         """The predictor of a solved machine, which detects later changes of the support or the kernel."""
-        parts, linear = (support, fit.columns, fit.offset), fit.features is not None
+        parts = (support, fit.columns, fit.offset)
+        linear = fit.features is not None
         if fit.features is not None:
             parts = (fit.features.centre, fit.features.coef, fit.features.offset)
         solved_with = SolvedWith.now(self.kernel, parts[0])

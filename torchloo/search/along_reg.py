@@ -53,7 +53,9 @@ class _Line:
     """The evaluations of one problem: logarithms x of regularisations, ascending, and their values f."""
 
     def __init__(self, objective: Objective, start: Tensor, problem: Tensor, setup: RunSetup) -> None:
-        self.objective, self.start, self.problem = objective, start, problem
+        self.objective = objective
+        self.start = start
+        self.problem = problem
         self.remaining = setup.evaluations
         self.tolerance = max(setup.tolerance, setup.rounding**0.5)  # a factorisation costs digits
         self.x, self.f = np.empty(0), np.empty(0)

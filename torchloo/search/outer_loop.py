@@ -151,7 +151,8 @@ def _named(number: int) -> Iterator[None]:
 
 def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Standardise columns by the training rows; constant columns are only centred."""
-    centre, scale = X[:, columns].mean(0), X[:, columns].std(0)
+    centre = X[:, columns].mean(0)
+    scale = X[:, columns].std(0)
     scale = torch.where(scale > 0, scale, 1.0)
     results = [X.clone(), X_test.clone()]
     for result in results:

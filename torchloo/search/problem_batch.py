@@ -132,7 +132,9 @@ class StreamRows:
     ndim = 3
 
     def __init__(self, stream: RowSource, first: Tensor) -> None:
-        self.stream, self.device, self.first = stream, first.device, first
+        self.stream = stream
+        self.device = first.device
+        self.first = first
 
     def __len__(self) -> int:
         return 1

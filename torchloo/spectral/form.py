@@ -242,7 +242,8 @@ class Spectral(NamedTuple):
         """
         least, largest = self.weight.aminmax(dim=-1)
         spread = (largest / least).sqrt()  # (...)
-        eps, n = torch.finfo(self.w.dtype).eps, self.w.shape[-1]
+        eps = torch.finfo(self.w.dtype).eps
+        n = self.w.shape[-1]
         entry = eps * self.size / n * spread
         relative = entry / (self.least + regs.amin(-1))
         return relative.reshape(len(regs), -1).amax(-1)

@@ -244,7 +244,8 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
     if values_visible(form.size):
         lost = (form.rounding(regs.detach()) > _LOST[problem.Y.dtype]).tolist()
     if Z is not None and any(lost):
-        form, lost = form.by_singular_values(), [False] * len(regs)
+        form = form.by_singular_values()
+        lost = [False] * len(regs)
     guard.require(form.least + regs.amin(-1) > 0, NOT_DEFINITE)
     order = sorted(range(len(regs)), key=lost.__getitem__)
     return Decomposed(problem, regs, each.axis, form, order, lost.count(False), each)
@@ -364,7 +365,8 @@ def from_features(
             if bias:  # again, as the first mean was rounded: a row that outweighs all others equals the mean
                 share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
                 correction = share @ shifted.detach()
-                shifted, centre = shifted - correction, centre + correction
+                shifted = shifted - correction
+                centre = centre + correction
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
         guard.check()  # before a decomposition, whose own error would be less clear
