@@ -106,15 +106,7 @@ class KFD(LeastSquares):
     _function = "kfd"
     has_bias = True
 
-    def _solve(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        reg: Tensor | Regs,
-        support: Tensor | None = None,
-    ) -> Fit:
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         return _solve(guard, self._matrix(X), Y, reg, weight)
 
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:

@@ -390,6 +390,7 @@ class SparseLSSVM(LeastSquares):
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors], basis)
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
+        """The basis vectors (..., m, d): given, or chosen among the rows."""
         axis = self.row_axis
         if self.basis is not None:
             given = self.basis.shape[axis + 1 :]
@@ -423,15 +424,12 @@ class SparseLSSVM(LeastSquares):
         with_basis.basis = self._support_of(X, Y, weight)
         return with_basis
 
-    def _solve(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        reg: Tensor | Regs,
-        support: Tensor | None = None,
-    ) -> Fit:
-        basis = self._support_of(X, Y, weight) if support is None else support
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
+        return self._solve_with_support(guard, X, Y, weight, reg)[0]
+
+    def _solve_with_support(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs
+    ) -> tuple[Fit, Tensor]:
+        basis = self._support_of(X, Y, weight)
         Kzz, Kxz = self._matrix(basis), self._matrix(X, basis)
-        return _solve(guard, Kzz, Kxz, Y, reg, weight)
+        return _solve(guard, Kzz, Kxz, Y, reg, weight), basis

@@ -99,8 +99,7 @@ class LeastSquares(KernelMachine):
 
     def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         guard, Y, flat = self.checked_targets(X, y)
-        support = self._support_of(X, Y, weight)
-        fit = self._solve(guard, X, Y, weight, reg, support)
+        fit, support = self._solve_with_support(guard, X, Y, weight, reg)
         return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
     def loo(self, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
@@ -380,19 +379,13 @@ class LeastSquares(KernelMachine):
             return None
         return self.kernel.feature_map(X)
 
-    def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
-        """The points that the machine expands its function over, (..., m, d)."""
-        return X
+    def _solve_with_support(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs
+    ) -> tuple[Fit, Tensor]:
+        """`_solve`, and the points (..., m, d) that the machine expands its function over."""
+        return self._solve(guard, X, Y, weight, reg), X
 
-    def _solve(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        reg: Tensor | Regs,
-        support: Tensor | None = None,
-    ) -> Fit:
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         Z = self._features(X)
         if Z is not None:
             return from_features(guard, Z, Y, reg, weight, self.has_bias)
