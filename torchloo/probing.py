@@ -1,7 +1,7 @@
 """probe: performance of a linear head on given features, from held-out predictions."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,29 +94,18 @@ def probe(
     assert n is not None
     all_regs = _usual_regs(n, first) if regs is None else _given_regs(regs)
     regs_at_once = max(1, _TOGETHER // (n * first.Y.shape[1]))
-    table: list[tuple[float, float, float]] = []
-    best, reg, least = None, math.nan, math.inf
     with torch.no_grad():
-        for some in all_regs.split(regs_at_once):
-            path = rows.path(some, groups)
-            for r, value in enumerate(some.tolist()):
-                held_out = _entry(path, r)
-                mse = criteria.mse(held_out).item()
-                table.append((mse, *_headline(held_out, rows.classes)))
-                if best is None or mse < least:
-                    best, reg, least = _copied(held_out), value, mse
-        assert best is not None
+        reg, held_out, table = _best_reg(rows, groups, all_regs.split(regs_at_once))
         with first.X.device:  # whatever torch's default device is
             head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
-        chosen = _scores(best, rows.classes)
+        chosen = _scores(held_out, rows.classes)
         loo, grouped = chosen, None
         if groups is not None:
             chosen_reg = torch.tensor([reg], dtype=torch.float64, device="cpu")
             single_rows = _entry(rows.path(chosen_reg, None), 0)
             loo = _scores(single_rows, rows.classes)
             grouped = chosen
-    columns = torch.tensor(table, dtype=torch.float64, device="cpu")  # (R, 3)
-    criterion, curve, curve_error = columns.unbind(1)
+    criterion, curve, curve_error = table.unbind(1)
     return Probe(
         head=head,
         reg=reg,
@@ -124,11 +113,30 @@ def probe(
         criterion=criterion,
         curve=curve,
         curve_error=curve_error,
-        held_out=best,
+        held_out=held_out,
         loo=loo,
         grouped=grouped,
         columns=first.X.shape[1],
     )
+
+
+def _best_reg(rows: _Rows, groups: object, regs: Iterable[Tensor]) -> tuple[float, HeldOut, Tensor]:
+    """The best regularisation, its held-out predictions, and (R, 3) with the scores of all.
+
+    These are the criterion, and accuracy or r2 with its standard error; `regs` are tried a few at a time.
+    """
+    table: list[tuple[float, float, float]] = []
+    best, best_reg, least = None, math.nan, math.inf
+    for some in regs:
+        path = rows.path(some, groups)
+        for r, reg in enumerate(some.tolist()):
+            held_out = _entry(path, r)
+            mse = criteria.mse(held_out).item()
+            table.append((mse, *_headline(held_out, rows.classes)))
+            if best is None or mse < least:
+                best, best_reg, least = _copied(held_out), reg, mse
+    assert best is not None
+    return best_reg, best, torch.tensor(table, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()

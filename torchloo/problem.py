@@ -65,10 +65,8 @@ class Problem:
         return expanded(matrix, self.reg.shape + matrix.shape[-2:])
 
 
-def _check(
-    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
-) -> Problem:
-    """Check shapes and dtypes against a matrix (..., n, m) and add the checks of values to the guard."""
+def _check_shapes(guard: Guard, name: str, matrix: Tensor, Y: Tensor, weight: Tensor | None) -> None:
+    """Check dtypes, and the number of rows of targets and weights."""
     function = guard.function
     tensors = {}
     if not (guard.wide and matrix.dtype == torch.float64):
@@ -80,17 +78,24 @@ def _check(
     shape = tuple(matrix.shape)
     if matrix.ndim < 2 or 0 in shape:
         raise ValueError(f"{function}: {name} must be a matrix with at least one row, got shape {shape}")
-    n, weighted = shape[-2], weight is not None
+    n = shape[-2]
     if Y.ndim < 2 or Y.shape[-2] != n or 0 in Y.shape:
         raise ValueError(f"{function}: Y must have {n} rows to match {name}, got shape {tuple(Y.shape)}")
-    if weight is None:
-        weight = Y.new_ones(n)
-    elif weight.ndim < 1 or weight.shape[-1] != n:
+    if weight is not None and (weight.ndim < 1 or weight.shape[-1] != n):
         raise ValueError(
             f"{function}: weight must have {n} entries to match {name}, got shape {tuple(weight.shape)}"
         )
-    else:
-        weight = weight.clone()
+
+
+def _check(
+    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+) -> Problem:
+    """Check shapes and dtypes against a matrix (..., n, m) and add the checks of values to the guard."""
+    function = guard.function
+    _check_shapes(guard, name, matrix, Y, weight)
+    shape = tuple(matrix.shape)
+    n, weighted = shape[-2], weight is not None
+    weight = Y.new_ones(n) if weight is None else weight.clone()
     if isinstance(reg, Tensor):
         reg = reg.to(Y, copy=True)
     else:
