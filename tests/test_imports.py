@@ -188,6 +188,7 @@ ORDER = (
 STRANGERS = (
     (ROWS | SMOOTHERS, KERNELS, "smoothers take matrices and features, whatever their kernel"),
     (CRITERIA, KERNELS | ROWS | SMOOTHERS, "criteria take a HeldOut, wherever it comes from"),
+    (MACHINES | OF_MACHINES | SEARCHES, {"streaming"}, "rows may come in blocks, from any source"),
     ({"svm"}, ROWS | SMOOTHERS, "the SVM shares nothing with least squares but the base class of machines"),
 )
 
