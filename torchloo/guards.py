@@ -327,7 +327,9 @@ def _not_finite(name: str) -> str:
 
 def _not_symmetric(name: str, K: Tensor) -> str:
     symmetric = f"{name} must be symmetric, but differs from its transpose"
-    return symmetric if K.sum(dtype=torch.float64).isfinite() else _not_finite(name)
+    if K.sum(dtype=torch.float64).isfinite():
+        return symmetric
+    return _not_finite(name)
 
 
 def _not_positive(name: str, value: Tensor) -> str:

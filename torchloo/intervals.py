@@ -223,7 +223,7 @@ class _HeldOutMachines:
         k = _rank(self.level, n)
         if k <= n:
             return ends(outputs, errors, k)
-        infinite = torch.full(outputs.shape[:-1], torch.inf, dtype=outputs.dtype, device=outputs.device)
+        infinite = outputs.new_full(outputs.shape[:-1], torch.inf)
         return -infinite, infinite
 
 

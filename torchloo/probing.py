@@ -201,7 +201,9 @@ def _classes_of(stream: Stream) -> Tensor | None:
 
 
 def _as_tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    if isinstance(values, Tensor):
+        return values
+    return torch.from_numpy(np.array(values))
 
 
 def _weights(weight: Any, labels: Tensor, like: Tensor) -> Tensor | None:

@@ -59,7 +59,9 @@ def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
 
 def _differences(V: Tensor, bias: bool) -> Tensor:
     """V (..., n, c), with a bias minus its first row; else a view, as a Function must not return inputs."""
-    return V - V[..., :1, :] if bias else V.view_as(V)
+    if bias:
+        return V - V[..., :1, :]
+    return V.view_as(V)
 
 
 class _Rows(Function):

@@ -178,4 +178,6 @@ def _require_state(
 
 def _rows_of(support: object) -> int:
     """Number of support points of a machine that is neither sparse nor linear."""
-    return max(1, support.shape[0]) if isinstance(support, torch.Tensor) and support.ndim else 1
+    if isinstance(support, torch.Tensor) and support.ndim:
+        return max(1, support.shape[0])
+    return 1

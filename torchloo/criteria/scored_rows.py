@@ -197,7 +197,9 @@ class ScoredRows:
     def scores(self) -> Tensor:
         """An output for every class, (..., k, n): of two classes in one column, -f and f."""
         f = self.outputs
-        return f if f.shape[-2] > 1 else torch.cat([-f, f], -2)
+        if f.shape[-2] > 1:
+            return f
+        return torch.cat([-f, f], -2)
 
     @property
     def members(self) -> Tensor:

@@ -80,7 +80,9 @@ class FrozenMachine(nn.Module):
         """Centred features or kernel rows, (..., q, m)."""
         support = (getattr(self, f"support{k}") for k in range(self._parts))
         received = features_or_inputs(self.function, self.kernel, X, self.coef, self.linear, self._inputs)
-        return received - next(support) if self.linear else self.kernel.against(X, support, self.coef.dtype)
+        if self.linear:
+            return received - next(support)
+        return self.kernel.against(X, support, self.coef.dtype)
 
     def extra_repr(self) -> str:
         """The number of coefficients, and the rows at a time."""

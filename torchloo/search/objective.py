@@ -291,4 +291,6 @@ def _of(values: Any, problem: Tensor) -> Any:
         return values.stream
     if not isinstance(values, Tensor):
         return values
-    return values[problem.to(values.device)] if problem.ndim else values[int(problem)]
+    if problem.ndim:
+        return values[problem.to(values.device)]
+    return values[int(problem)]

@@ -255,7 +255,9 @@ def _batch_shape(
         return tuple(parameter.shape)
     if declared is None or not declared.batched:
         return None
-    return (1,) if declared.per_input and parameter.ndim == 0 else tuple(parameter.shape)
+    if declared.per_input and parameter.ndim == 0:
+        return (1,)
+    return tuple(parameter.shape)
 
 
 def _pair(function: str, name: str, pair: Iterable[float]) -> Tensor:

@@ -236,7 +236,9 @@ def stack(
     def together(values: list[Any]) -> Any:
         if not isinstance(values[0], Tensor):
             return values[0]
-        return values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
+        if len(values) == 1:
+            return values[0].unsqueeze(0)
+        return torch.stack(values)
 
     labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
     return ProblemBatch(

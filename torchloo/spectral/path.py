@@ -20,7 +20,7 @@ from torchloo.primal.whole import Normal, Primal, Rotated, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
-from torchloo.spectral.form import Parts, Spectral, Step, spectral
+from torchloo.spectral.form import Parts, Spectral, Step, shares, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
 
@@ -239,7 +239,8 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
     problem, guard = each.problem, each.problem.guard
     guard.check()  # before a decomposition, whose own error would be less clear
     regs = each.regs.double()
-    form = spectral(K.double(), problem.weight.double(), problem.Y.double(), bias, Z)
+    weight, Y = problem.weight.double(), problem.Y.double()
+    form = spectral(K.double(), weight, Y, bias, Z)
     lost = [False] * len(regs)
     if values_visible(form.size):
         lost = (form.rounding(regs.detach()) > _LOST[problem.Y.dtype]).tolist()
@@ -363,7 +364,7 @@ def from_features(
         shifted, centre = centred(problem.expand(Z).double(), zeta, bias)
         if d + bias >= n:
             if bias:  # again, as the first mean was rounded: a row that outweighs all others equals the mean
-                share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
+                share = shares(zeta).detach().unsqueeze(-2)  # (..., 1, n)
                 correction = share @ shifted.detach()
                 shifted = shifted - correction
                 centre = centre + correction
