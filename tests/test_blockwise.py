@@ -7,6 +7,7 @@ import torch
 from counting import Counting
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchloo as tl
 from torchloo.primal.machines import Expansion
@@ -81,6 +82,36 @@ def compare(received, expected, limit):
     """Each to a part of its largest entry, or of 1: what is smaller is a difference of larger numbers."""
     for ours, theirs in zip(received, expected, strict=True):
         assert_close(ours, theirs, rtol=0, atol=limit * max(1.0, theirs.abs().max().item()))
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of a new tensor while it is entered."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("basis", [None, 100], ids=["linear", "sparse"])
+def test_fit_on_tensors_goes_over_blocks_and_equals_solve(basis):
+    X, Y, weight = randn(20_000, 20), randn(20_000, 2, seed=1), 0.5 + randn(20_000, seed=2).abs()
+    if basis is None:
+        machine = tl.LSSVM(tl.kernels.Linear(), reg=0.3)
+    else:
+        machine = tl.SparseLSSVM(tl.kernels.RBF(5.0), reg=0.3, basis=basis)
+    with Largest() as largest:
+        machine.fit(X, Y, weight)
+    assert largest.elements < len(X) * (basis or 20) / 2  # no matrix of all rows and features
+    solved = machine.solve(X, Y, weight)
+    X_new = randn(9, 20, seed=3)
+    assert_close(machine(X_new), solved(X_new).detach(), rtol=1e-9, atol=1e-10)
+    rows_new = X_new - solved.features.centre if basis is None else machine.kernel(X_new, X[:basis])
+    expected = solved.variance_at(rows_new, None).detach()
+    assert_close(machine.predictive(X_new)[1].detach(), expected, rtol=1e-9, atol=1e-12)
 
 
 @every_machine

@@ -172,7 +172,7 @@ BASICS = {
     "datasets",
 }
 KERNELS = {"kernels"}
-ROWS = {"problem", "blocks", "factors", "leave_out_sets"}
+ROWS = {"problem", "panels", "blocks", "factors", "leave_out_sets"}
 SMOOTHERS = {"dual", "quick", "primal", "streaming", "representation", "smoothers", "spectral"}
 CRITERIA = {"criteria", "sampling_error", "thresholds", "calibration", "splits"}
 MACHINES = {"machine", "basis", "rls", "lssvm", "sparse", "fisher", "svm", "functional"}

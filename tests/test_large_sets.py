@@ -5,10 +5,12 @@ import pytest
 import reference
 import torch
 from cases import relative
+from counting import Counting
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
 import torchloo as tl
+from torchloo import clusters as partitions
 
 F = tl.functional
 
@@ -16,6 +18,13 @@ SIZES = [1, 2, 2, 3, 4, 4, 4, 5, 7, 7, 9, 12]  # with 3 features, from 4 on they
 ROWS = sum(SIZES)
 CLUSTERS = torch.repeat_interleave(torch.arange(len(SIZES)), torch.tensor(SIZES))
 CLUSTERS = CLUSTERS[torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))]
+
+
+@pytest.fixture(autouse=True, params=[0, partitions._WASTED], ids=["every size", "padded"])
+def padding(request, monkeypatch):
+    """All tests with one group for each size, and with sets of like size in one group."""
+    monkeypatch.setattr(partitions, "_WASTED", request.param)
+    return request.param
 
 
 def randn(*shape, seed=1):
@@ -176,3 +185,21 @@ def test_many_large_sets_take_neither_rows_times_sets_nor_a_pass_for_each_size()
         left = clusters == label
         alone = tl.LSSVM(tl.kernels.Linear(), 1.0).fit(X.detach()[~left], y[~left])
         assert_close(held_out.outputs[left].detach(), alone(X.detach()[left]), rtol=1e-9, atol=1e-10)
+
+
+def test_sets_of_many_sizes_take_few_operations(padding):
+    """40 sizes of one set each take a few times what sets of one size take, not 40 times."""
+    if not padding:
+        pytest.skip("without padding every size has operations of its own")
+    sizes = torch.arange(10, 50)
+    ragged = torch.repeat_interleave(torch.arange(40), sizes)
+    equal = torch.arange(len(ragged)) % 40
+    X, y = randn(len(ragged), 6), randn(len(ragged), seed=4)
+
+    def operations(clusters):
+        machine = tl.SparseLSSVM(tl.kernels.RBF(2.0), basis=X[:20])
+        with Counting() as count:
+            tl.criteria.press(machine.lco(X, y, clusters)).backward()
+        return count.operations
+
+    assert operations(ragged) <= 2 * operations(equal)

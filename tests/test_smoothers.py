@@ -15,6 +15,7 @@ import torchloo as tl
 from torchloo import dual, primal
 from torchloo.clusters import Partition
 from torchloo.guards import broadcast_shapes
+from torchloo.panels import triangular_inverse
 from torchloo.spectral import path as spectral_path
 
 F = tl.functional
@@ -114,10 +115,17 @@ def test_panels_equal_whole_products(n):
     assert_close(leaf.grad, -(P * dbar) @ P - (U @ a.T + a @ U.T) / 2, rtol=1e-8, atol=1e-8)
 
 
-def test_triangular_inverse_of_a_batch():
-    L = torch.linalg.cholesky(torch.stack([spd(400, 10.0, seed) for seed in range(2)]))
-    eye = torch.eye(400, dtype=torch.float64)
-    assert_close(dual._triangular_inverse(L) @ L, eye.expand(2, 400, 400), rtol=0, atol=1e-12)
+@pytest.mark.parametrize("n", [90, 200, 400, 600])
+@pytest.mark.parametrize("condition", [10.0, 1e6])
+def test_triangular_inverse_of_a_batch(n, condition):
+    """By forward substitution, by narrow panels and by wide ones."""
+    L = torch.linalg.cholesky(torch.stack([spd(n, condition, seed) for seed in range(2)]))
+    unit = torch.eye(n, dtype=torch.float64).expand(2, n, n)
+    limit = 1e-14 * n * condition**0.5
+    assert_close(triangular_inverse(L) @ L, unit, rtol=0, atol=limit)
+    assert_close(L @ triangular_inverse(L), unit, rtol=0, atol=limit)
+    leaf = L.clone().requires_grad_()
+    assert_close(triangular_inverse(leaf).detach(), triangular_inverse(L), rtol=0, atol=limit)
 
 
 def nearly_interpolated():

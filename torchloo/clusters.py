@@ -8,6 +8,9 @@ from torchloo.guards import host_labels, is_whole, whole_number
 
 __all__ = ["Partition", "folds", "random_order", "row_sets"]
 
+# Multiplications that may be wasted on rows of padding to save the operations of one more group.
+_WASTED = 1 << 18
+
 
 class Partition:
     """Rows sorted into the sets that are left out together, gathered by the size of the set.
@@ -17,12 +20,16 @@ class Partition:
 
     Attributes:
         labels: host labels (n,), or None for single rows.
+        padding: the row number that fills up sets shorter than their group, one more than the last row;
+            None if all sets of a group have its size.
     """
 
-    def __init__(self, groups: tuple[Tensor, ...], labels: Tensor | None = None) -> None:
+    def __init__(
+        self, groups: tuple[Tensor, ...], labels: Tensor | None = None, padding: int | None = None
+    ) -> None:
         self._groups = groups
         self._single: tuple[int, torch.device] | None = None
-        self.labels = labels
+        self.labels, self.padding = labels, padding
 
     @classmethod
     def single(cls, rows: int, device: torch.device) -> "Partition":
@@ -78,6 +85,26 @@ class Partition:
         small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
         return Partition(small), Partition(self.groups[len(small) :])  # sizes ascend
 
+    def padded(self, n: int, width: int) -> "Partition":
+        """The same sets of n rows in fewer groups: sets of like size are padded to the largest of them.
+
+        Only where the operations that this saves take longer than the padding, of which every row costs
+        `width` multiplications for each row of its set.
+        """
+        if self._single is not None or len(self._groups) == 1:
+            return self
+        merged: list[list[Tensor]] = []
+        for rows in reversed(self._groups):
+            largest = merged[-1][0].shape[1] if merged else 0
+            missing = len(rows) * (largest - rows.shape[1])
+            if not merged or missing * largest * width > _WASTED:
+                merged.append([])
+            merged[-1].append(rows)
+        if len(merged) == len(self._groups):
+            return self
+        groups = [_filled_up(sets, n) for sets in reversed(merged)]
+        return Partition(tuple(groups), self.labels, n)
+
     def only_single(self, n: int) -> bool:
         """Whether each of n rows is a set of its own; they are then in order."""
         if self._single is not None:
@@ -89,10 +116,12 @@ class Partition:
         """All rows, set after set, group after group."""
         return torch.cat([rows.flatten() for rows in self.groups])
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Rows of (..., n, c) by group: (..., g, s, c) each."""
+    def gather(self, values: Tensor, fill: float = 0.0) -> list[Tensor]:
+        """Rows of (..., n, c) by group: (..., g, s, c) each, with a number for rows of padding."""
         if self.only_single(values.shape[-2]):
             return [values.unsqueeze(-2)]
+        if self.padding is not None:
+            values = torch.nn.functional.pad(values, (0, 0, 0, 1), value=fill)
         # One gather for all sizes: each would have a gradient of all n rows, to be added up.
         numbers = [rows.numel() for rows in self.groups]
         parts = values.index_select(-2, self.index).split(numbers, -2)
@@ -103,8 +132,9 @@ class Partition:
         if self.only_single(n):
             return parts[0].squeeze(-2)
         values = torch.cat([part.flatten(-3, -2) for part in parts], -2)
-        blank = values.new_zeros((*values.shape[:-2], n, values.shape[-1]))
-        return blank.index_copy(-2, self.index, values)
+        rows = n if self.padding is None else n + 1
+        blank = values.new_zeros((*values.shape[:-2], rows, values.shape[-1]))
+        return blank.index_copy(-2, self.index, values)[..., :n, :]
 
     def block_diagonal_times(self, blocks: list[Tensor], V: Tensor) -> Tensor:
         """D V for the block-diagonal matrix D of blocks (..., g, s, s) and V (..., n, m)."""
@@ -112,6 +142,13 @@ class Partition:
             return blocks[0][..., 0] * V
         parts = [block @ part for block, part in zip(blocks, self.gather(V), strict=True)]
         return self.scatter(parts, V.shape[-2])
+
+
+def _filled_up(groups: list[Tensor], padding: int) -> Tensor:
+    """Sets (g, s) of several sizes s, the largest first, as one group (g, s) with a row number to fill up."""
+    largest = groups[0].shape[1]
+    filled = [torch.nn.functional.pad(rows, (0, largest - rows.shape[1]), value=padding) for rows in groups]
+    return torch.cat(filled)
 
 
 def row_sets(function: str, rows: object, n: int) -> tuple[Tensor, bool]:

@@ -44,18 +44,12 @@ from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
+from torchloo.panels import WIDE, mirrored, panels, triangular_inverse
 from torchloo.precision import full_precision
 
-__all__ = ["Dual", "add_product", "congruence", "dual", "inner_products"]
+__all__ = ["Dual", "add_product", "congruence", "dual"]
 
 Other = TypeVar("Other")
-
-# Width of the panels in which triangular and symmetric products skip the half that is not needed.
-_PANEL = 192
-
-
-def _panels(n: int, width: int = _PANEL) -> list[tuple[int, int]]:
-    return [(start, min(start + width, n)) for start in range(0, n, width)]
 
 
 def _pivot(K: Tensor, ridge: Tensor) -> Tensor:
@@ -104,7 +98,7 @@ def _pivot_column(row: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
 def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
     """L with A = L L^T, and `info` of the factorisation, (...); on a CPU large ones use the memory of A."""
     A = _matrix(K, ridge, pivot).mT  # column-major, as LAPACK needs
-    if K.shape[-1] <= _PANEL or K.device.type != "cpu" or not values_visible(K, ridge):
+    if K.shape[-1] <= WIDE or K.device.type != "cpu" or not values_visible(K, ridge):
         return torch.linalg.cholesky_ex(A)
     info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
     return torch.linalg.cholesky_ex(A, out=(A, info))
@@ -148,40 +142,15 @@ def _annihilator(A: Tensor, pivot: Tensor | None) -> Tensor:
     return inverse - e_p @ border.mT - border @ e_p.mT
 
 
-def _triangular_inverse(L: Tensor) -> Tensor:
-    """S = L^{-1} by panels of rows, n^3/3 operations: panel J is -S_JJ L_J S of the rows above it."""
-    if L.shape[-1] <= _PANEL or not values_visible(L):  # transforms cannot write into slices
-        unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
-        return torch.linalg.solve_triangular(L, unit, upper=False)
-    S = torch.zeros_like(L)
-    for start, stop in _panels(L.shape[-1]):
-        corner = L[..., start:stop, start:stop]
-        unit = torch.eye(stop - start, dtype=L.dtype, device=L.device)
-        S_JJ = torch.linalg.solve_triangular(corner, unit, upper=False)
-        S[..., start:stop, start:stop] = S_JJ
-        X = -S_JJ @ L[..., start:stop, :start]  # (..., panel, start)
-        for left, right in _panels(start, 2 * _PANEL):  # each skips the rows of S that are zero
-            panel = S[..., start:stop, left:right]
-            torch.matmul(X[..., left:], S[..., left:start, left:right], out=panel)
-    return S
-
-
-def _mirror(lower: Tensor) -> Tensor:
-    """Fill the blocks above the diagonal from those below, in place."""
-    for start, stop in _panels(lower.shape[-1]):
-        lower[..., :start, start:stop] = lower[..., start:stop, :start].mT
-    return lower
-
-
 def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
     """T^T T for T lower triangular except for column p, skipping its zeros: n^3/3 operations."""
-    if T.shape[-1] <= _PANEL:
+    if T.shape[-1] <= WIDE:
         return T.mT @ T
     product = T.new_empty(T.shape)
-    for start, stop in _panels(T.shape[-1]):
+    for start, stop in panels(T.shape[-1], WIDE):
         rows = T[..., start:, start:stop].mT
         torch.matmul(rows, T[..., start:, :stop], out=product[..., start:stop, :stop])
-    _mirror(product)
+    mirrored(product, WIDE)
     if pivot is not None:
         column = T.mT @ _at(T, pivot, -1)
         _put(_put(product, pivot, -1, column), pivot, -2, column.mT)
@@ -190,13 +159,13 @@ def _gram(T: Tensor, pivot: Tensor | None) -> Tensor:
 
 def congruence(B: Tensor, D: list[Tensor], partition: Partition) -> Tensor:
     """B^T D B for block-diagonal symmetric D, computing half of it."""
-    if B.shape[-1] <= _PANEL:
+    if B.shape[-1] <= WIDE:
         return B.mT @ partition.block_diagonal_times(D, B)
     product = B.new_empty(B.shape)
-    for start, stop in _panels(B.shape[-1]):
+    for start, stop in panels(B.shape[-1], WIDE):
         rows = partition.block_diagonal_times(D, B[..., start:stop]).mT  # (..., panel, n)
         torch.matmul(rows, B[..., :stop], out=product[..., start:stop, :stop])
-    return _mirror(product)
+    return mirrored(product, WIDE)
 
 
 def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
@@ -205,38 +174,6 @@ def add_product(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> 
     left, right = left.reshape(-1, n, k), right.reshape(-1, n, k)
     M.view(-1, n, n).baddbmm_(left, right.mT, alpha=factor)
     return M
-
-
-class _InnerProducts(Function):
-    """Z -> Z Z^T for Z (..., n, d), computing half of it; its backward is one product of that size."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(Z: Tensor) -> Tensor:
-        n = Z.shape[-2]
-        if n <= _PANEL or not values_visible(Z):
-            return Z @ Z.mT
-        product = Z.new_empty(*Z.shape[:-1], n)
-        for start, stop in _panels(n):
-            rows, rows_above = Z[..., start:stop, :], Z[..., :stop, :]
-            torch.matmul(rows, rows_above.mT, out=product[..., start:stop, :stop])
-        return _mirror(product)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, Kbar: Tensor) -> Tensor:
-        (Z,) = ctx.saved_tensors
-        with full_precision(Z):
-            return (Kbar + Kbar.mT) @ Z
-
-
-def inner_products(Z: Tensor) -> Tensor:
-    """Z Z^T, (..., n, n), for features Z (..., n, d)."""
-    return apply(_InnerProducts, Z)
 
 
 class _Coefficients(Function):
@@ -280,7 +217,7 @@ class _Coefficients(Function):
 
 def _root(L: Tensor, pivot: Tensor | None) -> Tensor:
     """T of Note [dual form], (..., n, n)."""
-    T = _triangular_inverse(L)
+    T = triangular_inverse(L)
     if pivot is None:
         return T
     column = _at(T, pivot, -1) - T.sum(-1, keepdim=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.guards import Guard
+from torchloo.panels import triangular_inverse
 
 __all__ = [
     "ILL_CONDITIONED",
@@ -77,8 +78,7 @@ def trusted(condition: Tensor) -> Tensor:
 def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """T = L^{-1} for C = L L^T (..., p, p), the condition number (...) of C, and `info` (...) of Cholesky."""
     L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
-    unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
-    T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
+    T = triangular_inverse(L)
     with torch.no_grad():
         return T, condition(L, T), info
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition, row_sets
-from torchloo.dual import Dual, dual, inner_products
+from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, require_floating
 from torchloo.held_out import HeldOut, assemble
 from torchloo.leave_out_sets import LeaveOutSets
+from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Primal, centred, primal, ridge_penalty
 from torchloo.problem import Problem, check_dual, check_features

@@ -15,9 +15,9 @@ from torchloo.guards import Guard, is_whole, require_floating, require_inputs, v
 from torchloo.kernels import Kernel, Precomputed
 from torchloo.kernels.kernel import pure
 from torchloo.machine import LeastSquares, Predictor
+from torchloo.panels import LowerInverse
 from torchloo.precision import full_precision
 from torchloo.primal.machines import Expansion, transposed
-from torchloo.primal.moments import LowerInverse
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
 from torchloo.problem import Regs
@@ -276,10 +276,8 @@ class SparseLSSVM(LeastSquares):
             raise RuntimeError("SparseLSSVM: not fitted; call fit(X, y) first")
         return (~self.kept).sum(-1)
 
-    def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
-        fit = self.solve(X, y, weight)
-        assert isinstance(fit.predictor, Predictor)
-        self._store(fit.predictor)
+    def _store_uncertainty(self, fit: Fit) -> None:
+        """Store what `predictive` needs besides the coefficients, and which basis vectors are in use."""
         assert isinstance(fit.representation, _Basis)
         one = isinstance(fit.form, Dual | Primal)
         spread = fit.representation.spread(fit.form) if one else None
@@ -287,7 +285,7 @@ class SparseLSSVM(LeastSquares):
         self.kept = fit.kept
 
     def _keep(self, solved: StreamFit) -> None:
-        """Store the basis and its coefficients, solved from a stream."""
+        """Store the basis and its coefficients, solved by passes over the rows."""
         expansion = solved.expansion
         p = solved.checked_for(self).coef
         assert expansion.factor is not None
@@ -298,10 +296,10 @@ class SparseLSSVM(LeastSquares):
         dtype = self._matrix_dtype(expansion.support)
         coef = beta.to(dtype) * expansion.kept.unsqueeze(-1)
         parts = (expansion.support, coef, bias.to(dtype))
-        self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
         spread = solved.spread
         if spread is not None:
             spread = _folded(spread, expansion.factor, expansion.kept, solved.centre)
+        self._store(Predictor(self._function, self.kernel, *parts, solved.stream.flat))
         self._keep_uncertainty(None, None, spread)
         self.kept = expansion.kept
 

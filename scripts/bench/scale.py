@@ -16,7 +16,7 @@ from measure import Table, best_times, peak_bytes
 from torch import Tensor
 
 import torchloo as tl
-from torchloo.primal.moments import add_symmetric
+from torchloo.panels import add_symmetric
 
 COLUMNS = 20
 

@@ -257,9 +257,18 @@ class LeastSquares(KernelMachine):
         return self
 
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
-        fit = self.solve(X, y, weight)
-        assert isinstance(fit.predictor, Predictor)
-        self._store(fit.predictor)
+        guard, Y, flat = self.checked_targets(X, y)
+        Z = self._features(X)
+        rows = solve_tensors(self, guard, X, Z, Y, weight, flat, None, self._penalty)
+        if rows is not None:
+            self._keep(rows)
+            return
+        if Z is None:
+            fit, support = self._solve_with_support(guard, X, Y, weight, self._penalty)
+        else:
+            fit, support = from_features(guard, Z, Y, self._penalty, weight, self.has_bias), X
+        fit = fit.checked()
+        self._store(self._predictor(fit, support, flat))
         self._store_uncertainty(fit)
 
     def _store_uncertainty(self, fit: Fit) -> None:
@@ -347,12 +356,13 @@ class LeastSquares(KernelMachine):
         return Predictor(self._function, self.kernel, *parts, flat, linear, solved_with)
 
     def _keep(self, solved: StreamFit) -> None:
-        """Store the machine solved from a stream."""
+        """Store the machine solved by passes over the rows."""
         solved.checked_for(self)
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
+        spread = solved.spread
         self._store(Predictor(self._function, self.kernel, centre, coef, offset, solved.stream.flat, True))
-        self._keep_uncertainty(None, None, solved.spread)
+        self._keep_uncertainty(None, None, spread)
 
     def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
         """The features of rows that come in blocks; `first(k)` returns the first k rows."""

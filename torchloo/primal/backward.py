@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import Partition
+from torchloo.panels import add_symmetric, mirrored, room_like, times_upper
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.machines import transposed
-from torchloo.primal.moments import add_symmetric, mirrored, room_like, times_upper
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines

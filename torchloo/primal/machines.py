@@ -36,8 +36,9 @@ from torchloo.factors import (
     trusted,
 )
 from torchloo.guards import Guard
+from torchloo.panels import LowerInverse, room_like, times_lower
 from torchloo.primal.block import Block
-from torchloo.primal.moments import LowerInverse, Moments, room_like, times_lower
+from torchloo.primal.moments import Moments
 
 __all__ = ["LARGE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
 

@@ -1,4 +1,4 @@
-"""Normal equations gathered block by block, in float64, and the products they are made of.
+"""Normal equations gathered block by block, in float64.
 
 Note [moments]
 What a ridge regression needs to know of its rows is their total weight w, the weighted means of
@@ -10,120 +10,14 @@ large numbers are subtracted, wherever the origin is. Without a bias the means s
 Features stand in columns (p, b), so that panels of features are contiguous.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
+from torchloo.panels import add_symmetric
 from torchloo.primal.collective import Peers
 from torchloo.primal.seen import Seen
 
-__all__ = [
-    "LowerInverse",
-    "Moments",
-    "add_symmetric",
-    "mirrored",
-    "room_like",
-    "times_lower",
-    "times_upper",
-]
-
-# Features in one panel: wide enough for full speed, narrow enough to leave out most of the triangle
-# that is not needed (scripts/bench/scale.py measures what is saved); a multiple of what registers hold.
-_PANEL, _ALIGNED = 104, 8
-
-# Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
-_CONDITION = 1e5
-
-
-def _panels(p: int) -> list[tuple[int, int]]:
-    count = max(1, round(p / _PANEL))
-    edges = [*(_ALIGNED * round(k * p / count / _ALIGNED) for k in range(count)), p]
-    return list(itertools.pairwise(edges))
-
-
-def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
-    """Add V V^T or V diag(weight) V^T, for V (p, b) and weights (b,) of any sign, to the lower triangle of S.
-
-    At 0.6 of the work of a general product; S (p, p) may have a wider dtype. What is above its diagonal
-    afterwards has no meaning.
-    """
-    left = V if weight is None else V * weight.to(V.dtype)
-    for start, stop in _panels(len(V)):
-        corner = S[start:stop, :stop]
-        if V.dtype == S.dtype:
-            corner.addmm_(left[start:stop], V[:stop].mT)
-        else:
-            corner += left[start:stop] @ V[:stop].mT
-
-
-def mirrored(S: Tensor) -> Tensor:
-    """What `add_symmetric` has added up, (..., p, p), with what stands above the diagonal filled in."""
-    for start, stop in _panels(S.shape[-1]):
-        S[..., :start, start:stop] = S[..., start:stop, :start].mT
-    return S
-
-
-def room_like(V: Tensor, p: int) -> Tensor:
-    """Room for (p, b), laid out as V (p', b): features stand together, or those of each row do."""
-    b = V.shape[1]
-    if V.stride(0) == 1:
-        return V.new_empty(b, -(-p // _ALIGNED) * _ALIGNED)[:, :p].mT
-    return V.new_empty(p, b)
-
-
-def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
-    """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
-    for start, stop in _panels(len(T)):
-        torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
-    return out
-
-
-def times_upper(T: Tensor, V: Tensor) -> Tensor:
-    """T^T V for a lower triangular T (p, p) and V (p, b), likewise."""
-    out = room_like(V, len(V))
-    for start, stop in _panels(len(T)):
-        torch.mm(T[start:, start:stop].mT, V[start:], out=out[start:stop])
-    return out
-
-
-class LowerInverse:
-    """L^{-1} V for a lower triangular L (p, p), panel by panel.
-
-    Panels on the diagonal that are well conditioned are inverted once: a product is faster than a
-    solution, and then as accurate. Which ones are is to be decided, once the values of `good` are known.
-    """
-
-    def __init__(self, L: Tensor) -> None:
-        self.L = L.contiguous()
-        self._inverses: list[Tensor | None] = []
-        good = []
-        for start, stop in _panels(len(L)):
-            panel = self.L[start:stop, start:stop]
-            unit = torch.eye(stop - start, dtype=L.dtype, device=L.device)
-            inverse = torch.linalg.solve_triangular(panel, unit, upper=False)
-            good.append(torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse) < _CONDITION)
-            self._inverses.append(inverse)
-        self.good = torch.stack(good)  # one flag for each panel
-
-    def decide(self, good: list[bool]) -> None:
-        """Solve with the panels that are not good, as the values of the flags say."""
-        pairs = zip(self._inverses, good, strict=True)
-        self._inverses = [inverse if fine else None for inverse, fine in pairs]
-
-    def __call__(self, V: Tensor) -> Tensor:
-        """L^{-1} V for V (p, b)."""
-        out, L = torch.empty_like(V), self.L.to(V.dtype)
-        for (start, stop), inverse in zip(_panels(len(V)), self._inverses, strict=True):
-            rest = V[start:stop]
-            if start:
-                rest = torch.addmm(rest, L[start:stop, :start], out[:start], alpha=-1)
-            if inverse is None:
-                panel = L[start:stop, start:stop]
-                out[start:stop] = torch.linalg.solve_triangular(panel, rest, upper=False)
-            else:
-                torch.mm(inverse.to(V.dtype), rest, out=out[start:stop])
-        return out
+__all__ = ["Moments"]
 
 
 class Moments:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torchloo.clusters import Partition
+from torchloo.panels import add_symmetric, mirrored
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import leave_out_large, leave_out_small, root_of_rest, rows_of_large
 from torchloo.primal.machines import LARGE, ImpreciseError, Machines
-from torchloo.primal.moments import add_symmetric, mirrored
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.seen import checksum
 from torchloo.primal.sink import Sink

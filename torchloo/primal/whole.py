@@ -38,7 +38,6 @@ from torch.autograd.function import Function
 from torchloo.autograd import apply, in_forward_mode
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
-from torchloo.dual import inner_products
 from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
@@ -52,6 +51,7 @@ from torchloo.factors import (
 )
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
+from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
@@ -331,8 +331,9 @@ class Primal:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted."""
         B, scale, e = self._rows
         n, p = B.shape[-2:]
+        partition = partition.padded(n, B.numel() // n)  # rows of zeros, of which nothing is left out
         total = self._total(B) if partition.groups[-1].shape[-1] > p else None
-        gathered = zip(*map(partition.gather, (B, scale, e)), strict=True)
+        gathered = zip(*map(partition.gather, (B, scale, e), (0.0, 1.0, 0.0)), strict=True)
         found = [self._without(B_L, scale_L, e_L, total) for B_L, scale_L, e_L in gathered]
         found = self._refitted(partition.groups, found, guard)
         residuals, inverses, lost = map(list, zip(*found, strict=True))
@@ -353,7 +354,11 @@ class Primal:
         return leave_out_large(B, scale, e, least, total)
 
     def _refitted(self, groups: Sequence[Tensor], found: list[LeftOut], guard: Guard) -> list[LeftOut]:
-        """What was found of sets (g, s) of each size, where 1 - h is lost by Note [refits by triangles]."""
+        """What was found of sets (g, s) of each group, where 1 - h is lost by Note [refits by triangles].
+
+        Row numbers from n on are padding.
+        """
+        n = self.normal.V.shape[-2]
         flags = [lost.any() for _, _, lost in found]
         if not values_visible(*flags) or not bool(torch.stack(flags).any()):
             return found
@@ -361,9 +366,11 @@ class Primal:
         for rows, (r, inverse, lost) in zip(groups, found, strict=True):
             for problem in lost.any(-1).nonzero().tolist():
                 number = lost[tuple(problem)].nonzero()[:, 0]
-                index = (*(torch.tensor(k, device=r.device) for k in problem), number)
-                parts = self._refit(tuple(problem), list(rows[number]), guard)
-                r_L, inverse_L = (part.unflatten(0, rows[number].shape) for part in parts)
+                inside = rows[number] < n
+                of_set, place = inside.nonzero(as_tuple=True)
+                index = (*(torch.tensor(k, device=r.device) for k in problem), number[of_set], place)
+                sets = [own[real] for own, real in zip(rows[number], inside, strict=True)]
+                r_L, inverse_L = self._refit(tuple(problem), sets, guard)
                 r, inverse = r.index_put(index, r_L), inverse.index_put(index, inverse_L)
             refitted.append((r, inverse, lost))
         return refitted

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
-from torchloo.dual import Dual, dual, inner_products
+from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
+from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.whole import Normal, Primal, Rotated, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features

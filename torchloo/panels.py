@@ -1,0 +1,186 @@
+"""Products and inverses of symmetric and triangular matrices, in panels that skip the half not needed."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from torchloo.autograd import apply
+from torchloo.guards import values_visible
+from torchloo.precision import full_precision
+
+__all__ = [
+    "WIDE",
+    "LowerInverse",
+    "add_symmetric",
+    "inner_products",
+    "mirrored",
+    "panels",
+    "room_like",
+    "times_lower",
+    "times_upper",
+    "triangular_inverse",
+]
+
+# Widths of a panel: wide enough for full speed, narrow enough to leave out most of the triangle that is not
+# needed (scripts/bench/scale.py measures what is saved). Features of many rows have the first, kernel
+# matrices the second, and inverses of up to `_LARGE` rows the third. Panels begin at a multiple of what
+# registers hold.
+_NARROW, WIDE, _INVERTED, _ALIGNED = 104, 192, 64, 8
+
+# Rows of a triangle from which on it is inverted by wide panels.
+_LARGE = 512
+
+# Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
+_CONDITION = 1e5
+
+
+def panels(n: int, width: int = _NARROW) -> list[tuple[int, int]]:
+    """First and last row (excluded) of panels of about that width, which differ little in size."""
+    count = max(1, round(n / width))
+    edges = [*(_ALIGNED * round(k * n / count / _ALIGNED) for k in range(count)), n]
+    return list(itertools.pairwise(edges))
+
+
+def mirrored(S: Tensor, width: int = _NARROW) -> Tensor:
+    """A symmetric matrix (..., p, p), computed by panels of that width, with its upper triangle filled in."""
+    for start, stop in panels(S.shape[-1], width):
+        S[..., :start, start:stop] = S[..., start:stop, :start].mT
+    return S
+
+
+def _solved_triangle(L: Tensor) -> Tensor:
+    """L^{-1} by forward substitution."""
+    unit = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    return torch.linalg.solve_triangular(L, unit, upper=False)
+
+
+def triangular_inverse(L: Tensor) -> Tensor:
+    """S = L^{-1} (..., n, n) for a lower triangular L: n^3/3 operations.
+
+    Panel J of its rows is -S_JJ L_J S of the rows above it. Differentiable, then by forward substitution.
+    """
+    n, graph = L.shape[-1], torch.is_grad_enabled() and L.requires_grad
+    if n <= _NARROW or graph or not values_visible(L):  # no graph and no transform knows slices written to
+        return _solved_triangle(L)
+    S, width = torch.zeros_like(L), _INVERTED if n <= _LARGE else WIDE
+    for start, stop in panels(n, width):
+        S_JJ = _solved_triangle(L[..., start:stop, start:stop])
+        S[..., start:stop, start:stop] = S_JJ
+        if start == 0:
+            continue
+        X = -S_JJ @ L[..., start:stop, :start]  # (..., panel, start)
+        for left, right in panels(start, 2 * width):  # each skips the rows of S that are zero
+            panel = S[..., start:stop, left:right]
+            torch.matmul(X[..., left:], S[..., left:start, left:right], out=panel)
+    return S
+
+
+def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
+    """Add V V^T or V diag(weight) V^T, for V (p, b) and weights (b,) of any sign, to the lower triangle of S.
+
+    At 0.6 of the work of a general product; S (p, p) may have a wider dtype. What is above its diagonal
+    afterwards has no meaning.
+    """
+    left = V if weight is None else V * weight.to(V.dtype)
+    for start, stop in panels(len(V)):
+        corner = S[start:stop, :stop]
+        if V.dtype == S.dtype:
+            corner.addmm_(left[start:stop], V[:stop].mT)
+        else:
+            corner += left[start:stop] @ V[:stop].mT
+
+
+def room_like(V: Tensor, p: int) -> Tensor:
+    """Room for (p, b), laid out as V (p', b): features stand together, or those of each row do."""
+    b = V.shape[1]
+    if V.stride(0) == 1:
+        return V.new_empty(b, -(-p // _ALIGNED) * _ALIGNED)[:, :p].mT
+    return V.new_empty(p, b)
+
+
+def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
+    """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
+    for start, stop in panels(len(T)):
+        torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
+    return out
+
+
+def times_upper(T: Tensor, V: Tensor) -> Tensor:
+    """T^T V for a lower triangular T (p, p) and V (p, b), likewise."""
+    out = room_like(V, len(V))
+    for start, stop in panels(len(T)):
+        torch.mm(T[start:, start:stop].mT, V[start:], out=out[start:stop])
+    return out
+
+
+class LowerInverse:
+    """L^{-1} V for a lower triangular L (p, p), panel by panel.
+
+    Panels on the diagonal that are well conditioned are inverted once: a product is faster than a
+    solution, and then as accurate. Which ones are is to be decided, once the values of `good` are known.
+    """
+
+    def __init__(self, L: Tensor) -> None:
+        self.L = L.contiguous()
+        self._inverses: list[Tensor | None] = []
+        good = []
+        for start, stop in panels(len(L)):
+            panel = self.L[start:stop, start:stop]
+            inverse = _solved_triangle(panel)
+            good.append(torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse) < _CONDITION)
+            self._inverses.append(inverse)
+        self.good = torch.stack(good)  # one flag for each panel
+
+    def decide(self, good: list[bool]) -> None:
+        """Solve with the panels that are not good, as the values of the flags say."""
+        pairs = zip(self._inverses, good, strict=True)
+        self._inverses = [inverse if fine else None for inverse, fine in pairs]
+
+    def __call__(self, V: Tensor) -> Tensor:
+        """L^{-1} V for V (p, b)."""
+        out, L = torch.empty_like(V), self.L.to(V.dtype)
+        for (start, stop), inverse in zip(panels(len(V)), self._inverses, strict=True):
+            rest = V[start:stop]
+            if start:
+                rest = torch.addmm(rest, L[start:stop, :start], out[:start], alpha=-1)
+            if inverse is None:
+                panel = L[start:stop, start:stop]
+                out[start:stop] = torch.linalg.solve_triangular(panel, rest, upper=False)
+            else:
+                torch.mm(inverse.to(V.dtype), rest, out=out[start:stop])
+        return out
+
+
+class _InnerProducts(Function):
+    """Z -> Z Z^T for Z (..., n, d), computing half of it; its backward is one product of that size."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(Z: Tensor) -> Tensor:
+        n = Z.shape[-2]
+        if n <= WIDE or not values_visible(Z):
+            return Z @ Z.mT
+        product = Z.new_empty(*Z.shape[:-1], n)
+        for start, stop in panels(n, WIDE):
+            rows, rows_above = Z[..., start:stop, :], Z[..., :stop, :]
+            torch.matmul(rows, rows_above.mT, out=product[..., start:stop, :stop])
+        return mirrored(product, WIDE)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, Kbar: Tensor) -> Tensor:
+        (Z,) = ctx.saved_tensors
+        with full_precision(Z):
+            return (Kbar + Kbar.mT) @ Z
+
+
+def inner_products(Z: Tensor) -> Tensor:
+    """Z Z^T, (..., n, n), for features Z (..., n, d)."""
+    return apply(_InnerProducts, Z)
