@@ -21,7 +21,7 @@ CLUSTER_IDS = ["rows", "ragged", "all-but-one", "singles", "halves"]
 
 
 def held_out(machine, X, y, clusters, weight=None):
-    return machine.loo(X, y, weight) if clusters is None else machine.lco(X, y, clusters, weight)
+    return machine.held_out(X, y, clusters, weight)
 
 
 @every_machine

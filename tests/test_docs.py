@@ -20,10 +20,20 @@ def test_the_mathematics_names_every_note_of_the_code_and_no_other() -> None:
 
 
 def test_every_file_that_the_guides_name_is_there() -> None:
-    there = {path.name for path in (ROOT / "torchloo").rglob("*")}
-    there |= {path.name for folder in ("tests", "scripts", "docs") for path in (ROOT / folder).rglob("*")}
-    there |= {path.name for path in ROOT.iterdir()}
+    folders = ("torchloo", "tests", "scripts", "docs")
+    there = [f"/{path.name}" for path in ROOT.iterdir()]
+    there += [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*")]
     for page in ("docs/architecture.md", "CONTRIBUTING.md"):
-        named = re.findall(r"`([\w/.]+(?:/|\.py|\.md|\.sh))`", (ROOT / page).read_text())
+        text = (ROOT / page).read_text()
+        named = re.findall(r"[\w/]+\.(?:py|md|sh)\b", text) + re.findall(r"`([\w/]+)/`", text)
         assert len(named) > 10
-        assert [name for name in named if Path(name).name not in there] == [], page
+        missing = [name for name in named if not any(path.endswith(f"/{name}") for path in there)]
+        assert missing == [], page
+
+
+def test_the_architecture_names_every_package_and_every_file_beside_them() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = [path for path in (ROOT / "torchloo").iterdir() if path.suffix == ".py" or path.is_dir()]
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in rooms]
+    hidden = ("__init__.py", "__pycache__/", "data/")
+    assert [name for name in names if name not in hidden and f"`{name}`" not in text] == []

@@ -234,7 +234,7 @@ def test_a_picture_without_matplotlib_names_the_remedy(monkeypatch):
             raise ImportError(name)
         return imported(name, *args, **options)
 
-    monkeypatch.setattr("torchloo.probe_picture.importlib.import_module", without)
+    monkeypatch.setattr("torchloo.probe_result.importlib.import_module", without)
     with pytest.raises(
         ImportError, match=r"Probe.plot: pictures need matplotlib: pip install torchloo\[cli\]"
     ):

@@ -124,7 +124,9 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     kind: Classes = "column" if several else "both signs"
     rows = ScoredRows("calibrate", held_out, weight, False, classes=kind, steps=True)
     with torch.no_grad():
-        f, members, zeta = (t.double() for t in (rows.outputs, rows.members, rows.weight))  # (..., k, n)
+        f = rows.outputs.double()  # (..., k, n)
+        members = rows.members.double()
+        zeta = rows.weight.double()  # (..., 1, n)
         counts = (zeta * members).sum(-1, keepdim=True)  # (..., k, 1)
         size_of_class = (counts * members).sum(-2, keepdim=True)  # (..., 1, n)
         k = members.shape[-2]
@@ -178,13 +180,17 @@ def _entropy(theta: Tensor, basis: Tensor, targets: Tensor, weight: Tensor) -> t
     log_p = (theta[..., None, None] * basis).sum(-3).log_softmax(-2)  # (..., k, n)
     p = log_p.exp()
     loss = -(weight * targets * log_p).sum((-2, -1))
-    gradient = ((weight * (p - targets)).unsqueeze(-3) * basis).sum((-2, -1))
+    slope = weight * (p - targets)  # in the logits, (..., k, n)
+    gradient = (slope.unsqueeze(-3) * basis).sum((-2, -1))
     mean = (p.unsqueeze(-3) * basis).sum(-2)  # (..., j, n)
-    deviation = (basis - mean.unsqueeze(-2)) * (weight * p).sqrt().unsqueeze(-3)  # (..., j, k, n)
+    root = (weight * p).sqrt()
+    deviation = (basis - mean.unsqueeze(-2)) * root.unsqueeze(-3)  # (..., j, k, n)
     flat = deviation.flatten(-2)
     H = flat @ flat.mT
-    unit = H.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(posinf=0.0)  # constant columns keep coefficient 0
+    unit = H.diagonal(dim1=-2, dim2=-1).rsqrt()
+    unit = unit.nan_to_num(posinf=0.0)  # constant columns keep coefficient 0
     scaled = unit.unsqueeze(-1) * H * unit.unsqueeze(-2)
     inverse = torch.linalg.pinv(scaled, hermitian=True)
-    step = unit * (inverse @ (unit * gradient).unsqueeze(-1))[..., 0]
+    scaled_gradient = (unit * gradient).unsqueeze(-1)
+    step = unit * (inverse @ scaled_gradient)[..., 0]
     return loss, step, (gradient * step).sum(-1)

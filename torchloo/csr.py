@@ -47,6 +47,12 @@ def _entries(X: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(len(shift), device=X.device) + shift, counts
 
 
+def _lines(counts: Tensor) -> Tensor:
+    """The number of the row of every entry, for rows with so many entries (n,)."""
+    numbers = torch.arange(len(counts), device=counts.device)
+    return torch.repeat_interleave(numbers, counts)
+
+
 def take(X: Tensor, rows: Tensor, event_dim: int = 1) -> Tensor:
     """The given rows (..., m) of dense X (..., n, *event), or of sparse rows (n, d); the result is dense."""
     if event_dim > 1:
@@ -56,8 +62,8 @@ def take(X: Tensor, rows: Tensor, event_dim: int = 1) -> Tensor:
         return batched.take_along_dim(rows.unsqueeze(-1), -2)
     places, counts = _entries(X, rows.flatten())
     D = X.values().new_zeros(rows.numel(), X.shape[-1])
-    line = torch.repeat_interleave(torch.arange(len(D), device=X.device), counts)
-    D[line, X.col_indices()[places]] = X.values()[places]
+    columns = X.col_indices()[places]
+    D[_lines(counts), columns] = X.values()[places]
     return D.unflatten(0, rows.shape)
 
 
@@ -78,8 +84,9 @@ def square_length(X: Tensor) -> Tensor:
     """|x_i|^2, (..., n), for dense or sparse rows."""
     if not is_csr(X):
         return X.square().sum(-1)
-    line = torch.repeat_interleave(torch.arange(len(X), device=X.device), X.crow_indices().diff())
-    return X.values().new_zeros(len(X)).index_add_(0, line, X.values().square())
+    squares = X.values().square()
+    line = _lines(X.crow_indices().diff())
+    return squares.new_zeros(len(X)).index_add_(0, line, squares)
 
 
 def inner(X: Tensor, Z: Tensor | None) -> Tensor:
@@ -91,8 +98,9 @@ def inner(X: Tensor, Z: Tensor | None) -> Tensor:
     if Z is not None and not is_csr(X):
         return inner(Z, X).mT
     if Z is not None and Z.ndim > 2:  # a batch of dense points
-        products = inner(X, Z.flatten(0, -2)).unflatten(-1, Z.shape[:-1])  # (n, ..., m)
-        return products.movedim(0, -2)
+        products = inner(X, Z.flatten(0, -2))
+        by_batch = products.unflatten(-1, Z.shape[:-1])  # (n, ..., m)
+        return by_batch.movedim(0, -2)
     nearly_dense = X.values().numel() > _DENSE * X.shape[0] * X.shape[1]
     if Z is None:
         return _gram(X.to_dense() if nearly_dense else X)
@@ -112,7 +120,9 @@ def _tiled(X: Tensor, Z: Tensor) -> Tensor:
 def _rows(X: Tensor, start: int) -> Tensor:
     """A tile of rows from the start on, dense."""
     stop = min(start + _TILE, X.shape[0])
-    return take(X, torch.arange(start, stop, device=X.device)) if is_csr(X) else X[start:stop]
+    if not is_csr(X):
+        return X[start:stop]
+    return take(X, torch.arange(start, stop, device=X.device))
 
 
 def _gram(X: Tensor) -> Tensor:

@@ -210,10 +210,12 @@ def clustered(
     for name, scale in (("spread", spread), ("effect", effect), ("noise", noise)):
         if not 0 <= scale < math.inf:
             raise ValueError(f"clustered: {name} must be finite and not negative, got {scale}")
-    numbers, counts = torch.arange(k, device="cpu"), torch.tensor(sizes, device="cpu")
+    numbers = torch.arange(k, device="cpu")
+    counts = torch.tensor(sizes, device="cpu")
     labels = torch.repeat_interleave(numbers, counts)  # (n,)
     n, draw = len(labels), _Draw(generator, device)
-    centre, shared = draw.normal(k, d), effect * draw.normal(k)
+    centre = draw.normal(k, d)
+    shared = effect * draw.normal(k)
     member = labels.to(centre.device)
     X = centre[member] + spread * draw.normal(n, d)
     y = torch.sin(2 * X[:, 0]) + shared[member] + noise * draw.normal(n)

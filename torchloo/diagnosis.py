@@ -107,7 +107,9 @@ class Diagnosis:
             return after - score(self.held_out)
 
     def _without_rows(self, score: Score) -> Tensor:
-        P, a, n = self.fit.annihilator(), self.fit.dual, len(self.leverage)
+        P = self.fit.annihilator()
+        a = self.fit.dual
+        n = len(self.leverage)
         P_ii = P.diagonal()
         r = a / P_ii.unsqueeze(-1)  # (n, c)
         rows_at_once = max(1, _ENTRIES // a.numel())
@@ -123,7 +125,9 @@ class Diagnosis:
         return torch.cat(values)
 
     def _without_sets(self, score: Score) -> Tensor:
-        P, a, clusters = self.fit.annihilator(), self.fit.dual, self.held_out.clusters
+        P = self.fit.annihilator()
+        a = self.fit.dual
+        clusters = self.held_out.clusters
         assert clusters is not None
         if len(self.dropped) < 3:
             raise ValueError(
@@ -134,9 +138,11 @@ class Diagnosis:
             L = torch.nonzero(clusters == label)[:, 0].to(P.device)
             K = torch.nonzero(clusters != label)[:, 0].to(P.device)
             P_KL = P[K][:, L]
-            solved = torch.linalg.solve(P[L][:, L], torch.cat([P_KL.mT, a[L]], -1))
-            P_after = P[K][:, K] - P_KL @ solved[:, : len(K)]
-            a_after = a[K] - P_KL @ solved[:, len(K) :]
+            P_LL = P[L][:, L]
+            solved = torch.linalg.solve(P_LL, torch.cat([P_KL.mT, a[L]], -1))
+            by_P, by_a = solved.tensor_split([len(K)], -1)
+            P_after = P[K][:, K] - P_KL @ by_P
+            a_after = a[K] - P_KL @ by_a
             labels = clusters[clusters != label]
             guard = Guard("Diagnosis.change")
             partition = Partition.of("Diagnosis.change", labels, len(K), P.device)
@@ -163,7 +169,7 @@ class Diagnosis:
     def __str__(self) -> str:
         """A table of the most suspicious rows."""
         what = "rows" if self.held_out.clusters is None else f"rows in {len(self.dropped)} clusters"
-        lines = [f"{len(self.leverage)} {what}, {len(self.suspects())} to look at", ""]
+        lines = [f"{len(self.leverage)} {what}, {len(self.suspects())} suspicious", ""]
         head = f"{'row':>6}{'target':>11}{'held out':>11}{'studentised':>13}{'leverage':>10}{'Cook':>10}"
         if self.suspicion is not None:
             head += f"{'suspicion':>11}"
@@ -173,7 +179,8 @@ class Diagnosis:
             at: Any = i
             if self.studentised.ndim > 1:  # the output with the largest residual
                 at = (i, self.studentised[i].abs().argmax())
-            target, output = self.held_out.targets[at].item(), self.held_out.outputs[at].item()
+            target = self.held_out.targets[at].item()
+            output = self.held_out.outputs[at].item()
             line = f"{i:>6}{target:>11.4g}{output:>11.4g}{self.studentised[at].item():>13.2f}"
             line += f"{self.leverage[i].item():>10.3f}{cook[i].item():>10.2g}"
             if self.suspicion is not None:
@@ -196,15 +203,19 @@ class Diagnosis:
         axes = figure.add_subplot()
         worst = self.studentised
         if worst.ndim > 1:
-            worst = worst.take_along_dim(worst.abs().argmax(-1, keepdim=True), -1)[:, 0]
-        h, t, cook = (values.cpu().numpy() for values in (self.leverage, worst, self._cook_of_rows()))
+            largest = worst.abs().argmax(-1, keepdim=True)
+            worst = worst.take_along_dim(largest, -1)[:, 0]
+        tensors = (self.leverage, worst, self._cook_of_rows())
+        h, t, cook = (values.cpu().numpy() for values in tensors)
         area = 6 + 250 * cook / max(cook.max(), 1e-300)
         marked = self.suspects().cpu().numpy()
         axes.axhline(0, color="0.8", lw=0.8, zorder=0)
         axes.scatter(h, t, s=area, color="#4477aa", alpha=0.45, lw=0)
         axes.scatter(h[marked], t[marked], s=area[marked], color="#cc3311", alpha=0.75, lw=0)
         axes.plot([], [], "o", color="#4477aa", alpha=0.6, label="rows, area by Cook's distance")
-        axes.plot([], [], "o", color="#cc3311", alpha=0.75, label=f"{len(marked)} to look at, some by number")
+        axes.plot(
+            [], [], "o", color="#cc3311", alpha=0.75, label=f"{len(marked)} suspicious rows, some numbered"
+        )
         scaled_h = h / np.ptp(h).clip(1e-300)
         scaled_t = t / np.ptp(t).clip(1e-300)
         for i in _apart(marked, scaled_h, scaled_t):
@@ -280,8 +291,8 @@ def _apart(rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[int]:
     """The first eight rows whose labels do not overlap in a plot with coordinates between 0 and 1."""
     chosen: list[int] = []
     for i in rows.tolist():
-        overlaps = any(abs(x[i] - x[j]) <= 0.07 and abs(y[i] - y[j]) <= 0.07 for j in chosen)
-        if len(chosen) < _NUMBERS and not overlaps:
+        distances = np.maximum(abs(x[chosen] - x[i]), abs(y[chosen] - y[i]))
+        if len(chosen) < _NUMBERS and (distances > 0.07).all():
             chosen.append(i)
     return chosen
 
@@ -302,7 +313,8 @@ def _suspicion(held_out: HeldOut, wide: HeldOut) -> Tensor | None:
     """1 - probability of the given label, (n,), if targets are classes."""
     targets = wide.targets.mT  # (c, n)
     if len(targets) == 1:
-        classes = two_valued(targets).all() & (targets > 0).any() & (targets < 0).any()
+        both_signs = (targets > 0).any() & (targets < 0).any()
+        classes = two_valued(targets).all() & both_signs
     else:
         classes = one_positive(targets).all() & (targets.abs() == 1).all()
     if not bool(classes):

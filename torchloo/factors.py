@@ -110,13 +110,13 @@ class Eigen(NamedTuple):
     Q: Tensor
     """(..., p, p)."""
     by_rows: bool
-    """Whether they come from B itself, so that their errors are those of a root of S."""
+    """Whether they are computed from B itself, so that their errors are those of a root of S."""
 
     @classmethod
     def of(cls, S: Tensor) -> "Eigen":
-        """Those of S (..., p, p), of which the lower triangle is read."""
+        """The eigenvalues of S (..., p, p), whose lower triangle is read."""
         w, Q = torch.linalg.eigh(S)
-        return cls(w.clamp(min=0), Q, False)  # no eigenvalue is negative but by rounding
+        return cls(w.clamp(min=0), Q, False)  # negative eigenvalues are rounding errors
 
     @classmethod
     def of_rows(cls, R: Tensor) -> "Eigen":
@@ -125,11 +125,11 @@ class Eigen(NamedTuple):
         return cls(values.square().flip(-1), Qt.mT.flip(-1), True)
 
     def condition(self, reg: Tensor) -> Tensor:
-        """Of S + reg I, for regularisations (*, ...)."""
+        """The condition number of S + reg I, for regularisations (*, ...)."""
         return self.w[..., -1] / reg + 1
 
     def least(self, reg: Tensor) -> Tensor:
-        """The 1 - h that they can still tell from 0."""
+        """The smallest 1 - h that is accurate, for regularisations (*, ...)."""
         estimate = self.condition(reg)
         return trusted(estimate.sqrt() if self.by_rows else estimate)
 
@@ -154,8 +154,9 @@ def triangle(rows: Tensor) -> Tensor:
 def root_of(R: Tensor, guard: Guard) -> Tensor:
     """B (..., p, p) with B^T B = R, a penalty."""
     w, Q = torch.linalg.eigh(R)
-    least = -w.shape[-1] * torch.finfo(w.dtype).eps * w.abs().amax(-1, keepdim=True)
-    guard.require(w >= least, "R must be positive semi-definite")
+    largest = w.abs().amax(-1, keepdim=True)
+    rounding = w.shape[-1] * torch.finfo(w.dtype).eps * largest
+    guard.require(w >= -rounding, "R must be positive semi-definite")
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 
 

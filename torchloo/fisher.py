@@ -82,7 +82,7 @@ def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
         Fit with coef (..., n, c), bias (..., c) and the coded targets.
 
     Differentiable in K, reg and weight. Cost 2 n^3 + n^3/3, n^3/3 more for leave-one-out. Memory
-    beside K: 3.2 n^2 numbers, 5.3 n^2 with the backward.
+    besides K: 3.2 n^2 numbers, 5.3 n^2 with the backward.
 
     Reference: Cawley and Talbot (2003), "Efficient leave-one-out cross-validation of kernel Fisher
     discriminant classifiers", section 3.
@@ -106,15 +106,7 @@ class KFD(LeastSquares):
     _function = "kfd"
     has_bias = True
 
-    def _solve(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        reg: Tensor | Regs,
-        support: Tensor | None = None,
-    ) -> Fit:
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         return _solve(guard, self._matrix(X), Y, reg, weight)
 
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:

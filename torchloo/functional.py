@@ -29,7 +29,7 @@ def ridge(Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor | None = None) -> Fit:
     Returns:
         Fit with coef (..., p, c).
 
-    Differentiable in all four. Cost n p^2. Memory beside Z: 2 n p numbers,
+    Differentiable in all four. Cost n p^2. Memory besides Z: 2 n p numbers,
     5 n p with the backward, in float64.
 
     Reference: Cawley and Talbot (2004), appendix A.

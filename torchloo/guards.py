@@ -274,7 +274,8 @@ class Guard:
         return values[len(first) :]
 
     def _raise_first(self, demands: list[_Demand]) -> None:
-        for demand, value in zip(demands, _values([demand.value() for demand in demands]), strict=True):
+        values = _values([demand.value() for demand in demands])
+        for demand, value in zip(demands, values, strict=True):
             if not demand.holds(value):
                 message = demand.message() if callable(demand.message) else demand.message
                 raise ValueError(f"{self.function}: {message}")
@@ -314,11 +315,10 @@ def _asymmetry(K: Tensor) -> Tensor:
     n = K.shape[-1]
     v = torch.arange(n, dtype=K.dtype, device=K.device).cos_()
     Kv = K @ v
-    gap, size, diagonal = (
-        torch.linalg.vector_norm(t, torch.inf, dim=-1)
-        for t in (Kv - K.mT @ v, Kv, K.diagonal(dim1=-2, dim2=-1))
-    )
-    return torch.sub(gap, size + diagonal, alpha=n * torch.finfo(K.dtype).eps).amax()
+    vectors = (Kv - K.mT @ v, Kv, K.diagonal(dim1=-2, dim2=-1))
+    gap, size, diagonal = (torch.linalg.vector_norm(t, torch.inf, dim=-1) for t in vectors)
+    rounding = n * torch.finfo(K.dtype).eps
+    return torch.sub(gap, size + diagonal, alpha=rounding).amax()
 
 
 def _not_finite(name: str) -> str:
@@ -327,7 +327,9 @@ def _not_finite(name: str) -> str:
 
 def _not_symmetric(name: str, K: Tensor) -> str:
     symmetric = f"{name} must be symmetric, but differs from its transpose"
-    return symmetric if K.sum(dtype=torch.float64).isfinite() else _not_finite(name)
+    if K.sum(dtype=torch.float64).isfinite():
+        return symmetric
+    return _not_finite(name)
 
 
 def _not_positive(name: str, value: Tensor) -> str:

@@ -54,7 +54,8 @@ def assemble(
     r, variance, refitted = parts
     r, variance = r.to(Y.dtype), variance.to(Y.dtype)
     weight = expanded(weight, refitted.shape)
-    fields = (Y - r if outputs is None else outputs, r, expanded(Y, r.shape), expanded(variance, r.shape))
+    outputs = Y - r if outputs is None else outputs
+    fields = (outputs, r, expanded(Y, r.shape), expanded(variance, r.shape))
     outputs, residuals, targets, variance = (t.squeeze(-1) if flat else t for t in fields)
     return HeldOut(outputs, residuals, targets, weight, clusters, variance, refitted)
 

@@ -165,7 +165,9 @@ class _HeldOutMachines:
             raise ValueError(
                 f"{function}: X_new must be rows (..., q, d) as X is, got shape {tuple(X_new.shape)}"
             )
-        self.function, self.X_new, self.level = function, X_new, level
+        self.function = function
+        self.X_new = X_new
+        self.level = level
         self.fit: Fit = machine.solve(X, y, weight)
         held_out = self.fit.held_out(clusters, flat=False)
         self.Y = held_out.targets  # (..., n, c)
@@ -179,7 +181,8 @@ class _HeldOutMachines:
     @torch.no_grad()
     def intervals(self, ends: _Ends, groups: object | None, groups_new: object | None) -> Intervals:
         """Prediction intervals at all new inputs, in blocks."""
-        q, device = self.X_new.shape[self.row_axis], self.r.device
+        q = self.X_new.shape[self.row_axis]
+        device = self.r.device
         rows_at_once = max(1, _ENTRIES // self.r.numel())
         lowers, uppers, order = [], [], []
         for train, new in _groups(self.function, groups, groups_new, self.n, q):
@@ -204,7 +207,8 @@ class _HeldOutMachines:
         w = self.fit.weights_at(X_new)  # (..., b, n)
         change = w.unsqueeze(-2) * self.r.unsqueeze(-3)  # (..., b, c, n)
         if self.members is not None:
-            sums = change.new_zeros((*change.shape[:-1], int(self.members.max()) + 1))
+            clusters = int(self.members.max()) + 1
+            sums = change.new_zeros((*change.shape[:-1], clusters))
             sums.index_add_(-1, self.members, change)
             change = sums.index_select(-1, self.members)
         outputs = (w @ self.Y).unsqueeze(-1) - change
@@ -219,7 +223,7 @@ class _HeldOutMachines:
         k = _rank(self.level, n)
         if k <= n:
             return ends(outputs, errors, k)
-        infinite = torch.full(outputs.shape[:-1], torch.inf, dtype=outputs.dtype, device=outputs.device)
+        infinite = outputs.new_full(outputs.shape[:-1], torch.inf)
         return -infinite, infinite
 
 

@@ -50,7 +50,8 @@ class LeaveOutSets:
         # A row of a set is one number; sorted, those to predict are found among those to leave out.
         keys = left.number * n + left.rows
         order = keys.argsort()
-        keys, wanted = keys[order], predicted.number * n + predicted.rows
+        keys = keys[order]
+        wanted = predicted.number * n + predicted.rows
         found = keys.searchsorted(wanted).clip(max=len(keys) - 1)
         missing = keys[found] != wanted
         if missing.any():
@@ -88,8 +89,9 @@ class LeaveOutSets:
             return of_wanted(r), of_wanted(variance), of_wanted(marks)
 
         n, k = matrix.shape[-2:]
-        limit = max(n * k, _TOGETHER // max(1, matrix.numel() // (n * k)))
-        sizes = [len(rows) * rows.shape[1] * max(width, rows.shape[1]) for rows in self.groups]
+        problems = max(1, matrix.numel() // (n * k))
+        limit = max(n * k, _TOGETHER // problems)
+        sizes = [rows.numel() * max(width, rows.shape[1]) for rows in self.groups]
         chunks = self._chunks(limit, width)
         call: Callable[..., Parts] = predicted
         if sum(sizes) > limit and torch.is_grad_enabled() and values_visible(matrix):
@@ -179,7 +181,8 @@ def leave_out_by_annihilator(
     def one(rows: Tensor, P: Tensor, a: Tensor) -> Parts:
         blocks = P[..., rows.unsqueeze(-1), rows.unsqueeze(-2)]  # (..., g, s, s)
         a_L = a[..., rows, :]
-        (r,), (variance,) = solve_blocks([a_L], [blocks], guard, Root(root, (rows,)))
+        root_of_rows = Root(root, (rows,))
+        (r,), (variance,) = solve_blocks([a_L], [blocks], guard, root_of_rows)
         return r, variance, torch.zeros_like(variance[..., 0, 0], dtype=torch.bool)
 
     return sets.leave_out(P, 1, one, P, a)

@@ -25,7 +25,7 @@ def lssvm(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = Non
     Returns:
         Fit with coef (..., n, c) and bias (..., c).
 
-    Differentiable in all four. Cost n^3/3, as much again for leave-one-out. Memory beside K: 2.2 n^2
+    Differentiable in all four. Cost n^3/3, as much again for leave-one-out. Memory besides K: 2.2 n^2
     numbers, 4.3 n^2 with the backward.
 
     Reference: Cawley (2006), "Leave-one-out cross-validation based model selection criteria for

@@ -53,7 +53,9 @@ class Positive:
         per_input: bool = False,
         batched: bool = True,
     ) -> None:
-        self.meaning, self.start, self.unit = meaning, start, unit
+        self.meaning = meaning
+        self.start = start
+        self.unit = unit
         self.per_input, self.batched = per_input, batched
         self.name = ""
 

@@ -1,9 +1,8 @@
 """probe: performance of a linear head on given features, from held-out predictions."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +15,9 @@ from torchloo.held_out import HeldOut
 from torchloo.kernels import Linear
 from torchloo.lssvm import LSSVM
 from torchloo.primal.block import Block
-from torchloo.probe_picture import probe_figure
+from torchloo.probe_result import Probe, ProbeScores
 from torchloo.sampling_error import standard_error
 from torchloo.streaming.stream import Stream
-from torchloo.text_table import rendered
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["Probe", "ProbeScores", "probe"]
 
@@ -33,162 +28,6 @@ _TOGETHER = 1 << 24
 
 # Rows from which the scale of the features is estimated.
 _SAMPLE = 2000
-
-
-class ProbeScores(NamedTuple):
-    """Unweighted held-out scores at one regularisation."""
-
-    accuracy: float
-    """Fraction of rows whose class is predicted correctly; NaN in regression."""
-    r2: float
-    """1 - mean squared residual / variance of the targets, averaged over outputs; NaN for classes."""
-    standard_error: float
-    """Of accuracy or r2, over rows, or over groups if given."""
-    class_accuracy: Tensor | None
-    """Accuracy of the rows of each class, (k,); None in regression."""
-    log_loss: float
-    """Mean -log p of the true class, p = softmax(scale * outputs) with the best scale; NaN in regression."""
-    rmse: float
-    """Root mean squared residual, averaged over outputs before the root."""
-
-
-@dataclass(frozen=True, repr=False)
-class Probe:
-    """The result of `probe`; print it for a table, or `plot` it."""
-
-    head: LSSVM
-    """The linear machine at the chosen regularisation, fitted to all rows: head(X), head.predict_class(X)."""
-    reg: float
-    """The regularisation with the least criterion."""
-    regs: Tensor
-    """All regularisations, ascending, (R,)."""
-    criterion: Tensor
-    """Weighted mean squared held-out residual at each of them, (R,)."""
-    curve: Tensor
-    """Accuracy, or r2, at each of them, (R,)."""
-    curve_error: Tensor
-    """Standard errors of these, (R,)."""
-    held_out: HeldOut
-    """Held-out predictions at the chosen regularisation: leave-group-out if groups were given."""
-    loo: ProbeScores
-    """Scores of leave-one-out."""
-    grouped: ProbeScores | None
-    """Scores of leave-group-out, if groups were given."""
-    columns: int
-    """Number of features."""
-
-    @property
-    def scores(self) -> ProbeScores:
-        """Scores of `held_out`: leave-group-out if groups were given, else leave-one-out."""
-        return self.grouped or self.loo
-
-    @property
-    def accuracy(self) -> float:
-        """Held-out accuracy, see `ProbeScores`."""
-        return self.scores.accuracy
-
-    @property
-    def r2(self) -> float:
-        """Held-out r2, see `ProbeScores`."""
-        return self.scores.r2
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of accuracy or r2."""
-        return self.scores.standard_error
-
-    @property
-    def class_accuracy(self) -> Tensor | None:
-        """Held-out accuracy of each class, (k,), in the order of head.classes."""
-        return self.scores.class_accuracy
-
-    @property
-    def log_loss(self) -> float:
-        """Held-out log loss, see `ProbeScores`."""
-        return self.scores.log_loss
-
-    @property
-    def rmse(self) -> float:
-        """Held-out root mean squared error."""
-        return self.scores.rmse
-
-    @property
-    def measure(self) -> str:
-        """Name of the score: "accuracy" for classes, "r2" for numbers."""
-        return "r2" if self.head.classes is None else "accuracy"
-
-    def __str__(self) -> str:
-        classes = "" if self.head.classes is None else f", {len(self.head.classes)} classes"
-        lines = [f"linear probe: {self.held_out.weight.shape[-1]} rows, {self.columns} features{classes}"]
-        lines += [f"reg {self.reg:.4g}, chosen by {self._criterion_name}", ""]
-        summaries = [self._summary("leave-one-out", self.loo)]
-        if self.grouped is not None:
-            summaries.append(self._summary("leave-group-out", self.grouped))
-        lines += rendered(summaries)
-        if self.class_accuracy is not None:
-            lines += ["", *rendered(self._by_class(), 22)]
-        lines += ["", *rendered(self._by_reg(), len(self.regs))]
-        if self.reg in (self.regs[0].item(), self.regs[-1].item()):
-            lines.append("the best reg is at the end of the range: give regs= with a wider range")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-    @property
-    def _criterion_name(self) -> str:
-        left_out = "leave-one-out" if self.grouped is None else "leave-group-out"
-        return f"the mean squared {left_out} residual"
-
-    def _summary(self, name: str, scores: ProbeScores) -> dict[str, Any]:
-        summary: dict[str, Any] = {
-            "": name,
-            self.measure: _share(getattr(scores, self.measure)),
-            "std error": _share(scores.standard_error),
-        }
-        if self.measure == "r2":
-            summary["rmse"] = scores.rmse
-        else:
-            summary["log loss"] = scores.log_loss
-        return summary
-
-    def _by_class(self) -> list[dict[str, Any]]:
-        assert self.head.classes is not None
-        assert self.class_accuracy is not None
-        counts = criteria.confusion(self.held_out, weight=None).sum(-1)  # (k,)
-        table = zip(self.head.classes.tolist(), counts.long().tolist(), self.class_accuracy, strict=True)
-        return [{"class": label, "rows": rows, "accuracy": _share(share)} for label, rows, share in table]
-
-    def _by_reg(self) -> list[dict[str, Any]]:
-        values = zip(self.regs.tolist(), self.criterion.tolist(), self.curve, self.curve_error, strict=True)
-        return [
-            {
-                "reg": reg,
-                "mean square": mse,
-                self.measure: _share(score),
-                "std error": _share(error),
-                "": "*" if reg == self.reg else "",
-            }
-            for reg, mse, score, error in values
-        ]
-
-    def plot(self, path: Any = None) -> "Figure":
-        """Plot the scores over the regularisations, and held-out predictions against targets.
-
-        Args:
-            path: file to write, .png or another format of matplotlib; None writes nothing.
-
-        Returns:
-            matplotlib's Figure. Needs matplotlib: pip install torchloo[cli].
-        """
-        figure = probe_figure(self)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
-
-
-def _share(value: Any) -> str:
-    """A fraction, or its standard error, as text."""
-    return f"{float(value):.4f}"
 
 
 class _Rows(NamedTuple):
@@ -250,30 +89,23 @@ def probe(
         rows = _of_stream(features)
     else:
         raise TypeError("probe: a stream includes labels and weight; leave them None")
-    n, first = rows.stream.n, rows.stream.sample("probe", _SAMPLE)
+    n = rows.stream.n
+    first = rows.stream.sample("probe", _SAMPLE)
     assert n is not None
     all_regs = _usual_regs(n, first) if regs is None else _given_regs(regs)
     regs_at_once = max(1, _TOGETHER // (n * first.Y.shape[1]))
-    table: list[tuple[float, float, float]] = []
-    best, reg, least = None, math.nan, math.inf
     with torch.no_grad():
-        for some in all_regs.split(regs_at_once):
-            path = rows.path(some, groups)
-            for r, value in enumerate(some.tolist()):
-                held_out = _entry(path, r)
-                mse = criteria.mse(held_out).item()
-                table.append((mse, *_headline(held_out, rows.classes)))
-                if best is None or mse < least:
-                    best, reg, least = _copied(held_out), value, mse
-        assert best is not None
+        reg, held_out, table = _best_reg(rows, groups, all_regs.split(regs_at_once))
         with first.X.device:  # whatever torch's default device is
             head = rows.fit(LSSVM(Linear(), reg, classes=rows.classes))
-        chosen = _scores(best, rows.classes)
+        chosen = _scores(held_out, rows.classes)
         loo, grouped = chosen, None
         if groups is not None:
-            single = rows.path(torch.tensor([reg], dtype=torch.float64, device="cpu"), None)
-            loo, grouped = _scores(_entry(single, 0), rows.classes), chosen
-    criterion, curve, curve_error = torch.tensor(table, dtype=torch.float64, device="cpu").unbind(1)
+            chosen_reg = torch.tensor([reg], dtype=torch.float64, device="cpu")
+            single_rows = _entry(rows.path(chosen_reg, None), 0)
+            loo = _scores(single_rows, rows.classes)
+            grouped = chosen
+    criterion, curve, curve_error = table.unbind(1)
     return Probe(
         head=head,
         reg=reg,
@@ -281,11 +113,30 @@ def probe(
         criterion=criterion,
         curve=curve,
         curve_error=curve_error,
-        held_out=best,
+        held_out=held_out,
         loo=loo,
         grouped=grouped,
         columns=first.X.shape[1],
     )
+
+
+def _best_reg(rows: _Rows, groups: object, regs: Iterable[Tensor]) -> tuple[float, HeldOut, Tensor]:
+    """The best regularisation, its held-out predictions, and (R, 3) with the scores of all.
+
+    These are the criterion, and accuracy or r2 with its standard error; `regs` are tried a few at a time.
+    """
+    table: list[tuple[float, float, float]] = []
+    best, best_reg, least = None, math.nan, math.inf
+    for some in regs:
+        path = rows.path(some, groups)
+        for r, reg in enumerate(some.tolist()):
+            held_out = _entry(path, r)
+            mse = criteria.mse(held_out).item()
+            table.append((mse, *_headline(held_out, rows.classes)))
+            if best is None or mse < least:
+                best, best_reg, least = _copied(held_out), reg, mse
+    assert best is not None
+    return best_reg, best, torch.tensor(table, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
@@ -312,7 +163,8 @@ def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     stream = Stream(X, y, zeta, progress=progress)
     if len(X) > X.shape[1] + 1:
         return _of_stream(stream)
-    Z, classes = _as_tensor(X).detach().to(like), _classes_of(stream)
+    Z = _as_tensor(X).detach().to(like)
+    classes = _classes_of(stream)
 
     def path(regs: Tensor, groups: object) -> HeldOut:
         return LSSVM(Linear(), classes=classes).path(Z, y, regs.to(Z), groups, zeta)
@@ -349,7 +201,9 @@ def _classes_of(stream: Stream) -> Tensor | None:
 
 
 def _as_tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    if isinstance(values, Tensor):
+        return values
+    return torch.from_numpy(np.array(values))
 
 
 def _weights(weight: Any, labels: Tensor, like: Tensor) -> Tensor | None:

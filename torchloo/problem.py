@@ -12,11 +12,11 @@ __all__ = ["Problem", "Regs", "check_dual", "check_features", "check_rows"]
 
 
 class Given(NamedTuple):
-    """A matrix of the caller's, too large to be copied: what is computed later must find it unchanged."""
+    """A matrix of the caller that is too large to be copied, and must not change until later computations."""
 
     matrix: Tensor
     version: int | None
-    """How often it had been changed in place; None where torch does not count."""
+    """The number of changes in place before; None if torch does not count them."""
 
     @classmethod
     def of(cls, matrix: Tensor) -> "Given":
@@ -65,10 +65,8 @@ class Problem:
         return expanded(matrix, self.reg.shape + matrix.shape[-2:])
 
 
-def _check(
-    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
-) -> Problem:
-    """Check shapes and dtypes against a matrix (..., n, m) and add the checks of values to the guard."""
+def _check_shapes(guard: Guard, name: str, matrix: Tensor, Y: Tensor, weight: Tensor | None) -> None:
+    """Check dtypes, and the number of rows of targets and weights."""
     function = guard.function
     tensors = {}
     if not (guard.wide and matrix.dtype == torch.float64):
@@ -80,17 +78,24 @@ def _check(
     shape = tuple(matrix.shape)
     if matrix.ndim < 2 or 0 in shape:
         raise ValueError(f"{function}: {name} must be a matrix with at least one row, got shape {shape}")
-    n, weighted = shape[-2], weight is not None
+    n = shape[-2]
     if Y.ndim < 2 or Y.shape[-2] != n or 0 in Y.shape:
         raise ValueError(f"{function}: Y must have {n} rows to match {name}, got shape {tuple(Y.shape)}")
-    if weight is None:
-        weight = Y.new_ones(n)
-    elif weight.ndim < 1 or weight.shape[-1] != n:
+    if weight is not None and (weight.ndim < 1 or weight.shape[-1] != n):
         raise ValueError(
             f"{function}: weight must have {n} entries to match {name}, got shape {tuple(weight.shape)}"
         )
-    else:
-        weight = weight.clone()
+
+
+def _check(
+    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+) -> Problem:
+    """Check shapes and dtypes against a matrix (..., n, m) and add the checks of values to the guard."""
+    function = guard.function
+    _check_shapes(guard, name, matrix, Y, weight)
+    shape = tuple(matrix.shape)
+    n, weighted = shape[-2], weight is not None
+    weight = Y.new_ones(n) if weight is None else weight.clone()
     if isinstance(reg, Tensor):
         reg = reg.to(Y, copy=True)
     else:
@@ -109,7 +114,8 @@ def _check(
             f"weight {tuple(weight.shape)}, reg {tuple(reg.shape)}"
         ) from None
     if batch:
-        Y, weight = expanded(Y, batch + Y.shape[-2:]), expanded(weight, (*batch, n))
+        Y = expanded(Y, batch + Y.shape[-2:])
+        weight = expanded(weight, (*batch, n))
         reg = expanded(reg, batch)
     problem = Problem(Y, weight, reg, guard, Given.of(matrix), weighted)
     if weighted:
@@ -159,7 +165,8 @@ class Regs(NamedTuple):
                 f"{guard.function}: reg must hold one number for each of the {outputs} outputs, "
                 f"(..., {outputs}), got shape {tuple(regs.shape)}"
             )
-        if self.path and (regs.ndim not in (1, 2) or 0 in regs.shape or not (own or _shared(regs))):
+        is_path = regs.ndim in (1, 2) and 0 not in regs.shape and (own or _shared(regs))
+        if self.path and not is_path:
             raise ValueError(
                 f"{guard.function}: regs must have shape (R,), or (R, {outputs}) with one for each output, "
                 f"got {tuple(regs.shape)}"
@@ -169,7 +176,8 @@ class Regs(NamedTuple):
             regs = regs.unsqueeze(0)
         elif regs.ndim == 1:
             regs = regs.unsqueeze(-1)
-        return regs.reshape(len(regs), *[1] * (batch + 2 - regs.ndim), *regs.shape[1:])
+        between = [1] * (batch + 2 - regs.ndim)
+        return regs.reshape(len(regs), *between, *regs.shape[1:])
 
     @property
     def unit(self) -> Tensor | float:

@@ -51,14 +51,17 @@ def _inverse(Z: Tensor, ridge: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     L, info = torch.linalg.cholesky_ex(A)
     T = torch.linalg.solve_triangular(L, E, upper=False).to(Z.dtype)
     P = T.mT @ T
-    A_ii, P_ii = A.diagonal(dim1=-2, dim2=-1), P.diagonal(dim1=-2, dim2=-1)
+    A_ii = A.diagonal(dim1=-2, dim2=-1)
+    P_ii = P.diagonal(dim1=-2, dim2=-1)
     inflation = (A_ii * P_ii).sum(-1)
     return P, inflation.add_(info, alpha=_FAILED)
 
 
 def _differences(V: Tensor, bias: bool) -> Tensor:
     """V (..., n, c), with a bias minus its first row; else a view, as a Function must not return inputs."""
-    return V - V[..., :1, :] if bias else V.view_as(V)
+    if bias:
+        return V - V[..., :1, :]
+    return V.view_as(V)
 
 
 class _Rows(Function):

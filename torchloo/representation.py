@@ -1,4 +1,4 @@
-"""How the coefficients of a machine, and its new points, relate to the factorised form that it was solved by.
+"""Coefficients, predictions at new points and their variances, from the factorised form of a machine.
 
 Note [variance at a new point]
 Read as a Gaussian process, whose bias has a flat prior, a machine has at a new point x the variance
@@ -13,7 +13,7 @@ k(x,x) - 2 k_p + K_pp + ridge_p - c^T P c. In the primal form it is reg z^T C^{-
 Note [weights at a new point]
 Outputs are linear in the targets, f(x) = w(x)^T Y, with w = P k without a bias, P c + e_p with one, and
 Omega Z C^{-1} z in the primal form. By Note [held-out residual] the machine without L has the targets
-Y - r, so it says f(x) - w_L(x)^T r_L of x: all machines without a set, at a new point, for one product.
+Y - r, so its output at x is f(x) - w_L(x)^T r_L: one product gives the outputs of all held-out machines.
 """
 
 from dataclasses import dataclass
@@ -50,35 +50,35 @@ class FeatureWeights(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What a machine multiplies kernel rows or features with, in the dtype of the targets."""
+    """Coefficients that multiply kernel rows or features, in the dtype of the targets."""
 
     columns: Tensor
     """Coefficients of the columns of K_new in `Fit.from_kernel`, (..., m, c)."""
     offset: Tensor
     """(..., c), zeros for a machine without a bias."""
     features: FeatureWeights | None = None
-    """Weights of the explicit features, where the machine has such."""
+    """Weights of the explicit features; None if the machine has none."""
 
 
 class Representation(Protocol):
-    """Between a machine and its form, whatever the targets.
+    """How a machine predicts at new points, given the factorised form that it was solved by.
 
-    `rows` (..., q, m) are what the coefficients of the machine multiply at new points: kernel rows, or
-    features about their centre.
+    `rows` (..., q, m) describe the new points and multiply the coefficients of the machine: kernel rows, or
+    centred features.
     """
 
     def coefficients(self, form: Any) -> Coefficients:
-        """Those of the machine."""
+        """The coefficients of the machine."""
 
     def weights(self, form: Any, rows: Tensor) -> Tensor:
         """w(x) of Note [weights at a new point], (..., q, n)."""
 
     def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
-        """That of Note [variance at a new point], (..., q), with own = k(x,x), (..., q), for kernel rows."""
+        """Note [variance at a new point], (..., q); kernel rows need own = k(x,x), (..., q)."""
 
 
 class NewPoints(Protocol):
-    """What a solved machine knows of new inputs X (..., q, d)."""
+    """Outputs of a solved machine at new inputs X (..., q, d), and the rows that they are computed from."""
 
     def __call__(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c)."""
@@ -92,7 +92,7 @@ class NewPoints(Protocol):
 
 @dataclass(frozen=True)
 class KernelRows:
-    """A machine whose coefficients are those of its form, at kernel rows."""
+    """A machine of kernel rows: its coefficients are those of its form."""
 
     dtype: torch.dtype
 
@@ -112,7 +112,7 @@ class KernelRows:
 
 @dataclass(frozen=True)
 class Features:
-    """Ridge regression with any penalty: the rows are features as they are."""
+    """Ridge regression with any penalty: the rows are features, not centred."""
 
     dtype: torch.dtype
 
@@ -132,7 +132,7 @@ class Features:
 
 @dataclass(frozen=True)
 class CentredFeatures:
-    """A machine of the features `shifted` (..., n, d), about a centre (..., 1, d), by either form."""
+    """A machine of features (..., n, d) minus their centre (..., 1, d), `shifted`, solved by either form."""
 
     shifted: Tensor
     centre: Tensor
@@ -147,7 +147,7 @@ class CentredFeatures:
         return Coefficients(form.dual.to(self.dtype), at_zero.to(self.dtype), weights)
 
     def _weighed(self, form: Any) -> tuple[Tensor, Tensor]:
-        """Coefficients (..., d, c) of the features about their centre, and the offset (..., c)."""
+        """Coefficients (..., d, c) of the centred features, and the offset (..., c)."""
         if isinstance(form, Primal):
             return form.coef, form.offset
         return self.shifted.mT @ form.dual, form.bias
@@ -165,11 +165,13 @@ class CentredFeatures:
         return form.variance_at(z @ self.shifted.mT, z.square().sum(-1))
 
     def spread(self, form: Dual | Primal) -> Tensor:
-        """S (..., p, d + 1) with the variance |S (z, 1)|^2 at features z about the centre."""
+        """S (..., p, d + 1) with the variance |S (z, 1)|^2 at centred features z."""
         with full_precision(self.shifted):
             if isinstance(form, Dual):
-                unit, guard = torch.ones_like(form.ridge[..., 0]), Guard("spread")
-                R, weight = ridge_penalty(unit, self.shifted), form.ridge.reciprocal()
+                unit = torch.ones_like(form.ridge[..., 0])
+                guard = Guard("spread")
+                R = ridge_penalty(unit, self.shifted)
+                weight = form.ridge.reciprocal()
                 bias = form.pivot is not None
                 form = primal(self.shifted, R, weight, form.dual[..., :1], unit, guard, bias)
             return form.spread()

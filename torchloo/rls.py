@@ -24,7 +24,7 @@ def rls(K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None = None)
     Returns:
         Fit with coef (..., n, c) and bias zero.
 
-    Differentiable in all four. Cost n^3/3, as much again for leave-one-out. Memory beside K: 2.2 n^2
+    Differentiable in all four. Cost n^3/3, as much again for leave-one-out. Memory besides K: 2.2 n^2
     numbers, 4.3 n^2 with the backward.
 
     Reference: Pahikkala, Boberg and Salakoski (2006), section 3.

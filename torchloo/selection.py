@@ -10,6 +10,7 @@ from torchloo.classes import is_label
 from torchloo.criteria.score import Score, usual_criterion
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine, LeastSquares
+from torchloo.primal.block import Rows
 from torchloo.search.compared import Outcome, best_of, compared, require_comparable
 from torchloo.search.joined import check_join, search_joined
 from torchloo.search.objective import Evaluation
@@ -19,6 +20,7 @@ from torchloo.search.problem_batch import (
     Weighting,
     check_clusters,
     check_rows,
+    is_row_source,
     stack,
     streamed,
     weight_of,
@@ -26,7 +28,6 @@ from torchloo.search.problem_batch import (
 from torchloo.search.run import Search, warn_stopped
 from torchloo.search.starts import takes_kernel_matrix, warn_of_scales
 from torchloo.splits import Split, resolve
-from torchloo.streaming.stream import Stream
 from torchloo.text_table import rendered
 
 __all__ = ["Selection", "select"]
@@ -64,14 +65,14 @@ class Selection(NamedTuple):
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row of the table with its parameters in one cell."""
-    scalars = {name: value for name, value in row["parameters"].items() if not isinstance(value, list)}
-    parameters = ", ".join(f"{name} {value:.4g}" for name, value in scalars.items())
+    numbers = [(name, value) for name, value in row["parameters"].items() if not isinstance(value, list)]
+    parameters = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
     return {**row, "parameters": parameters, "chosen": "*" if row["chosen"] else ""}
 
 
 def select(
     machine: KernelMachine | Sequence[KernelMachine],
-    X: Tensor | Stream,
+    X: Tensor | Rows,
     y: Tensor | None = None,
     criterion: Any = None,
     search: str | Search = "gradient",
@@ -132,7 +133,7 @@ def select(
     """
     plan = Search.of("select", search, options)
     deadline = plan.deadline()
-    rivals = compared(plan, machine, batched=not isinstance(X, Stream))
+    rivals = compared(plan, machine, batched=not is_row_source(X))
     check_join("select", join, splits is not None, rivals)
     pairs = _pairs(splits, X, clusters, plan)
     rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight, pairs) for rival in rivals]
@@ -142,7 +143,7 @@ def select(
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
     check_clusters("select", score, clusters)
-    if isinstance(X, Stream) and score.takes_fit:
+    if is_row_source(X) and score.takes_fit:
         raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     require_comparable(score, rivals)
     problems = [each.splits for each in rows]
@@ -198,7 +199,7 @@ def _pairs(splits: Any, X: Any, clusters: object | None, plan: Search) -> list[S
     """The splits, checked; None if there are none."""
     if splits is None:
         return None
-    if isinstance(X, Stream):
+    if is_row_source(X):
         raise TypeError("select: splits must be None for a stream, whose rows come in blocks")
     return resolve(splits, len(X), clusters, plan.generator, "select")
 
@@ -214,7 +215,7 @@ def _rows(
 ) -> _Rows:
     """Check the data and encode them for a machine."""
     machine = space.machine
-    if isinstance(X, Stream):
+    if is_row_source(X):
         _require_stream(machine, y, weight, criterion_weight)
         stream = X.with_classes(machine.classes) if machine.has_given_classes else X
         problems = streamed("select", stream, clusters)

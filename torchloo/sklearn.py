@@ -62,11 +62,16 @@ class _LOOEstimator(BaseEstimator):
         random_state: Any = None,
         device: str = "cpu",
     ) -> None:
-        self.machine, self.kernel = machine, kernel
-        self.criterion, self.search = criterion, search
-        self.reg, self.basis = reg, basis
-        self.starts, self.max_evaluations = starts, max_evaluations
-        self.random_state, self.device = random_state, device
+        self.machine = machine
+        self.kernel = kernel
+        self.criterion = criterion
+        self.search = search
+        self.reg = reg
+        self.basis = basis
+        self.starts = starts
+        self.max_evaluations = max_evaluations
+        self.random_state = random_state
+        self.device = device
 
     def _fit_rows(
         self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, groups: Any, **options: Any
@@ -75,7 +80,7 @@ class _LOOEstimator(BaseEstimator):
 
         Args:
             X: (n, d), y: (n,) or (n, c), weight: (n,) or None, groups: n labels or None.
-            options: for the machine, beside its kernel and regularisation.
+            options: of the machine, besides its kernel and regularisation.
         """
         name = type(self).__name__
         taking_part = np.ones(len(X), bool) if weight is None else weight > 0
@@ -111,18 +116,12 @@ class _LOOEstimator(BaseEstimator):
                 progress=False,
             ).machine
         with torch.no_grad():
-            held_out = self._held_out(rows)
+            held_out = self.machine_.held_out(rows.X, rows.y, rows.clusters, rows.weight)
             self.criterion_ = float(Score(name, "criterion", self.criterion)(held_out))
         space = Space(name, self.machine_)
         self.best_params_ = space.named(space.vector())
         self._rows, self._taking_part = rows, taking_part
         return held_out
-
-    def _held_out(self, rows: _TrainingRows) -> HeldOut:
-        machine: Any = self.machine_
-        if rows.clusters is None:
-            return machine.loo(rows.X, rows.y, rows.weight)
-        return machine.lco(rows.X, rows.y, rows.clusters, rows.weight)
 
     def _build(self, X: Tensor, options: dict[str, Any]) -> tuple[KernelMachine, torch.Generator]:
         """The unfitted machine, and the random number generator."""

@@ -13,7 +13,7 @@ from torchloo.basis import Selector
 from torchloo.dual import Dual
 from torchloo.guards import Guard, is_whole, require_floating, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
-from torchloo.kernels.pure import pure
+from torchloo.kernels.kernel import pure
 from torchloo.machine import LeastSquares, Predictor
 from torchloo.panels import LowerInverse
 from torchloo.precision import full_precision
@@ -82,7 +82,8 @@ def _factor(guard: Guard, Kzz: Tensor) -> tuple[Tensor, Tensor]:
         kept = torch.ones_like(Kzz[..., 0], dtype=torch.bool)
     mask = kept.double()
     pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
-    L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + torch.diag_embed(1 - mask))
+    identity_elsewhere = torch.diag_embed(1 - mask)
+    L, info = torch.linalg.cholesky_ex(Kzz.double() * pairs + identity_elsewhere)
     guard.require(info == 0, "Kzz must be positive semi-definite")
     return L, kept
 
@@ -176,8 +177,8 @@ class _Basis:
 def _folded(spread: Tensor, L: Tensor, kept: Tensor, centre: Tensor) -> Tensor:
     """S' with S' (k, 1) = S (z - centre, 1), for z = L^{-1} k over the vectors kept and S (..., p, m + 1)."""
     S, last = spread[..., :-1], spread[..., -1:]
-    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False) * kept.unsqueeze(-2)
-    return torch.cat([inner, last - S @ centre.mT], -1)
+    inner = torch.linalg.solve_triangular(L, S, upper=False, left=False)
+    return torch.cat([inner * kept.unsqueeze(-2), last - S @ centre.mT], -1)
 
 
 def sparse_lssvm(
@@ -201,7 +202,7 @@ def sparse_lssvm(
     Returns:
         Fit with coef (..., m, c) and bias (..., c). The basis is kept when a row is left out.
 
-    Differentiable in all five. Cost n m^2. Memory beside Kxz: 6 n m numbers,
+    Differentiable in all five. Cost n m^2. Memory besides Kxz: 6 n m numbers,
     8 n m with the backward, in float64.
 
     Reference: Cawley and Talbot (2004), "Fast exact leave-one-out cross-validation of sparse
@@ -285,7 +286,8 @@ class SparseLSSVM(LeastSquares):
 
     def _keep(self, solved: StreamFit) -> None:
         """Store the basis and its coefficients, solved by passes over the rows."""
-        expansion, p = solved.expansion, solved.checked_for(self).coef
+        expansion = solved.expansion
+        p = solved.checked_for(self).coef
         assert expansion.factor is not None
         assert expansion.kept is not None
         assert expansion.support is not None
@@ -376,7 +378,8 @@ class SparseLSSVM(LeastSquares):
                 transposed, len(L), [Kzz], lambda given: given[0], L, basis, kept, single=single
             )
         require_inputs(self._function, basis=basis, X=X)
-        inputs, centres = self.kernel.embed(X), self.kernel.embed(basis)
+        inputs = self.kernel.embed(X)
+        centres = self.kernel.embed(basis)
         evaluate, tensors = pure(self.kernel, "between")
         with torch.no_grad():
             Kzz = self.kernel.between(centres, None, self._matrix_dtype(X))
@@ -385,9 +388,11 @@ class SparseLSSVM(LeastSquares):
         return inputs, self._expanded(guard, Kzz, evaluate, [centres, *tensors], basis)
 
     def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
+        """The basis vectors (..., m, d): given, or chosen among the rows."""
         axis = self.row_axis
         if self.basis is not None:
-            given, expected = self.basis.shape[axis + 1 :], X.shape[axis + 1 :]
+            given = self.basis.shape[axis + 1 :]
+            expected = X.shape[axis + 1 :]
             if self.kernel.features is None and given != expected:
                 raise ValueError(
                     f"{self._function}: basis must have inputs like X, of shape {tuple(expected)}, "
@@ -396,7 +401,8 @@ class SparseLSSVM(LeastSquares):
             return self.basis
         if isinstance(self.rows, Selector):
             Y = Y.expand(*X.shape[:axis], *Y.shape[-2:])
-            return csr.take(X, self.rows(self.kernel, X, Y, weight).indices, self.kernel.event_dim)
+            chosen = self.rows(self.kernel, X, Y, weight)
+            return csr.take(X, chosen.indices, self.kernel.event_dim)
         assert self.rows is not None
         n = X.shape[axis]
         if self.rows > n:
@@ -416,14 +422,12 @@ class SparseLSSVM(LeastSquares):
         with_basis.basis = self._support_of(X, Y, weight)
         return with_basis
 
-    def _solve(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        reg: Tensor | Regs,
-        support: Tensor | None = None,
-    ) -> Fit:
-        basis = self._support_of(X, Y, weight) if support is None else support
-        return _solve(guard, self._matrix(basis), self._matrix(X, basis), Y, reg, weight)
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
+        return self._solve_with_support(guard, X, Y, weight, reg)[0]
+
+    def _solve_with_support(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs
+    ) -> tuple[Fit, Tensor]:
+        basis = self._support_of(X, Y, weight)
+        Kzz, Kxz = self._matrix(basis), self._matrix(X, basis)
+        return _solve(guard, Kzz, Kxz, Y, reg, weight), basis

@@ -23,13 +23,20 @@ def rendered(table: list[dict[str, Any]], most: int = 12) -> list[str]:
 
     Values that are lists are not shown.
     """
-    scalars = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in table]
+    scalars = [_scalars(row) for row in table]
     names = list(dict.fromkeys(name for row in scalars for name in row))
-    cells = [[_cell(row.get(name, "")) for name in names] for row in scalars]
+    cells = []
+    for row in scalars:
+        cells.append([_cell(row.get(name, "")) for name in names])
     lines = aligned([names, *cells], left=0, gap="  ")
     if len(lines) <= most + 1:
         return lines
     return [*lines[: most - 1], "...", lines[-1]]
+
+
+def _scalars(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the values that are lists."""
+    return {name: value for name, value in row.items() if not isinstance(value, list)}
 
 
 def _cell(value: Any) -> str:

@@ -68,14 +68,17 @@ def shift_score(function: str, argument: str, metric: Any) -> Score:
 def _threshold(held_out: Any, score: Score) -> Tensor:
     f, weight = held_out.outputs, held_out.weight
     if weight.ndim > 1:
-        return torch.stack([_threshold(_entry(held_out, i), score) for i in range(len(weight))])
+        entries = [_entry(held_out, i) for i in range(len(weight))]
+        return torch.stack([_threshold(entry, score) for entry in entries])
     if f.ndim > 1:
-        return torch.stack([_threshold(_output(held_out, j), score) for j in range(f.shape[1])])
+        columns = [_output(held_out, j) for j in range(f.shape[1])]
+        return torch.stack([_threshold(column, score) for column in columns])
     levels = f.unique()  # ascending
     edge = 1 + levels.abs().max()
     between = (levels[1:] + levels[:-1]) / 2
     zero = torch.zeros_like(levels[:1])
-    shifts = -torch.cat([zero, between, levels[:1] - edge, levels[-1:] + edge])
+    below, above = levels[:1] - edge, levels[-1:] + edge
+    shifts = -torch.cat([zero, between, below, above])
     shifts = shifts[shifts.abs().argsort(stable=True)]  # the smallest first, which wins ties
     shifts = shifts[_may_be_best(held_out, shifts, score)]
     at_once = max(1, _ENTRIES // len(f))

@@ -123,7 +123,6 @@ def validate(
         5
     """
     plan = Search.of("validate", search, options)
-    generator, progress = plan.generator, plan.progress
     if plan.callback is not None:
         raise TypeError("validate: callback must be None, since many splits are searched as one batch")
     deadline = plan.deadline()
@@ -148,19 +147,46 @@ def validate(
         criterion_weight=criterion_weight,
         columns=columns,
     )
-    if outer.columns is None:
+    if columns is None:
         for rival in rivals:
             warn_of_scales(rival.space, X)
-    pairs = resolve(splits, len(X), clusters, generator)
+    pairs = resolve(splits, len(X), clusters, plan.generator)
     if clusters is not None and not allow_cut_clusters:
         require_whole_clusters(pairs, clusters, len(X))
     outer.check_metric(pairs)
-    rows: dict[int, dict[str, Any]] = {}
+    searched = _search_groups(outer, pairs, plan, deadline)
+    warn_stopped("validate", searched.stopped, plan.time_budget, searched.described(len(pairs)))
+    table = [searched.rows[k] for k in sorted(searched.rows)]
+    return summed_up(table, outer.metric.name, score.name)
+
+
+class _Searched(NamedTuple):
+    """The splits that were searched."""
+
+    rows: dict[int, dict[str, Any]]
+    """The row of each in the table of a Validation."""
+    stopped: list[str]
+    """Reasons of early stops."""
+    incomplete: int
+    """How many of them were stopped before the end of their search."""
+
+    def described(self, splits: int) -> str:
+        """How many splits there are, for a warning."""
+        described = f"these are {len(self.rows)} of {splits} splits"
+        if self.incomplete:
+            described += f", {self.incomplete} of them searched in part"
+        return described
+
+
+def _search_groups(outer: OuterLoop, pairs: list[Split], plan: Search, deadline: float) -> _Searched:
+    """Search and score all splits, those of one shape together, up to an early stop."""
+    generator = plan.generator
     state = None if generator is None else generator.get_state()
-    groups = _groups(pairs, clusters, len(X))
-    partly = 0
+    groups = _groups(pairs, outer.clusters, len(outer.X))
+    rows: dict[int, dict[str, Any]] = {}
     stopped: list[str] = []
-    quiet = not progress or len(groups) < 2
+    incomplete = 0
+    quiet = not plan.progress or len(groups) < 2
     with tqdm(total=len(pairs), desc="splits", unit="split", disable=quiet) as bar:
         for group in groups:
             if generator is not None and state is not None:
@@ -176,15 +202,10 @@ def validate(
             bar.update(len(group))
             if reasons:
                 stopped += reasons
-                partly += len(rows) - before
+                incomplete += len(rows) - before
             if INTERRUPTED in reasons or time.monotonic() >= deadline:
                 break
-    result = f"these are {len(rows)} of {len(pairs)} splits"
-    if partly:
-        result += f", {partly} of them searched in part"
-    warn_stopped("validate", stopped, plan.time_budget, result)
-    table = [rows[k] for k in sorted(rows)]
-    return summed_up(table, outer.metric.name, score.name)
+    return _Searched(rows, stopped, incomplete)
 
 
 def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Validation:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchloo.basis.pivots import Basis, Factor, Proposal
+from torchloo.basis.pivots import Basis, Factor, Proposal, submatrix
 from torchloo.basis.selector import BLOCK, Propose, Seeded, Selector
 from torchloo.guards import Guard, values_visible
 from torchloo.kernels import Kernel
@@ -86,9 +86,9 @@ class pruned(_InOrder):  # noqa: N801
 
     def _coefficients(self, K: Tensor, Y: Tensor, weight: Tensor | None, rows: Tensor) -> Tensor:
         batch = rows.shape[:-1]
-        as_rows, as_columns = rows.unsqueeze(-1), rows.unsqueeze(-2)
-        K = K.take_along_dim(as_rows, -2).take_along_dim(as_columns, -1)
-        Y = Y.expand(*batch, *Y.shape[-2:]).take_along_dim(as_rows, -2)
+        K = submatrix(K, rows)
+        Y = Y.expand(*batch, *Y.shape[-2:])
+        Y = Y.take_along_dim(rows.unsqueeze(-1), -2)
         if weight is not None:
             weight = weight.expand(*batch, -1).take_along_dim(rows, -1)
         fit = solve_dual(Guard("pruned"), K, Y, self.reg, weight, bias=True)

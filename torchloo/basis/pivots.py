@@ -32,7 +32,7 @@ from torchloo import csr
 from torchloo.guards import Guard, require_inputs, values_visible
 from torchloo.kernels import Kernel, Precomputed
 
-__all__ = ["Basis", "Factor", "NormalisedKernel", "Proposal"]
+__all__ = ["Basis", "Factor", "NormalisedKernel", "Proposal", "submatrix"]
 
 Proposal = tuple[Tensor, Tensor | None]
 """Rows (..., b) to add in turn, and the residual that each needs when its turn comes, (..., b), if any."""
@@ -121,6 +121,11 @@ def _take(values: Tensor, rows: Tensor) -> Tensor:
     return values.take_along_dim(rows, -1)
 
 
+def submatrix(H: Tensor, rows: Tensor) -> Tensor:
+    """Entries (..., b, b) of H (..., n, n) in the given rows (..., b) and in the same columns."""
+    return H.take_along_dim(rows.unsqueeze(-1), -2).take_along_dim(rows.unsqueeze(-2), -1)
+
+
 def _accepted_first(accepted: Tensor) -> Tensor:
     """The order (..., b) that puts accepted entries before the others and else keeps them as they are."""
     return accepted.logical_not().to(torch.int8).argsort(dim=-1, stable=True)
@@ -147,10 +152,12 @@ def _independent(H: Tensor, V: Tensor, threshold: Tensor, least: Tensor) -> Tens
     V = torch.cat([V, torch.zeros_like(H)], -2)  # (..., k + b, b)
     accepted = torch.empty_like(threshold, dtype=torch.bool)
     for i in range(b):
-        pivot, v = H[..., i, i].clone(), V[..., :, i].clone()
-        growth = (1 + v.square().sum(-1)).sqrt()
-        accepted[..., i] = pivot > torch.maximum(threshold[..., i], least[..., i] * growth)
+        pivot = H[..., i, i].clone()
         h = H[..., :, i].clone()  # (..., b)
+        v = V[..., :, i].clone()  # (..., k + b)
+        growth = (1 + v.square().sum(-1)).sqrt()
+        needed = torch.maximum(threshold[..., i], least[..., i] * growth)
+        accepted[..., i] = pivot > needed
         divisor = torch.where(accepted[..., i], pivot, torch.inf)  # a rejected vector changes nothing
         share = h * divisor.reciprocal().unsqueeze(-1)
         H -= h.unsqueeze(-1) * share.unsqueeze(-2)
@@ -230,8 +237,9 @@ class Factor:
         if width == 0:
             return
         order = _accepted_first(accepted)[..., :width]
-        rows, accepted = _take(rows, order), _take(accepted, order)  # (..., w)
-        H = H.take_along_dim(order.unsqueeze(-1), -2).take_along_dim(order.unsqueeze(-2), -1)
+        rows = _take(rows, order)  # (..., w)
+        accepted = _take(accepted, order)
+        H = submatrix(H, order)
         W = self.gram(None, rows).mT - self.columns(rows).mT @ self.L  # (..., w, n)
         T, info = torch.linalg.cholesky_ex(_identity_elsewhere(H, accepted))
         self.guard.require(info == 0, "kernel must be positive semi-definite")
@@ -273,7 +281,8 @@ class Factor:
     def _append(self, rows: Tensor, accepted: Tensor, W: Tensor) -> None:
         width, n = W.shape[-2:]
         if self.count + width > self._L.shape[-2]:  # only in a batch, whose problems accept different rows
-            more = self._L.new_empty((*self._L.shape[:-2], width + self.m, n))
+            batch = self._L.shape[:-2]
+            more = self._L.new_empty((*batch, width + self.m, n))
             self._L = torch.cat([self.L, more], -2)
         self._L[..., self.count : self.count + width, :] = W
         self.count += width
@@ -294,7 +303,8 @@ class Factor:
     def _basis(self) -> Basis:
         indices, accepted, errors = self._all_chosen()
         order = _accepted_first(accepted)
-        indices, errors = _take(indices, order), _take(errors, order)
+        indices = _take(indices, order)
+        errors = _take(errors, order)
         last = accepted.sum(-1, keepdim=True) - 1
         position = torch.arange(errors.shape[-1], device=errors.device)
         accurate = (errors <= self.tolerance) & (position <= last)
@@ -302,7 +312,8 @@ class Factor:
         size = last[..., 0] + 1
         longest = int(size.max()) if self.visible else self.count
         position = position[:longest].minimum(last)  # (..., k), the last one repeated in smaller bases
-        indices, errors = _take(indices, position), _take(errors, position)
+        indices = _take(indices, position)
+        errors = _take(errors, position)
         return Basis(indices, errors, size, self._reason(size, errors))
 
     def _reason(self, size: Tensor, errors: Tensor) -> str:

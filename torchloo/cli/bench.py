@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _comparisons(n: int, device: str) -> Iterator[_Comparison]:
-    K, Y = kernel_matrix(n, device=device), targets(n, 1, device=device)
+    K = kernel_matrix(n, device=device)
+    Y = targets(n, 1, device=device)
     yield _Comparison(f"LOO / training, n = {n}", lambda: loo(K, Y), lambda: train(K, Y))
     yield _Comparison(
         f"LOO with gradient / training, n = {n}", lambda: loo_with_gradient(K, Y), lambda: train(K, Y)

@@ -49,8 +49,8 @@ MARKS = tuple(_READINGS)
 
 def looks_numeric(values: "pd.Series") -> np.ndarray:
     """Which values (n,) of a text column are numbers in any format."""
-    readings = _READINGS.values()
-    return np.array([any(reading.fits(value) for reading in readings) for value in values], dtype=bool)
+    numeric = [any(reading.fits(value) for reading in _READINGS.values()) for value in values]
+    return np.array(numeric, dtype=bool)
 
 
 def fitting(values: "pd.Series") -> list[str]:
@@ -105,7 +105,8 @@ def with_numbers(
     frame = frame.copy()
     for name, mark in marks.items():
         if name in unparsed or mark == ",":  # others are parsed already
-            frame[name] = raw[name].map(_READINGS[mark].number, na_action="ignore").astype(float)
+            numbers = raw[name].map(_READINGS[mark].number, na_action="ignore")
+            frame[name] = numbers.astype(float)
     return frame, marks, _notes(raw, marks)
 
 
@@ -134,8 +135,12 @@ def _decided(
 
 
 def _notes(raw: "pd.DataFrame", marks: Mapping[str, str]) -> list[str]:
-    commas = [name for name, mark in marks.items() if mark == "," and _have(raw[name], ",")]
-    between = {mark: rf"\d[{reading.thousands}{_SPACES}]\d" for mark, reading in _READINGS.items()}
-    grouped = [name for name, mark in marks.items() if _have(raw[name], between[mark])]
+    commas, grouped = [], []
+    for name, mark in marks.items():
+        if mark == "," and _have(raw[name], ","):
+            commas.append(name)
+        separators = _READINGS[mark].thousands + _SPACES
+        if _have(raw[name], rf"\d[{separators}]\d"):
+            grouped.append(name)
     notes = [("read with a decimal comma", commas), ("read with thousands separators", grouped)]
     return [f"{note}: {listed(names, 20)}" for note, names in notes if names]

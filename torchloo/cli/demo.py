@@ -180,7 +180,8 @@ def _summary(before: _State, after: _State, refits: _Refits, n: int) -> str:
 
 def _draw(axes: "Axes", X: Tensor, y: Tensor, grid: Tensor, before: _State, after: _State) -> None:
     """Data, fits and leave-one-out outputs, with a thin line from each point to its held-out output."""
-    times, curve_times = X[:, 0].numpy(), grid[:, 0].numpy()
+    times = X[:, 0].numpy()
+    curve_times = grid[:, 0].numpy()
     ink, blue, orange, grey = "#333333", "#2b6ca3", "#c8641e", "#9a9a9a"
     axes.axhline(0, color="#dddddd", linewidth=0.8, zorder=0)
     axes.vlines(times, y.numpy(), after.loo.numpy(), color=orange, alpha=0.35, linewidth=0.8, zorder=1)

@@ -157,10 +157,7 @@ def choose(data: TrainingData, request: Request) -> SearchResult:
 def _seconds_of_one(machine: Any, data: TrainingData, request: Request) -> float:
     """Estimated time of one evaluation, measured now, as the first evaluations of a process are slower."""
     start = time.perf_counter()
-    if data.clusters is None:
-        machine.loo(data.X, data.y, data.weight)
-    else:
-        machine.lco(data.X, data.y, data.clusters, data.weight)
+    machine.held_out(data.X, data.y, data.clusters, data.weight)
     seconds = time.perf_counter() - start
     return 3 * seconds if request.search == "gradient" else seconds
 

@@ -5,6 +5,7 @@ whatever the training weights.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import torchloo as tl
+from torchloo.criteria.score import as_held_out
 from torchloo.held_out import HeldOut
 
 __all__ = ["ClassTable", "Measure", "OuterEstimate", "baseline", "measures"]
@@ -105,20 +107,10 @@ def measures(y: Tensor, classes: int) -> list[Measure]:
     ]
 
 
-def _mse(held_out: HeldOut) -> Tensor:
-    return tl.criteria.mse(held_out, weight=None)
-
-
-def _error_rate(held_out: HeldOut) -> Tensor:
-    return tl.criteria.error_rate(held_out, weight=None)
-
-
-def _multiclass_error(held_out: HeldOut) -> Tensor:
-    return tl.criteria.multiclass_error(held_out, weight=None)
-
-
-def _cross_entropy(held_out: HeldOut) -> Tensor:
-    return tl.criteria.cross_entropy(held_out, weight=None)
+_mse = partial(tl.criteria.mse, weight=None)
+_error_rate = partial(tl.criteria.error_rate, weight=None)
+_multiclass_error = partial(tl.criteria.multiclass_error, weight=None)
+_cross_entropy = partial(tl.criteria.cross_entropy, weight=None)
 
 
 def _balanced(held_out: HeldOut) -> Tensor:
@@ -134,9 +126,7 @@ def _auc(held_out: HeldOut) -> Tensor:
 
 def baseline(y: Tensor) -> HeldOut:
     """The trivial predictor: the mean of the targets or, for classes, the most frequent one."""
-    outputs = y.mean(0).expand_as(y)
-    ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
-    return HeldOut(outputs, y - outputs, y, ones, None, torch.ones_like(y), ones > 1)
+    return as_held_out(y.mean(0).expand_as(y), y)
 
 
 class ClassTable(NamedTuple):

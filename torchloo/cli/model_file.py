@@ -50,11 +50,14 @@ def save(path: Path, spec: Spec, model: Model) -> None:
         "machine": asdict(spec),
         "schema": schema.as_dict(),
         "state": {
-            name: _on_host(value) for name, value in machine.state_dict().items() if name not in machine.spare
+            name: _on_host(value)
+            for name, value in machine.state_dict().items()
+            if name not in machine.extra_buffers
         },
         "uncertainty": uncertainty.as_dict(),
     }
-    kept, support = content["uncertainty"]["rows"], content["state"]["support"]
+    kept = content["uncertainty"]["rows"]
+    support = content["state"]["support"]
     if kept and torch.equal(kept["X"], support):
         kept["X"] = support  # torch.save writes shared storage once
     content["sha256"] = checksum(content)
@@ -175,4 +178,6 @@ def _require_state(
 
 def _rows_of(support: object) -> int:
     """Number of support points of a machine that is neither sparse nor linear."""
-    return max(1, support.shape[0]) if isinstance(support, torch.Tensor) and support.ndim else 1
+    if isinstance(support, torch.Tensor) and support.ndim:
+        return max(1, support.shape[0])
+    return 1

@@ -96,23 +96,21 @@ def prepare(
         centre, scale = raw.mean(0), raw.std(0, ddof=1)
     else:
         _require_binary(columns, raw)
-        centre, scale = np.zeros(raw.shape[1]), np.ones(raw.shape[1])
-    used = {column.name for column in columns}
-    ignored = tuple(name for name in frame.columns if name not in used and name != roles.target)
+        centre, scale = np.zeros_like(raw[0]), np.ones_like(raw[0])
+    names = [column.name for column in columns]
     schema = Schema(
         target=roles.target,
         columns=columns,
         centre=tuple(centre.tolist()),
         scale=tuple(scale.tolist()),
         labels=labels,
-        ignored=ignored,
+        ignored=tuple(name for name in frame.columns if name not in (*names, roles.target)),
         decimals=dict(frame.attrs.get("decimals", {})),
     )
     target = texts(frame[roles.target]) if labels else numbers(frame[roles.target])
     clusters = None if roles.clusters is None else _clusters(frame[roles.clusters])
     weight = None if roles.weights is None else _weights(frame[roles.weights])
     if clusters is None:
-        names = [column.name for column in columns]
         notes += _duplicates(frame[[*names, roles.target]])
     return PreparedTable(
         schema=schema,

@@ -60,7 +60,9 @@ class Column:
     def _encoded_levels(self) -> tuple[str, ...]:
         """Levels with an input of their own: all, or the second of two."""
         assert self.levels is not None
-        return self.levels[1:] if len(self.levels) == 2 else self.levels
+        if len(self.levels) == 2:
+            return self.levels[1:]
+        return self.levels
 
     def encode(self, series: "pd.Series") -> np.ndarray:
         """(n, number of inputs), float64."""

@@ -184,7 +184,8 @@ def _folder(args: argparse.Namespace) -> Path:
 
 def _request(args: argparse.Namespace, prepared: PreparedTable) -> Request:
     """Resolve the options; UserError if machine, criterion, task and table do not fit together."""
-    classes, (n, d) = len(prepared.schema.labels), prepared.X.shape
+    classes = len(prepared.schema.labels)
+    n, d = prepared.X.shape
     if MACHINES[args.machine].needs_classes and not classes:
         raise UserError(
             f"--machine {args.machine} is a classifier, but {args.target!r} is numeric; use lssvm"

@@ -31,7 +31,8 @@ def described(path: Path, prepared: PreparedTable) -> str:
 
 def held_out(findings: Findings) -> Any:
     """The table held_out.csv: a row for each row of the data."""
-    prepared, n = findings.prepared, len(findings.prepared.y)
+    prepared = findings.prepared
+    n = len(prepared.y)
     columns: dict[str, np.ndarray] = {"row": prepared.rows, "target": prepared.target}
     columns |= _columns(findings, "loo", findings.loo)
     columns["leverage"] = np.full(n, np.nan) if findings.leverage is None else findings.leverage
@@ -56,7 +57,9 @@ def _columns(findings: Findings, scheme: str, held_out: HeldOutPredictions) -> d
 
 def summary(findings: Findings) -> str:
     """The findings in a few lines."""
-    choice, request, first = findings.choice, findings.request, findings.rows[0]
+    choice = findings.choice
+    request = findings.request
+    first = findings.rows[0]
     settings = ", ".join(_setting(name, value) for name, value, _ in findings.parameters)
     name = request.criterion
     if request.averaged:
@@ -81,7 +84,8 @@ def _setting(name: str, value: np.ndarray) -> str:
 
 def _by_class(findings: Findings) -> list[str]:
     """For more than two classes, one line each: rows, held-out accuracy, predicted classes."""
-    classes, labels = findings.by_class, findings.prepared.schema.labels
+    classes = findings.by_class
+    labels = findings.prepared.schema.labels
     if classes is None or len(labels) < 3:
         return []
     counts = classes.confusion

@@ -117,7 +117,8 @@ def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None
     guard.check()
     if dtype is None:
         dtype = y.dtype if y.is_floating_point() else torch.get_default_dtype()
-    n, own_count = member.shape[-2], (member * counts).sum(-1)
+    n = member.shape[-2]
+    own_count = (member * counts).sum(-1)
     return n / (present * own_count).to(dtype)
 
 
@@ -132,7 +133,8 @@ def _members(guard: Guard, y: Tensor, classes: Any) -> Tensor:
         known = sorted_labels(function, "y", y) if classes is None else as_classes(function, classes)
         return is_member(guard, "y", y, known)
     guard.finite(y=y)
-    if y.ndim > 1 and y.shape[-1] > 1 and values_visible(y) and bool(one_positive(y.mT).all()):
+    may_be_columns = y.ndim > 1 and y.shape[-1] > 1 and values_visible(y)
+    if may_be_columns and bool(one_positive(y.mT).all()):
         return y > 0
     if y.ndim > 1 and y.shape[-1] == 1:
         y = y[..., 0]
@@ -164,7 +166,8 @@ def smooth_error(
     """
     Guard("smooth_error").positive(gamma=gamma)
     rows = ScoredRows("smooth_error", held_out, weight, per_output, average=average, classes="sign")
-    return rows.over_outputs(rows.mean(torch.sigmoid(-gamma * rows.margin)))
+    losses = torch.sigmoid(-gamma * rows.margin)
+    return rows.over_outputs(rows.mean(losses))
 
 
 @criterion(
@@ -182,7 +185,8 @@ def hinge(
     Lower is better. Differentiable except at the kink.
     """
     rows = ScoredRows("hinge", held_out, weight, per_output, average=average, classes="sign")
-    return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0)))
+    losses = (1 - rows.margin).clamp(min=0)
+    return rows.over_outputs(rows.total(losses))
 
 
 @criterion(
@@ -200,4 +204,5 @@ def squared_hinge(
     Lower is better. Differentiable.
     """
     rows = ScoredRows("squared_hinge", held_out, weight, per_output, average=average, classes="sign")
-    return rows.over_outputs(rows.total((1 - rows.margin).clamp(min=0).square()))
+    losses = (1 - rows.margin).clamp(min=0).square()
+    return rows.over_outputs(rows.total(losses))

@@ -126,7 +126,8 @@ def _tied_pairs(keys: Tensor, clusters: int) -> Tensor:
     n = keys.shape[-1]
     ascending = keys.sort(-1).values
     earlier = torch.arange(n, device=keys.device) - torch.searchsorted(ascending, ascending)
-    return keys.new_zeros(*keys.shape[:-1], clusters).scatter_add_(-1, ascending // n, earlier)
+    pairs = keys.new_zeros(*keys.shape[:-1], clusters)
+    return pairs.scatter_add_(-1, ascending // n, earlier)
 
 
 def _inversions(keys: Tensor, clusters: int) -> Tensor:
@@ -138,7 +139,7 @@ def _inversions(keys: Tensor, clusters: int) -> Tensor:
     width = 1
     while width < size:
         halves = keys.unflatten(-1, (-1, 2, width))  # (..., size / (2 width), 2, width), halves sorted
-        left, right = halves[..., 0, :].contiguous(), halves[..., 1, :].contiguous()
+        left, right = (half.contiguous() for half in halves.unbind(-2))
         greater = width - torch.searchsorted(left, right, right=True)
         counts.scatter_add_(-1, right.flatten(-2) // n, greater.flatten(-2))
         keys = halves.flatten(-2).sort(-1).values.flatten(-2)
@@ -161,8 +162,10 @@ def tau_b(targets: Tensor, outputs: Tensor, cluster: Tensor, sizes: Tensor) -> t
     nz = _tied_pairs(z, k)
     nxz = _tied_pairs(xz, k)
     q = _inversions(z.gather(-1, xz.argsort(-1)), k)
-    scale = ((n0 - nx).double() * (n0 - nz).double()).sqrt()
-    return (n0 - nx - nz + nxz - 2 * q) / scale.clamp(min=1), n0 > nx  # 0 / 1 where scale is 0
+    untied_x, untied_z = n0 - nx, n0 - nz
+    scale = (untied_x.double() * untied_z.double()).sqrt()
+    tau = (untied_x - nz + nxz - 2 * q) / scale.clamp(min=1)  # 0 / 1 where scale is 0
+    return tau, untied_x > 0
 
 
 def pair_terms(P: Tensor, Y: Tensor, a: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -101,7 +101,8 @@ def smooth_wmw(
     f = gamma * rows.outputs.gather(-1, positive.row)  # (..., c, p)
     g = gamma * rows.outputs.gather(-1, negative.row)  # (..., c, q)
     wrong = (positive.mask * pairs.logistic_sum(f, g, negative.mask)).sum(-1)
-    return rows.over_outputs(wrong / (positive.mask.sum(-1) * negative.mask.sum(-1)))
+    count = positive.mask.sum(-1) * negative.mask.sum(-1)
+    return rows.over_outputs(wrong / count)
 
 
 @criterion(
@@ -219,8 +220,9 @@ def leave_pair_out_auc(
     positive, negative = pairs.by_class(Y > 0, a.dtype)
     block = max(1, pairs.PAIRS // a.numel())
     right = a.new_zeros(a.shape[:-1], dtype=torch.float64)  # (..., c)
-    blocks = zip(positive.row.split(block, -1), positive.mask.split(block, -1), strict=True)
-    for i, mask in blocks:
+    rows = positive.row.split(block, -1)
+    masks = positive.mask.split(block, -1)
+    for i, mask in zip(rows, masks, strict=True):
         gap, size, det = pairs.pair_terms(P, Y, a, i, negative.row)
         is_pair = mask.unsqueeze(-1) * negative.mask.unsqueeze(-2)  # (..., c, p, q)
         regular = (det > 0) | (is_pair == 0)

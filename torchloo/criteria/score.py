@@ -47,7 +47,9 @@ class Score:
         if not callable(criterion):
             got = type(criterion).__name__
             raise TypeError(f"{function}: {argument} must be a name or a callable of a HeldOut, got {got}")
-        self.function, self.argument, self.criterion = function, argument, criterion
+        self.function = function
+        self.argument = argument
+        self.criterion = criterion
         marked = criterion
         while isinstance(marked, functools.partial) and not hasattr(marked, "lower_is_better"):
             marked = marked.func

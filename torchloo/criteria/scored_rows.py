@@ -38,7 +38,8 @@ def two_valued(y: Tensor) -> Tensor:
 
 def _own_extreme(y: Tensor) -> Tensor:
     """The largest value of the column for positive labels, the smallest for the others, (..., n)."""
-    largest, smallest = y.amax(-1, keepdim=True), y.amin(-1, keepdim=True)
+    largest = y.amax(-1, keepdim=True)
+    smallest = y.amin(-1, keepdim=True)
     return torch.where(y > 0, largest, smallest)
 
 
@@ -111,9 +112,12 @@ class ScoredRows:
                 f"{function}: outputs must be (..., n) or (..., n, c) for weight (..., n) and not empty, "
                 f"got outputs {tuple(f.shape)} and weight {tuple(own.shape)}"
             )
-        self.function, self.guard, self.shape = function, Guard(function), f.shape
+        self.function = function
+        self.guard = Guard(function)
+        self.shape = f.shape
         self.per_output = per_output
-        self.outputs, self.targets = self.turn("outputs", f), self.turn("targets", y)
+        self.outputs = self.turn("outputs", f)
+        self.targets = self.turn("targets", y)
         self.weight = self._weight(weight, own).unsqueeze(-2)  # (..., 1, n)
         if steps or classes is not None:
             self.guard.finite(targets=y)
@@ -193,7 +197,9 @@ class ScoredRows:
     def scores(self) -> Tensor:
         """An output for every class, (..., k, n): of two classes in one column, -f and f."""
         f = self.outputs
-        return f if f.shape[-2] > 1 else torch.cat([-f, f], -2)
+        if f.shape[-2] > 1:
+            return f
+        return torch.cat([-f, f], -2)
 
     @property
     def members(self) -> Tensor:

@@ -1,9 +1,10 @@
-"""The processes of torch.distributed: sums, gathering, and errors that reach everyone.
+"""The processes of torch.distributed: sums, gathering, and errors that are raised in all of them.
 
 Note [sums over processes]
-Every process has rows and a loss of its own; what is descended is the sum of the losses. A tensor that
-is added up over the processes enters all losses, so its cotangent is the sum of theirs: the backward of
-an all-reduce is an all-reduce. All processes must therefore call backward, on losses made in the same way.
+Every process has its own rows and its own loss; gradients are those of the sum of the losses. A tensor that
+is summed over the processes enters all losses, so its gradient is the sum of the gradients of all processes:
+the backward of an all-reduce is an all-reduce. Therefore all processes must call backward, and their losses
+must be computed by the same operations.
 """
 
 import copy
@@ -22,15 +23,15 @@ __all__ = ["Processes"]
 T = TypeVar("T")
 
 
-class _Told(NamedTuple):
-    """What a process tells the others."""
+class _Message(NamedTuple):
+    """A value sent to the other processes, with the name of the call that sends it."""
 
     call: str
     value: Any
 
 
 class _Sum(Function):
-    """Sum over the processes; Note [sums over processes]."""
+    """The sum over the processes; Note [sums over processes]."""
 
     @staticmethod
     def forward(ctx: Any, processes: "Processes", tensor: Tensor) -> Tensor:
@@ -46,15 +47,17 @@ class _Sum(Function):
 
 
 class _Rows(Function):
-    """Rows of all processes, one after another, of which each has its own in the backward.
+    """The rows of all processes, concatenated; in the backward every process takes the part of its own rows.
 
-    `shared` says that the loss is one and the same in all processes, so that the own part of its
-    cotangent is all; else the cotangents are added up first.
+    If `shared`, all processes compute the same loss of all rows, so that this part is the whole gradient;
+    otherwise the gradients of all processes are summed first.
     """
 
     @staticmethod
     def forward(ctx: Any, processes: "Processes", shared: bool, counts: list[int], rows: Tensor) -> Tensor:
-        ctx.processes, ctx.shared, ctx.counts = processes.backward(), shared, counts
+        ctx.processes = processes.backward()
+        ctx.shared = shared
+        ctx.counts = counts
         return processes.padded(rows, counts)
 
     @staticmethod
@@ -66,14 +69,14 @@ class _Rows(Function):
 
 
 class Processes(Peers):
-    """The processes of a group, each with rows of its own.
+    """The processes of a group, each with its own rows.
 
-    What they gather carries the name of the public call that asks for it: processes that have made different
-    calls all raise ValueError, which names them, instead of taking the values of one for those of another.
+    Gathered values carry the name of the public call that gathers them. If processes make different calls,
+    all raise a ValueError that names the calls, instead of mixing up their values.
 
     Args:
-        function: name that errors carry.
-        group: a process group; None: all processes.
+        function: name of the function for errors.
+        group: a process group; None for all processes.
     """
 
     def __init__(self, function: str, group: Any = None) -> None:
@@ -84,40 +87,43 @@ class Processes(Peers):
             )
         if dist.get_rank(group) < 0:
             raise RuntimeError(f"{function}: this process is not in the group")
-        self.function, self.call, self.group = function, function, group
-        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.function = function
+        self.call = function
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
 
     def named(self, call: str) -> Self:
-        """The same processes in another public call."""
+        """The same processes within another public call."""
         twin = copy.copy(self)
         twin.call = call
         return twin
 
     def backward(self) -> Self:
-        """The same processes in the backward of the call."""
+        """The same processes within the backward of the call."""
         return self.named(f"backward of {self.call}")
 
     def meet(self) -> None:
-        """Raise, in all processes, unless they have all come to the same call."""
+        """Raise, in all processes, unless all have made the same call."""
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order."""
-        told: list[Any] = [None] * self.count
-        dist.all_gather_object(told, _Told(self.call, value), group=self.group)
-        calls = [one.call if isinstance(one, _Told) else "something else" for one in told]
+        """The values of all processes, in the order of their ranks."""
+        messages: list[Any] = [None] * self.count
+        dist.all_gather_object(messages, _Message(self.call, value), group=self.group)
+        calls = [each.call if isinstance(each, _Message) else "something else" for each in messages]
         for rank, call in enumerate(calls):
             if call != calls[0]:
                 raise ValueError(
                     f"{self.function}: all processes must make the same calls in the same order, but process "
                     f"0 called {calls[0]} and process {rank} called {call}"
                 )
-        return [one.value for one in told]
+        return [each.value for each in messages]
 
     def together(self, work: Callable[[], T]) -> T:
-        """What the work of this process gives; an error in any of them is raised in all.
+        """The result of the work of this process; an error in one process is raised in all.
 
-        Whoever fails raises its own error; the others say whose it was.
+        The process that fails raises its own error, the others a RuntimeError with its rank and message.
         """
         failure: Exception | None = None
         try:
@@ -133,17 +139,17 @@ class Processes(Peers):
         return value
 
     def sums(self, *tensors: Tensor) -> list[Tensor]:
-        """Each tensor added up over the processes, differentiably, by one all-reduce of them all."""
+        """Each tensor summed over the processes, by a single all-reduce; differentiable."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         parts = _Sum.apply(self, flat).split([tensor.numel() for tensor in tensors])
         return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def rows(self, rows: Tensor, shared: bool) -> Tensor:
-        """Rows (n_r, ...) of all processes one after another, differentiably; see `_Rows`."""
+        """Rows (n_r, ...) of all processes, concatenated; differentiable, see `_Rows`."""
         return _Rows.apply(self, shared, self.gather(len(rows)), rows)
 
     def padded(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows of all processes, of which each has another number."""
+        """Rows of all processes, concatenated, for different numbers of rows."""
         longest = max(counts)
         own = rows.new_zeros((longest, *rows.shape[1:]))
         own[: len(rows)] = rows

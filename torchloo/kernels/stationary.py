@@ -43,7 +43,8 @@ class _Stationary(Kernel):
 
     def _diagonal(self, X: Tensor) -> Tensor:
         batch = self._batch(lengthscale=self.lengthscale.shape[:-1], X=X.shape[:-2])
-        return torch.ones((*batch, X.shape[-2]), dtype=X.dtype, device=X.device)
+        shape = (*batch, X.shape[-2])
+        return torch.ones(shape, dtype=X.dtype, device=X.device)
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""

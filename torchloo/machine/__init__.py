@@ -1,4 +1,4 @@
-"""The shell of every machine: parameters, buffers, and one call of a pure function each."""
+"""Base classes of machines: modules with parameters and buffers, around pure functions."""
 
 from torchloo.machine.kernel_machine import KernelMachine
 from torchloo.machine.least_squares import LeastSquares

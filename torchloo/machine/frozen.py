@@ -39,11 +39,15 @@ class FrozenMachine(nn.Module):
         super().__init__()
         if not is_whole(block) or block < 1:
             raise ValueError(f"frozen: block must be a positive whole number, got {block!r}")
-        self.function, self.flat, self.linear = predictor.function, predictor.flat, predictor.linear
-        self.kernel, self.block = predictor.kernel.frozen(), int(block)
+        self.function = predictor.function
+        self.flat = predictor.flat
+        self.linear = predictor.linear
+        self.kernel = predictor.kernel.frozen()
+        self.block = int(block)
         with torch.no_grad():
             support = [predictor.support] if self.linear else self.kernel.embed_support(predictor.support)
-        self._parts, self._inputs = len(support), predictor.support.shape[-self.kernel.event_dim :]
+        self._parts = len(support)
+        self._inputs = predictor.support.shape[-self.kernel.event_dim :]
         named = {f"support{k}": rows for k, rows in enumerate(support)}
         for name, tensor in {**named, "coef": predictor.coef, "bias": predictor.bias}.items():
             self.register_buffer(name, tensor.detach().clone())
@@ -52,9 +56,11 @@ class FrozenMachine(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at inputs X (..., q, *event)."""
-        if torch.compiler.is_compiling() or X.ndim != self.kernel.event_dim + 1 or csr.is_csr(X):
+        is_batch = X.ndim != self.kernel.event_dim + 1
+        if torch.compiler.is_compiling() or is_batch or csr.is_csr(X):
             return self._outputs(X)
-        size = max(1, min(self.block, _TILE // max(1, self.coef.shape[-2])))
+        rows_in_tile = _TILE // max(1, self.coef.shape[-2])
+        size = max(1, min(self.block, rows_in_tile))
         if len(X) <= size:
             return self._outputs(X)
         blocks = [self._outputs(rows) for rows in X.split(size)]
@@ -74,7 +80,9 @@ class FrozenMachine(nn.Module):
         """Centred features or kernel rows, (..., q, m)."""
         support = (getattr(self, f"support{k}") for k in range(self._parts))
         received = features_or_inputs(self.function, self.kernel, X, self.coef, self.linear, self._inputs)
-        return received - next(support) if self.linear else self.kernel.against(X, support, self.coef.dtype)
+        if self.linear:
+            return received - next(support)
+        return self.kernel.against(X, support, self.coef.dtype)
 
     def extra_repr(self) -> str:
         """The number of coefficients, and the rows at a time."""

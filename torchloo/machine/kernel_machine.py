@@ -63,7 +63,7 @@ class KernelMachine(nn.Module):
     """Buffers of a fitted machine that its outputs need."""
     _function: str
     _with_graph = "solve, whose Fit is differentiable"
-    spare: tuple[str, ...] = ()
+    extra_buffers: tuple[str, ...] = ()
     """Buffers of a fitted machine that its outputs do not need."""
 
     support: Tensor | None
@@ -105,6 +105,15 @@ class KernelMachine(nn.Module):
             raise RuntimeError(f"{type(self).__name__}: not fitted; call fit(X, y) first")
         parts = (self.support, self.coef, self.bias)
         return Predictor(self._function, self.kernel, *parts, self._flat, self._linear)
+
+    def held_out(
+        self, X: Any, y: Any = None, clusters: object | None = None, weight: Tensor | None = None
+    ) -> Any:
+        """`loo(X, y, weight)`, or `lco(X, y, clusters, weight)` if clusters are given."""
+        machine: Any = self
+        if clusters is None:
+            return machine.loo(X, y, weight)
+        return machine.lco(X, y, clusters, weight)
 
     def predict_class(self, X: Tensor) -> Tensor:
         """Labels (..., n) of the predicted classes at new points: the class of the largest output.
@@ -168,7 +177,8 @@ class KernelMachine(nn.Module):
                 f"{self._function}: X must be {kernel.input_shape} with at least one row, "
                 f"got shape {tuple(X.shape)}"
             )
-        n, most = X.shape[-event - 1], X.ndim - event  # rows, and axes of targets (..., n)
+        n = X.shape[-event - 1]
+        most = X.ndim - event  # axes of targets (..., n)
         flat = y.ndim <= most and y.shape[-1:] == (n,)
         matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
         if not (flat or matrix) or 0 in y.shape:
@@ -207,7 +217,8 @@ class KernelMachine(nn.Module):
             raise ValueError(
                 f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"
             )
-        most, dtype = X.ndim - self.kernel.event_dim, full_dtype(X.dtype)
+        most = X.ndim - self.kernel.event_dim
+        dtype = full_dtype(X.dtype)
         if not 0 < labels.ndim <= most or labels.shape[-1] != X.shape[self.row_axis]:
             raise ValueError(
                 f"{guard.function}: integer y are class labels, (..., n) to match the rows of X, "
@@ -236,7 +247,8 @@ class KernelMachine(nn.Module):
 
     def set_extra_state(self, state: dict[str, bool]) -> None:
         """Restore the result of `get_extra_state`."""
-        self._flat, self._linear = state["flat"], state["linear"]
+        self._flat = state["flat"]
+        self._linear = state["linear"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for buffer in self.buffers(recurse=False):
@@ -258,9 +270,9 @@ class KernelMachine(nn.Module):
         fitted = prefix + "coef" in state_dict
         if fitted or prefix + "_extra_state" in state_dict:
             # What is not loaded with them would belong to other coefficients; an unfitted machine has none.
-            for name in self.spare if fitted else (*self.fitted_buffers, *self.spare):
+            for name in self.extra_buffers if fitted else (*self.fitted_buffers, *self.extra_buffers):
                 setattr(self, name, None)
-        for name in (*self.fitted_buffers, *self.spare, "classes"):
+        for name in (*self.fitted_buffers, *self.extra_buffers, "classes"):
             if prefix + name in state_dict:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -11,7 +11,7 @@ from torchloo.dual import Dual
 from torchloo.guards import Guard, full_dtype, values_visible
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Kernel
-from torchloo.kernels.pure import pure
+from torchloo.kernels.kernel import pure
 from torchloo.machine.kernel_machine import KernelMachine
 from torchloo.machine.predictor import Predictor, Remembered, SolvedWith
 from torchloo.positive import Positive, log_of
@@ -42,7 +42,7 @@ class LeastSquares(KernelMachine):
     has_bias: bool
     reg = Positive("regularisation: larger values follow single rows less closely", lambda reg: reg)
     reg_per_output = False
-    spare = ("noise", "points", "spread")
+    extra_buffers = ("noise", "points", "spread")
 
     noise: Tensor | None
     """reg / weight of the rows of `fit`, (..., n), if a variance is computed by solving for them again."""
@@ -61,9 +61,9 @@ class LeastSquares(KernelMachine):
     ) -> None:
         super().__init__(kernel, classes)
         self.log_reg = nn.Parameter(log_of(type(self).__name__, "reg", reg))
-        for name in self.spare:
+        for name in self.extra_buffers:
             self.register_buffer(name, None)
-        self._again = Remembered()
+        self._refactorised = Remembered()
         if reg_per_output and not self.log_reg.ndim:
             raise ValueError(
                 f"{type(self).__name__}: reg must be a tensor (..., c), one number for each output, for "
@@ -99,8 +99,7 @@ class LeastSquares(KernelMachine):
 
     def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         guard, Y, flat = self.checked_targets(X, y)
-        support = self._support_of(X, Y, weight)
-        fit = self._solve(guard, X, Y, weight, reg, support)
+        fit, support = self._solve_with_support(guard, X, Y, weight, reg)
         return fit.predicting(self._predictor(fit, support, flat), flat).checked()
 
     def loo(self, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None) -> HeldOut:
@@ -264,11 +263,10 @@ class LeastSquares(KernelMachine):
         if rows is not None:
             self._keep(rows)
             return
-        support = self._support_of(X, Y, weight)
         if Z is None:
-            fit = self._solve(guard, X, Y, weight, self._penalty, support)
+            fit, support = self._solve_with_support(guard, X, Y, weight, self._penalty)
         else:
-            fit = from_features(guard, Z, Y, self._penalty, weight, self.has_bias)
+            fit, support = from_features(guard, Z, Y, self._penalty, weight, self.has_bias), X
         fit = fit.checked()
         self._store(self._predictor(fit, support, flat))
         self._store_uncertainty(fit)
@@ -290,7 +288,8 @@ class LeastSquares(KernelMachine):
         assert self.coef is not None
         with torch.inference_mode(False):
             for name, value in (("noise", noise), ("points", points), ("spread", spread)):
-                setattr(self, name, None if value is None else value.to(self.coef.dtype, copy=True))
+                stored = None if value is None else value.to(self.coef.dtype, copy=True)
+                setattr(self, name, stored)
 
     def predictive(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs of the fitted machine at new points (..., q, d), and their variances (..., q).
@@ -307,8 +306,8 @@ class LeastSquares(KernelMachine):
         rows, own = predictor.rows(X), predictor.own(X)
         if self.spread is not None:
             with full_precision(X):
-                S = self.spread
-                variance = (rows @ S[..., :-1].mT + S[..., -1:].mT).square().sum(-1)
+                S, last = self.spread[..., :-1], self.spread[..., -1:]
+                variance = (rows @ S.mT + last.mT).square().sum(-1)
             return predictor(X), variance.to(full_dtype(X.dtype))
         if self.noise is None and self.reg_per_output:
             raise RuntimeError(
@@ -326,7 +325,7 @@ class LeastSquares(KernelMachine):
         return predictor(X), fit.variance_at(rows, own).to(full_dtype(X.dtype))
 
     def _solved_again(self) -> Fit:
-        """The machine factorised again from the buffers of `fit`; the targets do not matter."""
+        """The machine, factorised again from the buffers of `fit`; its targets are not used."""
         support, noise, points = self.support, self.noise, self.points
         assert support is not None
         assert noise is not None
@@ -341,22 +340,23 @@ class LeastSquares(KernelMachine):
                 return from_features(guard, points, Y, self.reg, weight, self.has_bias).checked()
             return self._smoother(guard, support, Y, weight).checked()
 
-        return self._again.get(tensors, make)
+        return self._refactorised.get(tensors, make)
 
     def _smoother(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor) -> Fit:
         """The machine solved for targets as they are, coded or not."""
         return self._solve(guard, X, Y, weight, self.reg)
 
     def _predictor(self, fit: Fit, support: Tensor, flat: bool) -> Predictor:
-        """What predicts, of a solved machine; it knows when the support or the kernel has changed since."""
-        parts, linear = (support, fit.columns, fit.offset), fit.features is not None
+        """The predictor of a solved machine, which detects later changes of the support or the kernel."""
+        parts = (support, fit.columns, fit.offset)
+        linear = fit.features is not None
         if fit.features is not None:
             parts = (fit.features.centre, fit.features.coef, fit.features.offset)
         solved_with = SolvedWith.now(self.kernel, parts[0])
         return Predictor(self._function, self.kernel, *parts, flat, linear, solved_with)
 
     def _keep(self, solved: StreamFit) -> None:
-        """Store what was solved by passes over the rows."""
+        """Store the machine solved by passes over the rows."""
         solved.checked_for(self)
         parts = (solved.centre, solved.coef, solved.offset)
         centre, coef, offset = (t.to(solved.dtype) for t in parts)
@@ -384,23 +384,18 @@ class LeastSquares(KernelMachine):
 
     def _features(self, X: Tensor) -> Tensor | None:
         """Explicit features (..., n, p), if the kernel has such: not of sparse rows with too many of them."""
-        if not self.kernel.is_linear or (csr.is_csr(X) and X.shape[-1] + self.has_bias >= X.shape[-2]):
+        many = X.shape[-1] + self.has_bias >= X.shape[-2]
+        if not self.kernel.is_linear or (csr.is_csr(X) and many):
             return None
         return self.kernel.feature_map(X)
 
-    def _support_of(self, X: Tensor, Y: Tensor, weight: Tensor | None) -> Tensor:
-        """The points that the machine expands its function over, (..., m, d)."""
-        return X
+    def _solve_with_support(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs
+    ) -> tuple[Fit, Tensor]:
+        """`_solve`, and the points (..., m, d) that the machine expands its function over."""
+        return self._solve(guard, X, Y, weight, reg), X
 
-    def _solve(
-        self,
-        guard: Guard,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor | None,
-        reg: Tensor | Regs,
-        support: Tensor | None = None,
-    ) -> Fit:
+    def _solve(self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
         Z = self._features(X)
         if Z is not None:
             return from_features(guard, Z, Y, reg, weight, self.has_bias)

@@ -35,7 +35,8 @@ class SolvedWith(NamedTuple):
         """Raise if the support was changed in place, or a parameter of the kernel in any way."""
         self.support.require_unchanged(function)
         pairs = itertools.zip_longest(kernel.parameters(), self.parameters)
-        if not all(p is given.matrix and Given.of(p).version == given.version for p, given in pairs):
+        unchanged = (p is given.matrix and Given.of(p).version == given.version for p, given in pairs)
+        if not all(unchanged):
             raise RuntimeError(
                 f"{function}: parameters of the kernel were changed after solve, so that the coefficients do "
                 "not match them; solve again"
@@ -126,7 +127,9 @@ class Predictor:
             self.linear,
             self.support.shape[-self.kernel.event_dim :],
         )
-        return received - self.support if self.linear else self.kernel(X, self.support, self.coef.dtype)
+        if self.linear:
+            return received - self.support
+        return self.kernel(X, self.support, self.coef.dtype)
 
 
 def features_or_inputs(

@@ -45,14 +45,17 @@ def search_reg(objective: Objective, setup: RunSetup) -> None:
     start first.
     """
     for start, problem, low, high in zip(setup.start, setup.problem, *setup.box, strict=True):
-        _Line(objective, start, problem.reshape(1), setup).search(low.item(), high.item())
+        line = _Line(objective, start, problem.reshape(1), setup)
+        line.search(low.item(), high.item())
 
 
 class _Line:
     """The evaluations of one problem: logarithms x of regularisations, ascending, and their values f."""
 
     def __init__(self, objective: Objective, start: Tensor, problem: Tensor, setup: RunSetup) -> None:
-        self.objective, self.start, self.problem = objective, start, problem
+        self.objective = objective
+        self.start = start
+        self.problem = problem
         self.remaining = setup.evaluations
         self.tolerance = max(setup.tolerance, setup.rounding**0.5)  # a factorisation costs digits
         self.x, self.f = np.empty(0), np.empty(0)
@@ -74,7 +77,8 @@ class _Line:
         """Values of further regularisations, up to the limit of evaluations."""
         logs = logs[: self.remaining]
         regs = torch.from_numpy(np.exp(logs))
-        f = self.objective.along_reg(self.start.unsqueeze(0), self.problem, regs)[0].numpy()
+        (values,) = self.objective.along_reg(self.start.unsqueeze(0), self.problem, regs)
+        f = values.numpy()
         x = np.append(self.x, logs)
         order = x.argsort()
         self.x = x[order]
@@ -96,7 +100,9 @@ class _Line:
         points = np.append(inside, [low, high])
         minimum = points[polynomial(points).argmin()]
         known = self.f[self.x == minimum]  # an end of the box, perhaps
-        value = known[0] if len(known) else self.evaluate(np.array([minimum]))[0]
+        if not len(known):
+            known = self.evaluate(np.array([minimum]))
+        value = known[0]
         return bool(abs(value - polynomial(minimum)) <= self.tolerance * abs(value))
 
 

@@ -174,7 +174,8 @@ def _with_settings(plan: Search, space: Space, grid: dict[str, Any] | None, batc
 
 def _chosen(function: str, machine: nn.Module, name: str, value: Any) -> Any:
     """Change a setting of a machine in place; returns the new value."""
-    kernel, setting = settings_of(machine)[name], name.rpartition(".")[2]
+    kernel = settings_of(machine)[name]
+    setting = name.rpartition(".")[2]
     try:
         kernel.choose(setting, value.item() if isinstance(value, Tensor) else value)
     except (ValueError, RuntimeError) as fault:

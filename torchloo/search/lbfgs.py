@@ -149,7 +149,8 @@ def minimise(objective: Objective, setup: RunSetup) -> None:
 
 def _advance(objective: Objective, runs: _Runs, problem: Tensor, active: Tensor, tolerance: float) -> None:
     """One trial point for every active run."""
-    trial = torch.clamp(runs.x + runs.step.unsqueeze(-1) * runs.direction, runs.lower, runs.upper)
+    ahead = runs.x + runs.step.unsqueeze(-1) * runs.direction
+    trial = torch.clamp(ahead, runs.lower, runs.upper)
     f, g = runs.f.clone(), runs.g.clone()
     f[active], g[active] = objective(trial[active], problem[active], gradient=True)
     moved = trial - runs.x

@@ -36,7 +36,8 @@ def minimise(objective: Objective, setup: RunSetup) -> None:
         f = f.gather(1, order)
         simplex = simplex.gather(1, order.unsqueeze(-1).expand_as(simplex))
         best, worst = f[:, 0], f[:, -1]
-        edge = ((simplex[:, 1:] - simplex[:, :1]) / unit).abs().amax((1, 2))
+        edges = (simplex[:, 1:] - simplex[:, :1]) / unit
+        edge = edges.abs().amax((1, 2))
         converged = (worst - best <= tolerance * best.abs()) & (edge <= _SMALL)
         done = converged | best.isinf() | (used >= evaluations)
         active = (~done).nonzero()[:, 0]

@@ -26,9 +26,8 @@ from tqdm import tqdm
 from torchloo.criteria.score import Score
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
-from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order
+from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order, is_row_source
 from torchloo.search.starts import takes_kernel_matrix
-from torchloo.streaming.stream import Stream
 
 __all__ = ["Best", "Evaluation", "Objective", "RunSetup"]
 
@@ -161,7 +160,8 @@ class Objective:
         if not self.space.batched:
             return 1
         n = max(data.X.shape[1] for data in self.joined)
-        return max(1, ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"]) // n**2)
+        entries = ENTRIES.get(self.problems.X.device.type, ENTRIES["cuda"])
+        return max(1, entries // n**2)
 
     def _chunk(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """Values and gradients of a chunk, halved until failing candidates are alone."""
@@ -172,7 +172,8 @@ class Objective:
                 half = len(theta) // 2
                 first = self._chunk(theta[:half], problem[:half], gradient)
                 second = self._chunk(theta[half:], problem[half:], gradient)
-                return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]])
+                objective, slopes = map(torch.cat, zip(first, second, strict=True))
+                return objective, slopes
             self.failures[int(problem)] = failure
             values = torch.full((1,), torch.nan, dtype=torch.float64)
             gradients = torch.zeros_like(theta)
@@ -183,8 +184,8 @@ class Objective:
     def _evaluate(self, theta: Tensor, problem: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
         """Criterion values (B,) and their gradients (B, p): means over the data sets that are joined."""
         each = [self._evaluate_one(data, theta, problem, gradient) for data in self.joined]
-        values, slopes = (torch.stack(part).mean(0) for part in zip(*each, strict=True))
-        return values, slopes
+        values, slopes = zip(*each, strict=True)
+        return torch.stack(values).mean(0), torch.stack(slopes).mean(0)
 
     def _evaluate_one(
         self, data: ProblemBatch, theta: Tensor, problem: Tensor, gradient: bool
@@ -207,7 +208,8 @@ class Objective:
         self, data: ProblemBatch, theta: Tensor, problem: Tensor, regs: Tensor | None = None
     ) -> Tensor:
         """Criterion values (B,), or (R, B) along a path."""
-        theta = (theta[0] if len(theta) == 1 else theta).to(self.problems.X.device)
+        theta = theta[0] if len(theta) == 1 else theta
+        theta = theta.to(self.problems.X.device)
         shared = bool((problem == problem[0]).all())  # one problem, without a copy
         values = self._scored(data, theta, problem[0] if shared else problem, regs)
         return values.reshape(*values.shape[: regs is not None], -1)
@@ -232,17 +234,15 @@ class Objective:
         """The argument of the criterion: a HeldOut, or a Fit."""
         call = functools.partial(self.space.call, theta, among=among)
         X, y, weight, _ = rows
-        if isinstance(X, Stream):  # includes targets and weights
+        if is_row_source(X):  # includes targets and weights
             if regs is not None:
                 return call("path", X, None, regs.to(theta), labels)
-            return call("loo", X) if labels is None else call("lco", X, None, labels)
+            return call("held_out", X, None, labels)
         if regs is not None:
             return call("path", X, y, regs.to(X), labels, weight)
         if self.score.takes_fit:
             return call("solve", X, y, weight)
-        if labels is not None:
-            return call("lco", X, y, labels, weight)
-        return call("loo", X, y, weight)
+        return call("held_out", X, y, labels, weight)
 
     def _sorted(self, rows: _Rows, order: Tensor) -> _Rows:
         """Rows in the given order (..., n); for a Precomputed kernel the columns too."""
@@ -291,4 +291,6 @@ def _of(values: Any, problem: Tensor) -> Any:
         return values.stream
     if not isinstance(values, Tensor):
         return values
-    return values[problem.to(values.device)] if problem.ndim else values[int(problem)]
+    if problem.ndim:
+        return values[problem.to(values.device)]
+    return values[int(problem)]

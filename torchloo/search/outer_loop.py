@@ -132,10 +132,7 @@ class OuterLoop:
             plain = float(self.metric(tested))
             if self.shift_metric is None:
                 return {"score": plain}
-            if part.clusters is None:
-                held_out = machine.loo(part.X, part.y, part.weight)
-            else:
-                held_out = machine.lco(part.X, part.y, part.clusters, part.weight)
+            held_out = machine.held_out(part.X, part.y, part.clusters, part.weight)
             # Unweighted, as on the test rows.
             unweighted = held_out._replace(weight=torch.ones_like(held_out.weight))
             shift = threshold(unweighted, self.shift_metric.criterion)
@@ -154,7 +151,8 @@ def _named(number: int) -> Iterator[None]:
 
 def _standardised(X: Tensor, X_test: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Standardise columns by the training rows; constant columns are only centred."""
-    centre, scale = X[:, columns].mean(0), X[:, columns].std(0)
+    centre = X[:, columns].mean(0)
+    scale = X[:, columns].std(0)
     scale = torch.where(scale > 0, scale, 1.0)
     results = [X.clone(), X_test.clone()]
     for result in results:

@@ -35,7 +35,7 @@ class Entry:
     kernel: bool
     """Whether it belongs to the kernel."""
     batch: tuple[int, ...] | None
-    """Shape beside a batch dimension; None where the module takes no batch."""
+    """Shape without a batch dimension; None if the module takes no batch."""
     declared: Positive | None
     """Its declaration in the class of its module."""
 
@@ -218,7 +218,7 @@ class Space:
 
 
 def matching_names(name: str, known: Iterable[str]) -> list[str]:
-    """The full names that a shortened name may stand for: itself, or all that end in it."""
+    """The full names that a shortened name may mean: itself, or all that end in it."""
     known = list(known)
     if name in known:
         return [name]
@@ -226,7 +226,7 @@ def matching_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unique_name(function: str, argument: str, name: str, known: list[str]) -> str:
-    """The full name that a shortened name stands for; ValueError if it is unknown or ambiguous."""
+    """The full name of a shortened name; ValueError if it is unknown or ambiguous."""
     matching = matching_names(name, known)
     if len(matching) == 1:
         return matching[0]
@@ -244,7 +244,7 @@ def _unfitted(machine: KernelMachine) -> KernelMachine:
 def _batch_shape(
     machine: KernelMachine, path: str, declared: Positive | None, parameter: Tensor
 ) -> tuple[int, ...] | None:
-    """The shape of a parameter beside a batch dimension, or None where its module takes none."""
+    """The shape of a parameter without a batch dimension, or None if its module takes no batch."""
     before, in_network, _ = path.partition(".features.")
     if in_network:
         # Not for a network with buffers, such as running means, or one that gets all inputs as one batch.
@@ -255,7 +255,9 @@ def _batch_shape(
         return tuple(parameter.shape)
     if declared is None or not declared.batched:
         return None
-    return (1,) if declared.per_input and parameter.ndim == 0 else tuple(parameter.shape)
+    if declared.per_input and parameter.ndim == 0:
+        return (1,)
+    return tuple(parameter.shape)
 
 
 def _pair(function: str, name: str, pair: Iterable[float]) -> Tensor:

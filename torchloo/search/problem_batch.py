@@ -9,7 +9,7 @@ criterion gets rows and labels in the original order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -19,16 +19,18 @@ from torchloo.classes import is_label
 from torchloo.criteria.score import Score
 from torchloo.guards import Guard, host_labels, require_floating
 from torchloo.kernels import Kernel
-from torchloo.streaming.stream import Stream
+from torchloo.primal.block import Block, Rows
 
 __all__ = [
     "Clusters",
     "ProblemBatch",
+    "RowSource",
     "StreamRows",
     "Weighting",
     "check_clusters",
     "check_rows",
     "in_order",
+    "is_row_source",
     "sizes",
     "stack",
     "streamed",
@@ -94,13 +96,45 @@ def in_order(values: Tensor, order: Tensor, axis: int) -> Tensor:
     return values.take_along_dim(order.expand(*axes_before, *order.shape), axis)
 
 
+class RowSource(Protocol):
+    """Rows that come in blocks, with their targets and weights, in place of tensors: a `Stream`."""
+
+    @property
+    def n(self) -> int | None:
+        """Number of rows; None until a pass has counted them."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether outputs have no output axis."""
+
+    @property
+    def classes(self) -> Tensor | None:
+        """Class labels, in the order of their columns; None if targets are numbers."""
+
+    def with_classes(self, classes: Tensor | None) -> "RowSource":
+        """The same rows with these classes."""
+
+    def sample(self, function: str, count: int) -> Block:
+        """The first rows, at most `count`."""
+
+    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
+        """All rows, `size` at a time."""
+
+
+def is_row_source(X: object) -> TypeGuard[RowSource]:
+    """Whether inputs come in blocks instead of as a tensor."""
+    return isinstance(X, Rows)
+
+
 class StreamRows:
     """The rows of a stream as the inputs of one problem."""
 
     ndim = 3
 
-    def __init__(self, stream: Stream, first: Tensor) -> None:
-        self.stream, self.device, self.first = stream, first.device, first
+    def __init__(self, stream: RowSource, first: Tensor) -> None:
+        self.stream = stream
+        self.device = first.device
+        self.first = first
 
     def __len__(self) -> int:
         return 1
@@ -114,7 +148,7 @@ class StreamRows:
         assert self.stream.n is not None
         return 1, self.stream.n, self.first.shape[-1]
 
-    def __getitem__(self, problem: object) -> Stream:
+    def __getitem__(self, problem: object) -> RowSource:
         return self.stream
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -202,7 +236,9 @@ def stack(
     def together(values: list[Any]) -> Any:
         if not isinstance(values[0], Tensor):
             return values[0]
-        return values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
+        if len(values) == 1:
+            return values[0].unsqueeze(0)
+        return torch.stack(values)
 
     labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
     return ProblemBatch(
@@ -218,7 +254,7 @@ def stack(
 _FIRST = 2000
 
 
-def streamed(function: str, stream: Stream, clusters: object | None) -> ProblemBatch:
+def streamed(function: str, stream: RowSource, clusters: object | None) -> ProblemBatch:
     """The one problem of a stream."""
     first = stream.sample(function, _FIRST)
     y = first.Y[:, 0] if stream.flat else first.Y

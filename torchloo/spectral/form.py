@@ -43,7 +43,7 @@ from torchloo.dual import add_product, congruence
 from torchloo.guards import Guard
 from torchloo.precision import full_precision
 
-__all__ = ["Parts", "Spectral", "spectral"]
+__all__ = ["Parts", "Spectral", "Step", "shares", "spectral"]
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (R, ..., n, c), variances of that shape, and refitted rows (R, ..., n)."""
@@ -56,10 +56,16 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     return product.unflatten(-2, together.shape[-3:-1]).movedim(-3, 0)
 
 
+def shares(weight: Tensor) -> Tensor:
+    """Weights (..., n) divided by their sum, so that products with them are weighted means."""
+    return weight / weight.sum(-1, keepdim=True)
+
+
 def _centred_kernel(K: Tensor, weight: Tensor) -> Tensor:
     """K (..., n, n) centred at the weighted mean of the rows, by differences to a row near that mean."""
-    share = (weight / weight.sum(-1, keepdim=True)).unsqueeze(-1)  # (..., n, 1)
-    distance = K.diagonal(dim1=-2, dim2=-1) - 2 * (K @ share)[..., 0]
+    share = shares(weight).unsqueeze(-1)  # (..., n, 1)
+    to_mean = (K @ share)[..., 0]
+    distance = K.diagonal(dim1=-2, dim2=-1) - 2 * to_mean  # squared, up to a constant
     central = distance.argmin(-1)[..., None, None]
     row = K.take_along_dim(central, -2)  # (..., 1, n)
     corner = row.take_along_dim(central, -1)
@@ -74,15 +80,21 @@ def _unit(root: Tensor) -> Tensor:
     return root / torch.linalg.vector_norm(root, dim=-2, keepdim=True)
 
 
+def _above(size: Tensor) -> Tensor:
+    """A number above every eigenvalue of a matrix of norm `size`; 1 if that is 0."""
+    return 2 * size + (size == 0)
+
+
 def _eigen(A: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """w (..., n), V (..., n, n) and |A| (...) of Note [spectral form]; u is added to A, in place."""
     size = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True)
     if u is not None:
-        add_product(A, (2 * size + (size == 0)) * u, u)
+        add_product(A, _above(size) * u, u)
     w, V = torch.linalg.eigh(A)
     # Eigenvalues of a positive semi-definite K that are negative by rounding are zero.
     rounding = w.shape[-1] * torch.finfo(w.dtype).eps * size[..., 0]
-    w = torch.where((w < 0) & (w > -rounding), torch.zeros_like(w), w)
+    is_zero = (w < 0) & (w > -rounding)
+    w = torch.where(is_zero, torch.zeros_like(w), w)
     return w, V, size[..., 0, 0]
 
 
@@ -90,7 +102,7 @@ def _singular(Z: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
     """w and V of A = Z Z^T (..., n, n) with u added; Z and u together have at least n columns."""
     if u is not None:
         size = torch.linalg.vector_norm(Z, dim=(-2, -1), keepdim=True)
-        Z = torch.cat([Z, (2 * size + (size == 0)) * u], -1)
+        Z = torch.cat([Z, _above(size) * u], -1)
     R = torch.linalg.qr(Z.mT, mode="r").R
     U, singular_values, _ = torch.linalg.svd(R.mT)
     return singular_values.square().flip(-1), U.flip(-1)
@@ -205,7 +217,8 @@ class Step(NamedTuple):
     def of_outputs(self, some: slice) -> "Step":
         """The same for some outputs."""
         a, transformed, solved, along = self
-        return Step(a[..., some], transformed[..., some, :], solved[..., some], along[..., some])
+        transformed = transformed[..., some, :]
+        return Step(a[..., some], transformed, solved[..., some], along[..., some])
 
 
 class Spectral(NamedTuple):
@@ -241,7 +254,9 @@ class Spectral(NamedTuple):
         """
         least, largest = self.weight.aminmax(dim=-1)
         spread = (largest / least).sqrt()  # (...)
-        entry = torch.finfo(self.w.dtype).eps * self.size / self.w.shape[-1] * spread
+        eps = torch.finfo(self.w.dtype).eps
+        n = self.w.shape[-1]
+        entry = eps * self.size / n * spread
         relative = entry / (self.least + regs.amin(-1))
         return relative.reshape(len(regs), -1).amax(-1)
 
@@ -249,7 +264,8 @@ class Spectral(NamedTuple):
     def by_singular_values(self) -> "Spectral":
         """The same decomposition from the features themselves."""
         root = self.weight.sqrt().unsqueeze(-1)
-        w, V = _singular(root * self.matrix, None if self.heaviest is None else _unit(root))
+        u = None if self.heaviest is None else _unit(root)
+        w, V = _singular(root * self.matrix, u)
         return self._replace(w=w, B=_basis(V, root, self.heaviest))
 
     def gathered(self, partition: Partition) -> list[Tensor]:
@@ -276,7 +292,8 @@ class Spectral(NamedTuple):
                 T = (self.B.unsqueeze(-3) * half.unsqueeze(-2)).mT  # (R, ..., c', n, n)
                 TY = (half * (self.Y.detach().mT @ self.B)).mT
                 T_rho = (half * step.transformed).mT
-                return T.select(-3, 0) if shared else T, _beside((TY, T_rho), shared)
+                T = T.select(-3, 0) if shared else T
+                return T, _beside((TY, T_rho), shared)
 
             root = Root(make, groups, spare_well=True)
         if shared:
@@ -301,14 +318,16 @@ class Spectral(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """a and the blocks of the groups, with their derivatives."""
         bias = self.heaviest is not None
-        return _DualPath.apply(self.K, self.weight, regs, self.Y, self.w, self.B, bias, a, gathered, *groups)
+        decomposed = (self.w, self.B, bias)
+        return _DualPath.apply(self.K, self.weight, regs, self.Y, *decomposed, a, gathered, *groups)
 
     def bias_of(self, a: Tensor, Y: Tensor) -> Tensor:
         """b (R, ..., c) of a solution (R, ..., n, c), the weighted mean of Y - K a; zeros without a bias."""
         if self.heaviest is None:
             return torch.zeros_like(a[..., 0, :])
-        share = (self.weight / self.weight.sum(-1, keepdim=True)).unsqueeze(-2)  # (..., 1, n)
-        return (share @ (Y.to(a.dtype) - self.K @ a))[..., 0, :]
+        share = shares(self.weight).unsqueeze(-2)  # (..., 1, n)
+        residual = Y.to(a.dtype) - self.K @ a
+        return (share @ residual)[..., 0, :]
 
     @torch.no_grad()
     def step(self, regs: Tensor) -> "Step":
@@ -335,7 +354,8 @@ class Spectral(NamedTuple):
 
 def _beside(parts: tuple[Tensor, ...], shared: bool) -> Tensor:
     """Several (R, ..., n, c) as columns; where every output has its own P, as (R, ..., c, n, parts)."""
-    return torch.cat(parts if shared else [part.mT.unsqueeze(-1) for part in parts], -1)
+    columns = parts if shared else [part.mT.unsqueeze(-1) for part in parts]
+    return torch.cat(columns, -1)
 
 
 def _corrected(solved: Tensor, along: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torchloo.primal.whole import Normal, Primal, Rotated, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
-from torchloo.spectral.form import Parts, Spectral, Step, spectral
+from torchloo.spectral.form import Parts, Spectral, Step, shares, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
 
@@ -215,7 +215,8 @@ class Decomposed(Path):
         return [self.form.solution(regs, self._step)]
 
     def coefficients(self) -> Tensor:
-        return self._joined([(a,) for a in self._served], lambda each: (each.coefficients(),))[0]
+        found = [(a,) for a in self._served]
+        return self._joined(found, lambda each: (each.coefficients(),))[0]
 
     def biases(self) -> Tensor:
         found = [(self.form.bias_of(a, self.problem.Y),) for a in self._served]
@@ -239,12 +240,14 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
     problem, guard = each.problem, each.problem.guard
     guard.check()  # before a decomposition, whose own error would be less clear
     regs = each.regs.double()
-    form = spectral(K.double(), problem.weight.double(), problem.Y.double(), bias, Z)
+    weight, Y = problem.weight.double(), problem.Y.double()
+    form = spectral(K.double(), weight, Y, bias, Z)
     lost = [False] * len(regs)
     if values_visible(form.size):
         lost = (form.rounding(regs.detach()) > _LOST[problem.Y.dtype]).tolist()
     if Z is not None and any(lost):
-        form, lost = form.by_singular_values(), [False] * len(regs)
+        form = form.by_singular_values()
+        lost = [False] * len(regs)
     guard.require(form.least + regs.amin(-1) > 0, NOT_DEFINITE)
     order = sorted(range(len(regs)), key=lost.__getitem__)
     return Decomposed(problem, regs, each.axis, form, order, lost.count(False), each)
@@ -252,8 +255,9 @@ def _decomposed(each: Each, K: Tensor, Z: Tensor | None, bias: bool) -> Decompos
 
 def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
     """`_in_chunks`, for sets and outputs with their own regularisations only a few outputs at a time."""
-    c, several = regs.shape[-1], partition.groups[-1].shape[-1] > 1
-    at_once = max(1, max(form.B.numel(), _TOGETHER) // form.B.numel())
+    c = regs.shape[-1]
+    several = partition.groups[-1].shape[-1] > 1
+    at_once = max(1, _TOGETHER // form.B.numel())
     if c <= at_once or not several:
         return _in_chunks(form, regs, step, partition, guard)
     by_outputs = []
@@ -263,7 +267,8 @@ def _by_outputs(form: Spectral, regs: Tensor, step: Step, partition: Partition, 
         chunks = _in_chunks(of_some, regs[..., some], step.of_outputs(some), partition, guard)
         by_outputs.append([torch.cat(part) for part in zip(*chunks, strict=True)])
     r, variance, refitted = zip(*by_outputs, strict=True)
-    return [(torch.cat(r, -1), torch.cat(variance, -1), torch.stack(refitted).any(0))]
+    any_refitted = torch.stack(refitted).any(0)
+    return [(torch.cat(r, -1), torch.cat(variance, -1), any_refitted)]
 
 
 def _in_chunks(form: Spectral, regs: Tensor, step: Step, partition: Partition, guard: Guard) -> list[Parts]:
@@ -360,9 +365,10 @@ def from_features(
         shifted, centre = centred(problem.expand(Z).double(), zeta, bias)
         if d + bias >= n:
             if bias:  # again, as the first mean was rounded: a row that outweighs all others equals the mean
-                share = (zeta / zeta.sum(-1, keepdim=True)).detach().unsqueeze(-2)  # (..., 1, n)
+                share = shares(zeta).detach().unsqueeze(-2)  # (..., 1, n)
                 correction = share @ shifted.detach()
-                shifted, centre = shifted - correction, centre + correction
+                shifted = shifted - correction
+                centre = centre + correction
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
         guard.check()  # before a decomposition, whose own error would be less clear
@@ -393,8 +399,9 @@ class ByFeatures(Forms):
         rotated = self._rotated
         normal = self.normal if rotated is None else rotated.normal
         guard, Y = self.problem.guard, self.problem.Y.double()
-        regs = self.regs.expand(len(self.regs), *self.problem.reg.shape, self.regs.shape[-1])
-        width = max(1, _TOGETHER // (normal.V.numel() * regs.shape[-1]))
+        R, own = len(self.regs), self.regs.shape[-1]
+        regs = self.regs.expand(R, *self.problem.reg.shape, own)
+        width = max(1, _TOGETHER // (normal.V.numel() * own))
         chunks = [normal.along(some, Y, guard, of, rotated) for some in regs.split(width)]
         return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 

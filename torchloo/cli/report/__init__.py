@@ -26,7 +26,8 @@ class Source(NamedTuple):
 
 def page(findings: Findings, source: Source) -> str:
     """The whole page as text."""
-    target, (n, d) = text(findings.prepared.schema.target), findings.prepared.X.shape
+    target = text(findings.prepared.schema.target)
+    n, d = findings.prepared.X.shape
     style = (resources.files("torchloo") / "data" / "report.css").read_text(encoding="utf-8")
     kind = "Classification" if findings.classes else "Regression"
     sections = [

@@ -16,7 +16,8 @@ _MAX_CLASSES = 6
 
 def data(findings: Findings) -> str:
     """The table that was read."""
-    prepared, schema = findings.prepared, findings.prepared.schema
+    prepared = findings.prepared
+    schema = prepared.schema
     n, d = prepared.X.shape
     text_columns = sum(column.levels is not None for column in schema.columns)
     rows = [["rows", f"{n}"], ["columns", f"{len(schema.columns)}"]]
@@ -90,7 +91,8 @@ def _relevance(findings: Findings) -> str:
     relevance = findings.relevance
     if relevance is None:
         return ""
-    order, names = np.argsort(-relevance)[:_MAX_BARS], findings.prepared.schema.inputs
+    order = np.argsort(-relevance)[:_MAX_BARS]
+    names = findings.prepared.schema.inputs
     svg = pictures.bars([names[j] for j in order], relevance[order], "relevance")
     which = f"The {len(order)} most relevant of {len(names)}" if len(order) < len(names) else "The"
     caption = (
@@ -102,7 +104,8 @@ def _relevance(findings: Findings) -> str:
 
 
 def _search(findings: Findings) -> str:
-    choice, criterion = findings.choice, findings.request.criterion_function
+    choice = findings.choice
+    criterion = findings.request.criterion_function
     if len(choice.history) < 2:
         return ""
     name = criterion.label

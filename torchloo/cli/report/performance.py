@@ -57,7 +57,8 @@ def estimates(findings: Findings) -> str:
             f"numbers are computed from, so {inner} is a little optimistic."
         )
         return section(_TITLE, _estimate_table(findings), paragraph(words))
-    name, number = findings.rows[0].measure.name, len(outer.scores)
+    name = findings.rows[0].measure.name
+    number = len(outer.scores)
     words = (
         f"The <strong>outer estimate</strong> is the one to quote. {_set_aside(findings, number)}, all "
         "steps were repeated on the rest (standardising, selecting the hyper-parameters, training), and the "
@@ -112,7 +113,8 @@ def _inner(row: MeasureRow) -> float:
 
 def clusters(findings: Findings) -> str:
     """Leave-one-out against leave-cluster-out, and the clusters one by one."""
-    main, clusters = findings.rows[0], findings.prepared.clusters
+    main = findings.rows[0]
+    clusters = findings.prepared.clusters
     if clusters is None or findings.lco is None or main.lco is None:
         return ""
     words = (

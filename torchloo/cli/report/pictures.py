@@ -35,6 +35,7 @@ __all__ = [
 
 INK, BLUE, ORANGE, GREY, PALE = "#2c3038", "#2b6ca3", "#c8641e", "#8d939c", "#dfe3e8"
 SEVERAL = ["#2b6ca3", "#c8641e", "#3d8b5f", "#8a5ba6", "#b8892b", "#4aa0b5", "#b5476b", "#6b7280"]
+DASHED = (0, (4, 3))
 FONTS = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -150,7 +151,7 @@ def reg_curve(regs: np.ndarray, values: np.ndarray, chosen: float, name: str) ->
     with _Canvas(6.4, 3.4) as canvas:
         axes = canvas.axes
         axes.plot(regs, values, color=BLUE, linewidth=1.8)
-        axes.axvline(chosen, color=ORANGE, linewidth=1.2, linestyle=(0, (4, 3)), label="chosen")
+        axes.axvline(chosen, color=ORANGE, linewidth=1.2, linestyle=DASHED, label="chosen")
         axes.set_xscale("log")
         _plain_numbers(axes.xaxis)
         _logarithmic_if_wide(axes, values)
@@ -183,7 +184,7 @@ def roc(curves: Sequence[tuple[str, np.ndarray, np.ndarray]]) -> str:
     """ROC curves: for each its label, the labels as booleans and the scores."""
     with _Canvas(5.2, 5.0) as canvas:
         axes = canvas.axes
-        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=(0, (4, 3)), label="chance")
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=DASHED, label="chance")
         for k, (label, positive, score) in enumerate(curves):
             false_rate, true_rate = roc_points(positive, score)
             axes.plot(false_rate, true_rate, color=SEVERAL[k % 8], linewidth=1.8, label=label)
@@ -266,7 +267,8 @@ def _farthest(x: np.ndarray, y: np.ndarray, most: int = 6) -> list[int]:
     farthest_first = np.argsort(-(x + y)).tolist()
     chosen: list[int] = []
     for row in farthest_first[: 5 * most]:
-        if all(abs(x[row] - x[k]) > 0.06 or abs(y[row] - y[k]) > 0.06 for k in chosen):
+        distances = np.maximum(abs(x[chosen] - x[row]), abs(y[chosen] - y[row]))
+        if (distances > 0.06).all():
             chosen.append(row)
     return chosen[:most]
 
@@ -275,9 +277,10 @@ def outer_scores(scores: np.ndarray, mean: float, inner: float, name: str) -> st
     """The scores of the outer splits, their mean, and the optimistic inner estimate."""
     with _Canvas(6.4, 2.9) as canvas:
         axes = canvas.axes
-        axes.hist(scores, bins=min(30, max(8, len(scores) // 4)), color=PALE, edgecolor="white")
+        bins = min(30, max(8, len(scores) // 4))
+        axes.hist(scores, bins=bins, color=PALE, edgecolor="white")
         axes.axvline(mean, color=BLUE, linewidth=2, label="outer estimate")
-        axes.axvline(inner, color=ORANGE, linewidth=1.6, linestyle=(0, (4, 3)), label="inner estimate")
+        axes.axvline(inner, color=ORANGE, linewidth=1.6, linestyle=DASHED, label="inner estimate")
         axes.set_xlabel(name)
         axes.set_ylabel("splits")
         axes.locator_params(axis="y", integer=True)

@@ -32,7 +32,8 @@ def _cluster(findings: Findings) -> str:
 
 def _confusion(findings: Findings) -> str:
     """True classes against predicted ones."""
-    labels, classes = findings.prepared.schema.labels, findings.by_class
+    labels = findings.prepared.schema.labels
+    classes = findings.by_class
     assert classes is not None
     if len(labels) > _MAX_COLUMNS:
         return _mistakes(findings)
@@ -54,11 +55,13 @@ def _confusion(findings: Findings) -> str:
 
 def _mistakes(findings: Findings) -> str:
     """For many classes: how often each is mistaken, and for which others."""
-    labels, classes = findings.prepared.schema.labels, findings.by_class
+    labels = findings.prepared.schema.labels
+    classes = findings.by_class
     assert classes is not None
     rows = []
     for k, true in enumerate(labels):
-        count, wrong = classes.confusion[k].sum(), 1 - classes.accuracy[k]
+        count = classes.confusion[k].sum()
+        wrong = 1 - classes.accuracy[k]
         rows.append([true, f"{count}", f"{wrong:.0%}", classes.mistaken_for(k, labels)])
     words = (
         f"{_predicted_without(findings)} Each line is a true class; the last column lists the classes that "
@@ -72,7 +75,8 @@ def _predicted_without(findings: Findings) -> str:
 
 
 def _curves(findings: Findings) -> str:
-    labels, outputs = findings.prepared.schema.labels, findings.inner.outputs
+    labels = findings.prepared.schema.labels
+    outputs = findings.inner.outputs
     if outputs.ndim == 1:
         scores = [(labels[1], outputs)]
     else:
@@ -108,7 +112,8 @@ def residuals(findings: Findings) -> str:
 
 
 def _spread(findings: Findings) -> str:
-    labels, target = findings.prepared.schema.labels, findings.prepared.target
+    labels = findings.prepared.schema.labels
+    target = findings.prepared.target
     outputs = findings.inner.outputs
     if not labels:
         caption = (
@@ -135,7 +140,8 @@ def _spread(findings: Findings) -> str:
 def _worst(findings: Findings) -> str:
     order = np.argsort(-findings.misfit, kind="stable")[:_MAX_LISTED]
     predicted = findings.predicted(findings.inner)
-    target, leverage = findings.prepared.target, findings.leverage
+    target = findings.prepared.target
+    leverage = findings.leverage
     name, values = "size of residual", findings.inner.size
     if findings.classes > 2:
         name, values = "margin of the true class", -findings.misfit
@@ -145,7 +151,8 @@ def _worst(findings: Findings) -> str:
     show = str if findings.classes else number
     rows = []
     for i in order:
-        cells = [str(findings.prepared.rows[i]), show(target[i]), show(predicted[i]), number(values[i])]
+        row = str(findings.prepared.rows[i])
+        cells = [row, show(target[i]), show(predicted[i]), number(values[i])]
         if leverage is not None:
             cells.append(f"{leverage[i]:.2f}")
         rows.append(cells)

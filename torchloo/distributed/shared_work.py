@@ -1,6 +1,7 @@
-"""Independent work shared out over processes: any items, grids, outer splits, the points of an SVM."""
+"""Independent work distributed over processes: any items, grids, outer splits, the points of an SVM."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -24,12 +25,12 @@ T = TypeVar("T")
 
 
 def share(function: Callable[[Any], T], items: Iterable[Any], group: Any = None) -> list[T]:
-    """function(item) for all items, shared out over the processes; the results, in order, in each.
+    """function(item) for all items, distributed over the processes; all results, in order, in each process.
 
     Args:
-        function: of one item; what it returns is pickled.
+        function: called with one item; its result is pickled.
         items: the same in all processes; process r of w takes items r, r + w, r + 2 w and so on.
-        group: a process group; None: all processes.
+        group: a process group; None for all processes.
     """
     processes = Processes("distributed.share", group)
     return _share(processes, function, processes.together(lambda: list(items)))
@@ -39,11 +40,12 @@ def _share(processes: Processes, function: Callable[[Any], T], items: list[Any])
     counts = processes.gather(len(items))
     if len(set(counts)) > 1:
         raise ValueError(
-            f"{processes.function}: what is shared out must be the same in all processes, got {counts} items"
+            f"{processes.function}: items must be the same in all processes, got {counts} of them"
         )
     own = items[processes.rank :: processes.count]
     results = processes.gather(processes.together(lambda: [function(item) for item in own]))
-    return [results[k % processes.count][k // processes.count] for k in range(len(items))]
+    in_turns = itertools.zip_longest(*results)  # the first item of every process, then the second, ...
+    return list(itertools.chain.from_iterable(in_turns))[: len(items)]
 
 
 def select(
@@ -56,15 +58,15 @@ def select(
     group: Any = None,
     **options: Any,
 ) -> Selection:
-    """`tl.select` over a grid whose points are shared out over the processes; the outcome in each.
+    """`tl.select` over a grid whose points are distributed over the processes; the same result in each.
 
-    All rows are in every process. The values of one parameter, of those other than the regularisation
-    the one with most values, are shared out; the regularisation comes from one decomposition as before.
+    Every process has all rows. The values of one parameter are distributed: of the parameters other than the
+    regularisation, which comes from one decomposition, the one with the most values.
 
     Args:
-        machine, X, y, criterion: as in `tl.select`, alike in all processes; one machine.
+        machine, X, y, criterion: as in `tl.select`, the same in all processes; a single machine.
         grid: {name: values} of parameters.
-        group: a process group; None: all processes.
+        group: a process group; None for all processes.
         options: clusters, weight, criterion_weight, start, prior, time_budget, progress of `tl.select`.
     """
     processes = Processes("distributed.select", group)
@@ -74,7 +76,7 @@ def select(
     def one(part: list[Any]) -> Selection | NoCandidateError:
         try:
             return select_alone(machine, X, y, criterion, "grid", grid=axes | {name: part}, **options)
-        except NoCandidateError as error:  # others may have some
+        except NoCandidateError as error:  # other processes may have found some
             return error
 
     count = min(processes.count, len(axes[name]))
@@ -84,18 +86,23 @@ def select(
         failure = found[0]
         assert isinstance(failure, NoCandidateError)
         raise failure
-    best = min(chosen, key=lambda outcome: min(entry.objective for entry in outcome.history))
-    history = [entry for outcome in chosen for entry in outcome.history]
-    history = [entry._replace(number=k) for k, entry in enumerate(history, 1)]
+
+    def least(selection: Selection) -> float:
+        return min(entry.objective for entry in selection.history)
+
+    best = min(chosen, key=least)
+    entries = [entry for selection in chosen for entry in selection.history]
+    history = [entry._replace(number=k) for k, entry in enumerate(entries, 1)]
     twin = copy.deepcopy(machine)
     twin.load_state_dict(best.machine.state_dict())
-    stopped = next((part.table[0]["stopped"] for part in chosen if part.table[0]["stopped"]), "")
+    reasons = [selection.table[0]["stopped"] for selection in chosen]
+    stopped = next(filter(None, reasons), "")
     row = {**best.table[0], "evaluations": len(history), "stopped": stopped}
     return Selection(twin, best.value, history, len(history), [row])
 
 
 def _axes(machine: KernelMachine, grid: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
-    """The values of a grid, of which each parameter has some."""
+    """The values of a grid as lists; ValueError if it is not valid."""
     axes = {name: list(values) for name, values in grid.items()} if isinstance(grid, Mapping) else {}
     if not axes or not all(axes.values()):
         raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {grid!r}")
@@ -121,15 +128,15 @@ def validate(
     group: Any = None,
     **options: Any,
 ) -> Validation:
-    """`tl.validate` with its splits shared out over the processes; the outcome, in order, in each.
+    """`tl.validate` with its splits distributed over the processes; the same result in each.
 
-    All rows are in every process. Random splits are those that process 0 draws. Ctrl-C in a process
-    leaves out those of its splits whose search has not begun, and none of those of the others.
+    Every process has all rows. Random splits are drawn by process 0. After Ctrl-C in one process the result
+    lacks those of its splits whose search had not begun, and has all splits of the other processes.
 
     Args:
-        machine, X, y, splits, clusters, generator: as in `tl.validate`, alike in all processes.
-        arguments, options: all others of `tl.validate`.
-        group: a process group; None: all processes.
+        machine, X, y, splits, clusters, generator: as in `tl.validate`, the same in all processes.
+        arguments, options: all other arguments of `tl.validate`.
+        group: a process group; None for all processes.
     """
     processes = Processes("distributed.validate", group)
     pairs = processes.together(lambda: resolve(splits, len(X), clusters, generator))
@@ -145,7 +152,7 @@ def validate(
         dict(row, split=first + count * row["split"])
         for first, part in enumerate(parts)
         for row in part.table
-    ]  # of a process that was interrupted, the splits that it came to
+    ]  # of an interrupted process, only the splits that it searched
     table.sort(key=lambda row: row["split"])
     return summed_up(table, parts[0].metric, parts[0].criterion)
 
@@ -160,11 +167,11 @@ def svc_loo(
     epsilon: float = 1e-3,
     group: Any = None,
 ) -> SVMHeldOut:
-    """`SVC.loo` with its points shared out over the processes; all points come back in each.
+    """`SVC.loo` with its points distributed over the processes; the result for all points in each.
 
-    Every process has all rows and solves the full machine; leaving out point i is the work of process
-    i mod w. Differentiable as `SVC.loo` is, for a loss of all points computed alike in every process:
-    gradients are the share of the process, until they are added up (`sum_gradients`).
+    Every process has all rows and solves the full machine; process i mod w leaves out point i. Differentiable
+    like `SVC.loo`, for a loss of all points that every process computes: gradients are the contribution of
+    the process until they are summed by `sum_gradients`.
     """
     processes = Processes("distributed.svc_loo", group)
 
@@ -181,10 +188,11 @@ def svc_loo(
         masked = torch.where(mine, field, torch.zeros_like(field))
         with torch.no_grad():
             (total,) = processes.sums(masked)
-        return masked + (total - masked.detach())  # the gradient is that of the own points
+        return masked + (total - masked.detach())  # the gradient is that of the points of this process
 
+    outputs = merged(part.outputs)
+    certified = merged(part.certified.int()) > 0
     counts = (part.resolved_by, part.iterations, part.kernel_columns, part.newton_steps)
-    outputs, certified = merged(part.outputs), merged(part.certified.int()) > 0
     by, iterations, columns, newton = map(merged, counts)
     return SVMHeldOut.build(
         part.targets, part.weight, outputs, certified, by, iterations, columns, newton, values=values

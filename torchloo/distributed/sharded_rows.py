@@ -1,4 +1,4 @@
-"""A machine of the rows of all processes: each knows its own rows, and what the machine says of them."""
+"""One machine trained on the rows of all processes, with held-out predictions of the rows of each."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchloo.distributed.alike import require_alike
 from torchloo.distributed.processes import Processes
+from torchloo.distributed.same_machine import require_same_machine
 from torchloo.held_out import HeldOut
 from torchloo.machine import LeastSquares
 from torchloo.primal.block import Rows, Shard, require_alone
@@ -20,17 +20,17 @@ M = TypeVar("M", bound=LeastSquares)
 
 
 def solve(machine: LeastSquares, stream: Rows, group: Any = None) -> StreamFit:
-    """The machine of the rows of all processes, each with a stream of its own; see `StreamFit`.
+    """Solve the machine for the rows of all processes, of which each has a stream; see `StreamFit`.
 
-    One all-reduce of the normal equations, of m^2 numbers. `held_out` and `path` of the StreamFit give
-    the rows of the process, and `machine.fit(solved)` stores the machine in each; all processes must call
-    them. Held-out rows belong to the graph of the machine's parameters.
+    One all-reduce of the normal equations, of m^2 numbers. `held_out` and `path` of the StreamFit return the
+    rows of this process, and `machine.fit(solved)` stores the fitted machine in each process; all processes
+    must call them. Held-out predictions are differentiable in the parameters of the machine.
 
     Args:
-        machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; alike in
+        machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; the same in
             all processes.
-        stream: rows of this process.
-        group: a process group; None: all processes.
+        stream: the rows of this process.
+        group: a process group; None for all processes.
     """
     return machine.solve(_shared("distributed.solve", machine, stream, None, None, group))
 
@@ -44,10 +44,10 @@ def _shared(
     group: Any,
     *required: Any,
 ) -> Rows:
-    """The rows of this process beside those of the others, once machines were seen to be alike."""
+    """The rows of this process, to be shared with those of the others; checks that machines are equal."""
     rows = "a Stream" if isinstance(X, Rows) else "tensors"
     processes = Processes(function, group).named(f"{function} of {rows}")
-    require_alike(processes, machine)
+    require_same_machine(processes, machine)
 
     def own() -> Rows:
         for problem, given in required:
@@ -77,7 +77,7 @@ def path(
     weight: Tensor | None = None,
     group: Any = None,
 ) -> HeldOut:
-    """Held-out rows of this process for every regularisation; otherwise as `loo` and `lco`."""
+    """Held-out predictions of the rows of this process for every regularisation; see `loo` and `lco`."""
     required = ("regs must be regularisations (R,) or (R, c)", regs)
     rows = _shared("distributed.path", machine, X, y, weight, group, required)
     return machine.path(rows, regs=regs, clusters=clusters)
@@ -90,21 +90,21 @@ def loo(
     weight: Tensor | None = None,
     group: Any = None,
 ) -> HeldOut:
-    """What the machine of all rows would have said of every row of this process, had it not seen it.
+    """Leave-one-out predictions of the rows of this process, by the machine trained on all other rows.
 
-    From tensors, differentiable: what is descended is the sum of the losses of all processes
-    (Note [sums over processes]), or one loss of all rows, made of `gather`. All processes must call
-    backward. Gradients of X, y and weight are then whole; those of the machine's parameters are the
-    process's share, until `sum_gradients(machine)`. The rows of a Stream are not differentiated.
+    Differentiable in tensors: gradients are those of the sum of the losses of all processes (Note [sums over
+    processes]), or those of one loss of all rows, computed from `gather`. All processes must call backward.
+    Gradients of X, y and weight are then complete; those of the machine's parameters are the contribution of
+    this process until `sum_gradients(machine)` is called. The rows of a Stream have no gradients.
 
     Args:
-        machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; alike in
+        machine: SparseLSSVM with a basis given as a tensor, or RLS or LSSVM with a linear kernel; the same in
             all processes.
         X: rows (n_r, d) of this process, y: their targets, (n_r,) or (n_r, c), weight: (n_r,).
-        group: a process group; None: all processes.
+        group: a process group; None for all processes.
 
-    Cost: n_r m^2 and m^3; memory 4 n_r m numbers, 6 n_r m with the backward; of a stream, that of
-    `StreamFit`. Communication: an all-reduce of m^2 numbers forward, and one backward.
+    Cost: n_r m^2 and m^3; memory 4 n_r m numbers, 6 n_r m with the backward; for a stream see `StreamFit`.
+    Communication: an all-reduce of m^2 numbers in the forward, and one in the backward.
     """
     return machine.loo(_shared("distributed.loo", machine, X, y, weight, group))
 
@@ -117,10 +117,10 @@ def lco(
     weight: Tensor | None = None,
     group: Any = None,
 ) -> HeldOut:
-    """`loo` with clusters (n_r,) left out together; all rows of a cluster must be in one process.
+    """Leave-cluster-out predictions, for cluster labels (n_r,); otherwise as `loo`.
 
-    Clusters with more rows than the machine has features, and those whose closed form would cancel,
-    take m^2 numbers each.
+    All rows of a cluster must be in one process. Clusters that have more rows than the machine has features,
+    and those that are refitted for accuracy, need m^2 numbers each.
     """
     required = ("clusters must be integer labels; use loo without", clusters)
     rows = _shared("distributed.lco", machine, X, y, weight, group, required)
@@ -128,10 +128,10 @@ def lco(
 
 
 def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> None:
-    """Add up the gradients of parameters over the processes, by one all-reduce.
+    """Sum the gradients of parameters over the processes, by one all-reduce.
 
-    Afterwards they are those of the sum of the losses of all processes, and the same in each. Parameters
-    without a gradient in any process stay without.
+    Afterwards they are those of the sum of the losses of all processes, the same in each process. Parameters
+    that have a gradient in no process are left without one.
     """
     processes = Processes("distributed.sum_gradients", group)
 
@@ -141,22 +141,23 @@ def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> N
 
     parameters, shapes = processes.together(own)
     require_same("distributed.sum_gradients", processes, "shapes and dtypes of parameters", shapes)
-    has = processes.gather([p.grad is not None for p in parameters])
-    used = [p for p, *flags in zip(parameters, *has, strict=True) if any(flags)]
+    has_gradient = processes.gather([p.grad is not None for p in parameters])
+    used = [p for p, *flags in zip(parameters, *has_gradient, strict=True) if any(flags)]
     if not used:
         return
     with torch.no_grad():
-        # Float32 and float64 go together as float64.
-        sums = processes.sums(*(torch.zeros_like(p) if p.grad is None else p.grad for p in used))
+        # Concatenated, float32 and float64 gradients are summed in float64.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+        sums = processes.sums(*gradients)
         totals = [total.to(p) for p, total in zip(used, sums, strict=True)]
     for parameter, total in zip(used, totals, strict=True):
         parameter.grad = total
 
 
 def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
-    """The held-out rows of all processes one after another, in each; differentiable.
+    """The held-out predictions of all processes, concatenated, in each process; differentiable.
 
-    For a loss of all rows that is computed alike in every process. Memory: n c numbers in each.
+    For a loss of all rows that every process computes. Memory: n c numbers in each process.
     """
     processes = Processes("distributed.gather", group)
     rows = processes.together(lambda: _axis_of_rows(held_out))
@@ -165,18 +166,18 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
     kind = (held_out.clusters is not None, others, str(outputs.dtype))
     require_same("distributed.gather", processes, "whether there are clusters, other axes and dtype", kind)
 
-    def every(values: Tensor) -> Tensor:
+    def of_all(values: Tensor) -> Tensor:
         return processes.rows(values.movedim(rows, 0).contiguous(), shared=True).movedim(0, rows)
 
     clusters = held_out.clusters
     return HeldOut(
-        outputs=every(held_out.outputs),
-        residuals=every(held_out.residuals),
-        targets=every(held_out.targets),
-        weight=every(held_out.weight),
+        outputs=of_all(held_out.outputs),
+        residuals=of_all(held_out.residuals),
+        targets=of_all(held_out.targets),
+        weight=of_all(held_out.weight),
         clusters=None if clusters is None else torch.cat(processes.gather(clusters)),
-        variance=every(held_out.variance),
-        refitted=every(held_out.refitted.double()) > 0,
+        variance=of_all(held_out.variance),
+        refitted=of_all(held_out.refitted.double()) > 0,
     )
 
 
