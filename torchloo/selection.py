@@ -10,7 +10,7 @@ from torchloo.classes import is_label
 from torchloo.criteria.score import Score, usual_criterion
 from torchloo.guards import host_labels
 from torchloo.machine import KernelMachine, LeastSquares
-from torchloo.primal.block import Rows
+from torchloo.primal.block import RowSource
 from torchloo.search.compared import Outcome, best_of, compared, require_comparable
 from torchloo.search.joined import check_join, search_joined
 from torchloo.search.objective import Evaluation
@@ -20,7 +20,6 @@ from torchloo.search.problem_batch import (
     Weighting,
     check_clusters,
     check_rows,
-    is_row_source,
     stack,
     streamed,
     weight_of,
@@ -72,7 +71,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 def select(
     machine: KernelMachine | Sequence[KernelMachine],
-    X: Tensor | Rows,
+    X: Tensor | RowSource,
     y: Tensor | None = None,
     criterion: Any = None,
     search: str | Search = "gradient",
@@ -133,7 +132,7 @@ def select(
     """
     plan = Search.of("select", search, options)
     deadline = plan.deadline()
-    rivals = compared(plan, machine, batched=not is_row_source(X))
+    rivals = compared(plan, machine, batched=not isinstance(X, RowSource))
     check_join("select", join, splits is not None, rivals)
     pairs = _pairs(splits, X, clusters, plan)
     rows = [_rows(rival.space, X, y, clusters, weight, criterion_weight, pairs) for rival in rivals]
@@ -143,7 +142,7 @@ def select(
     score = Score("select", "criterion", criterion)
     score.require_weight(criterion_weight, "criterion_weight")
     check_clusters("select", score, clusters)
-    if is_row_source(X) and score.takes_fit:
+    if isinstance(X, RowSource) and score.takes_fit:
         raise ValueError(f"select: criterion must read held-out rows for a stream, got {score.name}")
     require_comparable(score, rivals)
     problems = [each.splits for each in rows]
@@ -199,7 +198,7 @@ def _pairs(splits: Any, X: Any, clusters: object | None, plan: Search) -> list[S
     """The splits, checked; None if there are none."""
     if splits is None:
         return None
-    if is_row_source(X):
+    if isinstance(X, RowSource):
         raise TypeError("select: splits must be None for a stream, whose rows come in blocks")
     return resolve(splits, len(X), clusters, plan.generator, "select")
 
@@ -215,7 +214,7 @@ def _rows(
 ) -> _Rows:
     """Check the data and encode them for a machine."""
     machine = space.machine
-    if is_row_source(X):
+    if isinstance(X, RowSource):
         _require_stream(machine, y, weight, criterion_weight)
         stream = X.with_classes(machine.classes) if machine.has_given_classes else X
         problems = streamed("select", stream, clusters)

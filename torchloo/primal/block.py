@@ -1,6 +1,7 @@
 """Blocks of rows, what brings them, and rows in memory as a source of them."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
@@ -9,7 +10,7 @@ from tqdm import tqdm
 
 from torchloo.primal.collective import Peers
 
-__all__ = ["Block", "Memory", "Rows", "Shard", "require_alone"]
+__all__ = ["Block", "Memory", "RowSource", "Rows", "Shard", "Source", "require_alone"]
 
 
 class Rows:
@@ -56,28 +57,108 @@ class Block(NamedTuple):
         return slice(self.start, self.start + len(self.X))
 
 
-class Memory:
-    """Rows that are in memory, looked at already; a Stream has the same members."""
+class Source(ABC):
+    """Rows that come in blocks, as often as there are passes over them."""
 
     block: int | None = None
     """Rows in a block; None leaves the choice to the machine."""
-    lasting = True
+    lasting = False
     """Whether the rows are sure to be the same in every pass."""
-    graph: tuple[Tensor | None, Tensor | None, Tensor | None]
+    graph: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     """X, Y and weight of all rows with the graph that they belong to, where they are in memory."""
+    known: tuple[Tensor, Tensor] | None = None
+    """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
+
+    @property
+    @abstractmethod
+    def n(self) -> int | None:
+        """Number of rows; None until the first pass has counted them."""
+
+    @property
+    @abstractmethod
+    def flat(self) -> bool:
+        """Whether outputs have no output axis; may be known only after the first block."""
+
+    @property
+    @abstractmethod
+    def classes(self) -> Tensor | None:
+        """The classes (c,) of labels, in the order of their columns; None where targets are numbers."""
+
+    @abstractmethod
+    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
+        """All rows, `size` at a time, under a bar that says what is done with them.
+
+        Args:
+            function: name that errors carry.
+            size: rows at once; the source's own `block` goes before it.
+            what: label of the progress bar.
+        """
+
+    @abstractmethod
+    def take(self, function: str, index: Tensor) -> Block:
+        """The rows of an index (b,), in its order, after `spool`."""
+
+    @abstractmethod
+    def spool(self, function: str, parts: Iterator[Block]) -> None:
+        """Make all rows, given in a pass over them, ready for `take`."""
+
+    @abstractmethod
+    def bar(self, what: str) -> "tqdm[Any]":
+        """A progress bar of all rows that says what is done with them."""
+
+
+class RowSource(Rows, Source):
+    """A source of rows that machines take in place of X, such as a `Stream`."""
+
+    @abstractmethod
+    def with_classes(self, classes: Tensor | None) -> Self:
+        """The same rows with classes that are known already, in their order."""
+
+    @abstractmethod
+    def labels(self, function: str) -> Tensor | None:
+        """The different labels there are, ascending; None where targets are numbers."""
+
+    @abstractmethod
+    def sample(self, function: str, count: int) -> Block:
+        """The first rows, at most so many."""
+
+    def head(self, function: str, count: int) -> Tensor:
+        """The first rows of X, (count, d)."""
+        rows = self.sample(function, count).X
+        if len(rows) < count:
+            raise ValueError(
+                f"{function}: basis must be at most the number of rows, {len(rows)}, got {count}"
+            )
+        return rows
+
+
+class Memory(Source):
+    """Rows that are in memory, looked at already."""
+
+    lasting = True
 
     def __init__(
         self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool, classes: Tensor | None = None
     ) -> None:
         self.graph = (X, Y, weight)
         self.X, self.Y, self.weight = (t.detach() for t in self.graph)
-        self.flat, self.classes = flat, classes
-        self.n: int | None = len(X)
+        self.known = self.Y, self.weight
+        self._flat, self._classes = flat, classes
 
     @property
-    def known(self) -> tuple[Tensor, Tensor] | None:
-        """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
-        return self.Y, self.weight
+    def n(self) -> int:
+        """Number of rows."""
+        return len(self.X)
+
+    @property
+    def flat(self) -> bool:
+        """Whether outputs have no output axis."""
+        return self._flat
+
+    @property
+    def classes(self) -> Tensor | None:
+        """See `Source`."""
+        return self._classes
 
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time."""

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from torchloo.classes import is_label, sorted_labels
 from torchloo.guards import Guard, values_visible
-from torchloo.primal.block import Memory, Rows, Shard, require_alone
+from torchloo.primal.block import Memory, Rows, RowSource, Shard, require_alone
 from torchloo.primal.collective import Peers, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.problem import Regs, check_rows
-from torchloo.streaming.stream import Stream
 
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
@@ -38,11 +37,11 @@ def solve_rows(
         return rows
     if isinstance(rows, Shard):
         return _of_shard(machine, rows, reg)
-    assert isinstance(rows, Stream)
+    assert isinstance(rows, RowSource)
     return _of_stream(machine, rows, reg)
 
 
-def _of_stream(machine: "LeastSquares", stream: Stream, reg: Tensor | Regs) -> StreamFit:
+def _of_stream(machine: "LeastSquares", stream: RowSource, reg: Tensor | Regs) -> StreamFit:
     function, others = machine._function, stream.others
     if machine.has_given_classes:
         stream = stream.with_classes(machine.classes)

@@ -21,7 +21,7 @@ from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut, assemble
 from torchloo.primal.backward import HeldOutRows
-from torchloo.primal.block import Block, Memory
+from torchloo.primal.block import Block, Source
 from torchloo.primal.collective import Peers, require_own, require_same
 from torchloo.primal.machines import (
     LARGE,
@@ -41,7 +41,6 @@ from torchloo.problem import Regs
 
 if TYPE_CHECKING:
     from torchloo.machine import LeastSquares
-    from torchloo.streaming.stream import Stream
 
 __all__ = ["StreamFit"]
 
@@ -78,7 +77,7 @@ class StreamFit:
         self,
         machine: "LeastSquares",
         guard: Guard,
-        stream: "Memory | Stream",
+        stream: Source,
         expansion: Expansion,
         reg: Tensor | Regs,
         others: Peers,

@@ -24,9 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchloo.criteria.score import Score
+from torchloo.primal.block import RowSource
 from torchloo.search.parameters import Space
 from torchloo.search.prior import HyperPrior
-from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order, is_row_source
+from torchloo.search.problem_batch import ProblemBatch, StreamRows, in_order
 from torchloo.search.starts import takes_kernel_matrix
 
 __all__ = ["Best", "Evaluation", "Objective", "RunSetup"]
@@ -234,7 +235,7 @@ class Objective:
         """The argument of the criterion: a HeldOut, or a Fit."""
         call = functools.partial(self.space.call, theta, among=among)
         X, y, weight, _ = rows
-        if is_row_source(X):  # includes targets and weights
+        if isinstance(X, RowSource):  # includes targets and weights
             if regs is not None:
                 return call("path", X, None, regs.to(theta), labels)
             return call("held_out", X, None, labels)

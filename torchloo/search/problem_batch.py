@@ -9,7 +9,7 @@ criterion gets rows and labels in the original order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +19,16 @@ from torchloo.classes import is_label
 from torchloo.criteria.score import Score
 from torchloo.guards import Guard, host_labels, require_floating
 from torchloo.kernels import Kernel
-from torchloo.primal.block import Block, Rows
+from torchloo.primal.block import RowSource
 
 __all__ = [
     "Clusters",
     "ProblemBatch",
-    "RowSource",
     "StreamRows",
     "Weighting",
     "check_clusters",
     "check_rows",
     "in_order",
-    "is_row_source",
     "sizes",
     "stack",
     "streamed",
@@ -94,36 +92,6 @@ def in_order(values: Tensor, order: Tensor, axis: int) -> Tensor:
     order = order.to(values.device).reshape(*order.shape, *axes_behind)
     axes_before = [1] * (values.ndim - order.ndim)
     return values.take_along_dim(order.expand(*axes_before, *order.shape), axis)
-
-
-class RowSource(Protocol):
-    """Rows that come in blocks, with their targets and weights, in place of tensors: a `Stream`."""
-
-    @property
-    def n(self) -> int | None:
-        """Number of rows; None until a pass has counted them."""
-
-    @property
-    def flat(self) -> bool:
-        """Whether outputs have no output axis."""
-
-    @property
-    def classes(self) -> Tensor | None:
-        """Class labels, in the order of their columns; None if targets are numbers."""
-
-    def with_classes(self, classes: Tensor | None) -> "RowSource":
-        """The same rows with these classes."""
-
-    def sample(self, function: str, count: int) -> Block:
-        """The first rows, at most `count`."""
-
-    def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
-        """All rows, `size` at a time."""
-
-
-def is_row_source(X: object) -> TypeGuard[RowSource]:
-    """Whether inputs come in blocks instead of as a tensor."""
-    return isinstance(X, Rows)
 
 
 class StreamRows:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -11,14 +11,14 @@ from tqdm import tqdm
 
 from torchloo.classes import coded, is_label, require_few, require_two
 from torchloo.guards import Guard, full_dtype, require_inputs, whole_number
-from torchloo.primal.block import Block, Rows
+from torchloo.primal.block import Block, RowSource
 from torchloo.primal.files import Field, mapped_files
 from torchloo.streaming.sources import Array, Arrays, Batches, Raw
 
 __all__ = ["Stream"]
 
 
-class Stream(Rows):
+class Stream(RowSource):
     """Rows for a least-squares machine, read in blocks, once for every pass over them.
 
     Give it to `fit`, `solve`, `loo`, `lco` or `path` of a machine in place of X; `StreamFit` says what
@@ -60,10 +60,6 @@ class Stream(Rows):
         self._source = Arrays(X, y, weight) if isinstance(X, Array) else Batches(X, y, weight)
         self._classes: Tensor | None = None
 
-    lasting = False
-    known = None
-    graph = (None, None, None)
-
     @property
     def n(self) -> int | None:
         """Number of rows; of batches, None until the first pass has counted them."""
@@ -91,7 +87,7 @@ class Stream(Rows):
             self._classes = found
         return self._classes
 
-    def with_classes(self, classes: Tensor | None) -> "Stream":
+    def with_classes(self, classes: Tensor | None) -> Self:
         """The same rows with classes that are known already, in their order."""
         twin = copy.copy(self)
         twin._classes = classes
@@ -123,15 +119,6 @@ class Stream(Rows):
             for start, raw in self._source.blocks(function, self.block or size):
                 yield self._checked(function, raw, start)
                 bar.update(len(raw[0]))
-
-    def head(self, function: str, count: int) -> Tensor:
-        """The first rows of X, (count, d)."""
-        rows = self.sample(function, count).X
-        if len(rows) < count:
-            raise ValueError(
-                f"{function}: basis must be at most the number of rows, {len(rows)}, got {count}"
-            )
-        return rows
 
     def sample(self, function: str, count: int) -> Block:
         """The first rows, at most so many."""
