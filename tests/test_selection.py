@@ -635,7 +635,7 @@ def test_a_long_path_is_cut_and_found_alike(monkeypatch):
     assert cut.evaluations == whole.evaluations
 
 
-@pytest.mark.parametrize("search, most", [("gradient", 25), ("nelder-mead", 250)])
+@pytest.mark.parametrize(("search", "most"), [("gradient", 25), ("nelder-mead", 250)])
 def test_a_search_ends_where_rounding_begins(search, most):
     """A tolerance below the rounding error of float32 takes no more evaluations than one about it.
 
