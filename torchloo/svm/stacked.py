@@ -107,7 +107,7 @@ class Tables:
         """`table` (N,) holds numbers below `count`, T."""
         self.table, self.count = table, count
 
-    def take(self, rows: Tensor) -> "Tables":
+    def take(self, rows: Tensor | slice) -> "Tables":
         """Those of the solutions at `rows`, which ascend."""
         return Tables(self.table[rows], self.count)
 
