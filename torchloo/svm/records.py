@@ -103,7 +103,7 @@ def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
 
     alpha max(margin, 0) + (box - alpha) max(-margin, 0): nothing is negative, so that nothing cancels.
     """
-    return torch.where(margin > 0, alpha, alpha - box).mul_(margin)
+    return (alpha * margin.clamp_min(0)).addcmul_(alpha - box, margin.clamp_max(0))
 
 
 def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from torchloo.svm.path.state import Ends, times
+from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
@@ -85,9 +85,10 @@ class _Machines(NamedTuple):
         coef, K = full.alpha * problem.y, rows_of(problem.K, variable)
         u, imbalance = times_vector(problem.K, coef), coef.sum(1, keepdim=True)
         known = torch.stack([problem.y, problem.box, full.alpha, full.margin, problem.rounding], 1)
-        of_moved = pad(columns_of(known, variable), (0, 1)).unbind(1)
+        y, box, alpha, margin, rounding = pad(columns_of(known, variable), (0, 1)).unbind(1)
         columns, variable = pad(columns, (0, 1), value=dummy), pad(variable, (0, 1))
-        return cls(A, A[:, :s].contiguous(), free[:, :s], columns, variable, *of_moved, K, u, imbalance)
+        sets = A[:, :s].contiguous(), free[:, :s], columns, variable
+        return cls(A, *sets, y, box, alpha, margin, rounding, K, u, imbalance)
 
     @property
     def dummy(self) -> int:
@@ -124,7 +125,7 @@ class _Sets(NamedTuple):
     def respond(self, machines: _Machines, w: Tensor, at_P: Tensor, at_S: Tensor) -> tuple[Tensor, Tensor]:
         """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 at P and at S."""
         dummy = machines.dummy
-        c = times(self.H, (self.D * w - at_P).masked_fill_(self.P.eq(dummy), 0))
+        c = times_vector(self.H, (self.D * w - at_P).masked_fill_(self.P.eq(dummy), 0))
         by_c = embedding_bag(self.rows, machines.A_S, per_sample_weights=c, mode="sum", padding_idx=dummy)
         return c, at_S + by_c
 
@@ -270,13 +271,13 @@ def _coefficients(
     and of what has gone from bound to bound.
     """
     alpha0, s = tables.each(machines.alpha), machines.A_S.shape[1]
-    alpha = torch.where(upper, tables.each(machines.box), 0.0)  # as if all were bounded
+    alpha = upper.to(alpha0) * tables.each(machines.box)  # as if all were bounded: the free have 0
     alpha_r = tables.pick(machines.alpha, sets.own) - gone[:, None]
     alpha.scatter_(1, sets.own, alpha_r)
     rows, x0 = of_r
     most = int(jumped.sum(1).max())
     if most:
-        change = (alpha - alpha0).mul_(jumped)
+        change = (alpha - alpha0).mul_(jumped.to(alpha))
         others = change.abs().topk(most, 1).indices
         columns = tables.pick(machines.columns, others)
         height = len(machines.A) // tables.count
@@ -288,7 +289,7 @@ def _coefficients(
     alpha0_P = tables.pick(machines.alpha, sets.place)
     w = torch.where(was_free, bound_P - alpha0_P, -tables.pick(machines.margin, sets.place))
     c, at_S = sets.respond(machines, w, at_P, at_S)
-    alpha[:, :s] = torch.where(tables.each(machines.was_free), alpha0[..., :s] - at_S, alpha[:, :s])
+    alpha[:, :s].addcmul_(tables.each(machines.was_free.to(alpha)), alpha0[..., :s] - at_S)
     return sets.enter(alpha, torch.where(was_free, bound_P, alpha0_P + c))
 
 

@@ -27,10 +27,9 @@ from torch.nn.functional import pad
 
 from torchloo.svm.path.tableau import Tableau
 
-__all__ = ["TOUCH", "Base", "Ends", "Paths", "times"]
+__all__ = ["TOUCH", "Base", "Ends", "Paths"]
 
 _GROWTH = 8  # change sets grow by so many places
-_FEW = 20  # places: from here on `torch.bmm` leaves its own loops, which are slow the other way round
 TOUCH = 1e-200  # stands for a distance of 0
 
 
@@ -227,10 +226,3 @@ class Ends(NamedTuple):
             places = part.shape[1]
             H[:, :places, :places].index_copy_(0, own, part)
         return Ends(H=H, **{name: torch.cat(column)[order] for name, column in columns.items()})
-
-
-def times(H: Tensor, x: Tensor) -> Tensor:
-    """H x for symmetric H (B, k, k) and x (B, k), by whichever kernel of `torch.bmm` is fast."""
-    if H.shape[-1] < _FEW:
-        return torch.bmm(H, x[:, :, None])[:, :, 0]
-    return torch.bmm(x[:, None], H)[:, 0]

@@ -21,7 +21,7 @@ from torchloo.svm.proof.certify import (
     smallest_and_sum,
 )
 from torchloo.svm.records import Exact, SVMProblem, Unlearned
-from torchloo.svm.stacked import Tables
+from torchloo.svm.stacked import Tables, may_look
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 __all__ = ["Targets", "unlearn"]
@@ -29,8 +29,8 @@ __all__ = ["Targets", "unlearn"]
 _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
-_TOGETHER = 2**17  # coefficients at the ends of paths that are looked at at once: more leave the cache
-_LARGEST = 2**20  # the same for paths of one machine
+_TOGETHER = 2**17  # coefficients at the ends of paths that are looked at at once: more leave a CPU's cache
+_LARGEST = 2**20  # the same for paths of one machine, and on an accelerator
 _SMALL = 2**12  # coefficients at the ends of paths: up to so many, all are looked at
 _WIDEST = 1e3  # boxes beyond which the perturbation grows no more
 
@@ -110,9 +110,10 @@ def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
     """Some of T machines of m variables each, and their targets from the first to the last but one."""
     parts: list[tuple[slice, int, int]] = []
     begin = first = last = 0
-    together, most = max(1, _TOGETHER // m), max(1, _LARGEST // m)
-    if T == 1 and len(table) <= most:
-        return [(slice(0, 1), 0, len(table))]
+    most = max(1, _LARGEST // m)
+    together = max(1, _TOGETHER // m) if may_look(table) else most
+    if len(table) <= (most if T == 1 else together):
+        return [(slice(0, T), 0, len(table))]
     for t, count in enumerate(torch.bincount(table, minlength=T).tolist()):
         if last > first and last + count - first > together:
             parts.append((slice(begin, t), first, last))

@@ -49,18 +49,20 @@ def _factors(K: Tensor) -> list[Tensor | None]:
 
 
 def _systems(K: Tensor, factors: list[Tensor | None]) -> list[tuple[Tensor, Dense | LowRank]]:
-    """The machines without a factor of low rank, and those with one, factors padded to the largest rank."""
-    with_factor = [b for b, factor in enumerate(factors) if factor is not None]
-    if not with_factor:
-        return [(torch.arange(len(K), device=K.device), Dense(K))]
-    own = [factor for factor in factors if factor is not None]
-    rank = max(factor.shape[1] for factor in own)
-    F = torch.stack([pad(factor, (0, rank - factor.shape[1])) for factor in own])
-    rows = torch.tensor(with_factor, device=K.device)
-    systems: list[tuple[Tensor, Dense | LowRank]] = [(rows, LowRank(F))]
-    if len(rows) < len(K):
-        others = torch.tensor([b for b, factor in enumerate(factors) if factor is None], device=K.device)
-        systems.append((others, Dense(K[others])))
+    """Machines with factors of like ranks, padded to the largest, and those without one."""
+    groups: dict[int, list[int]] = {}
+    for b, factor in enumerate(factors):
+        groups.setdefault(0 if factor is None else factor.shape[1].bit_length(), []).append(b)
+    systems: list[tuple[Tensor, Dense | LowRank]] = []
+    for machines in groups.values():
+        rows = torch.tensor(machines, device=K.device)
+        own = [factor for b in machines if (factor := factors[b]) is not None]
+        if not own:
+            systems.append((rows, Dense(K if len(rows) == len(K) else K[rows])))
+            continue
+        rank = max(factor.shape[1] for factor in own)
+        F = torch.stack([pad(factor, (0, rank - factor.shape[1])) for factor in own])
+        systems.append((rows, LowRank(F)))
     return systems
 
 

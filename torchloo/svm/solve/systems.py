@@ -62,7 +62,7 @@ class Dense:
 
     def product(self, a: Tensor) -> Tensor:
         """K a."""
-        return times_vector(self.K, a) if self.K.ndim > 2 else self.K @ a
+        return times_vector(self.K, a)
 
     def factor(self, theta: Tensor) -> Tensor | bool:
         """Whether it could be done, for several machines (B,)."""
