@@ -24,6 +24,7 @@ __all__ = [
 
 _READ_AT_NO_COST = {"cpu"}
 _ROUNDS = 8  # of a loop on an accelerator between two looks at values
+_LARGE = 200  # columns of matrices of which each is worth a product of its own, where sizes may be read
 _SMALL = 400  # entries of matrices: up to so many `torch.bmm` has loops of its own
 
 
@@ -119,23 +120,31 @@ def dot(x: Tensor, z: Tensor) -> Tensor:
 class Tables:
     """Which of T stacked problems each of N solutions belongs to, in ascending order."""
 
-    def __init__(self, table: Tensor, count: int) -> None:
-        """`table` (N,) holds numbers below `count`, T."""
-        self.table, self.count = table, count
+    def __init__(self, table: Tensor, count: int, most: int | None = None) -> None:
+        """`table` (N,) holds numbers below `count`, T; a problem has at most `most` solutions, if known."""
+        self.table, self.count, self._most = table, count, most
 
     def take(self, rows: Tensor | slice) -> "Tables":
         """Those of the solutions at `rows`, which ascend."""
-        return Tables(self.table[rows], self.count)
+        return Tables(self.table[rows], self.count, self._most)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many solutions each problem has, (T,)."""
+        sizes = torch.zeros(self.count, dtype=torch.long, device=self.table.device)
+        return sizes.index_add_(0, self.table, torch.ones_like(self.table))
 
     @cached_property
     def _padded(self) -> tuple[int, Tensor]:
         """How many solutions a problem has at most, and places (N,) in a table of so many for each problem.
 
-        Where that number cannot be had without waiting, that of all solutions.
+        Where that number is not known and cannot be had without waiting, that of all solutions.
         """
         table = self.table
         rank = torch.arange(len(table), device=table.device) - torch.searchsorted(table, table)
-        most = int(rank.max()) + 1 if may_look(table) and len(table) else len(table)
+        most = len(table) if self._most is None else self._most
+        if may_look(table) and len(table):
+            most = int(rank.max()) + 1
         return most, rank + table * most
 
     def each(self, x: Tensor) -> Tensor:
@@ -176,6 +185,9 @@ class Tables:
         """x (N, a) times the M of each solution, (T, a, l): (N, l)."""
         if self.count == 1:
             return x @ M[0]
+        if may_look(x) and M.shape[-1] >= _LARGE:
+            parts = zip(x.split(self.sizes.tolist()), M, strict=True)
+            return torch.cat([part @ own for part, own in parts])
         most, place = self._padded
         padded = x.new_zeros(self.count * most, x.shape[1]).index_copy_(0, place, x)
         products = padded.view(self.count, most, -1) @ M  # (T, most, l)

@@ -19,13 +19,14 @@ never occurs. The floor is -inf, or just below g_r = -1, that is y_r f_r = 0, if
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.path.tableau import Tableau
+if TYPE_CHECKING:
+    from torchloo.svm.path.tableau import Tableau
 
 __all__ = ["TOUCH", "Base", "Ends", "Paths"]
 
@@ -36,7 +37,7 @@ TOUCH = 1e-200  # stands for a distance of 0
 class Base(NamedTuple):
     """T full solutions of one size as the start of paths."""
 
-    tableau: Tableau
+    tableau: "Tableau"
     """Note [tableau], T of them."""
 
     distance: Tensor
@@ -51,7 +52,7 @@ class Base(NamedTuple):
     @classmethod
     def build(
         cls,
-        tableau: Tableau,
+        tableau: "Tableau",
         free: Tensor,
         upper: Tensor,
         alpha: Tensor,
