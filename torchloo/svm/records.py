@@ -49,7 +49,7 @@ class SVMProblem(NamedTuple):
 
     def take(self, rows: Tensor) -> "SVMProblem":
         """The problems at `rows`."""
-        return SVMProblem(*(x[rows] for x in self))
+        return SVMProblem(*(x.index_select(0, rows) for x in self))
 
 
 class Exact(NamedTuple):
@@ -85,7 +85,7 @@ class Exact(NamedTuple):
 
     def take(self, rows: Tensor) -> "Exact":
         """The machines at `rows`."""
-        return Exact(*(x[rows] for x in self))
+        return Exact(*(x.index_select(0, rows) for x in self))
 
     def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
         """With other solutions of the machines at `rows`."""

@@ -120,7 +120,7 @@ class _Sets(NamedTuple):
 
     def take(self, rows: Tensor) -> "_Sets":
         """The paths at `rows`."""
-        return _Sets(*(x[rows] for x in self))
+        return _Sets(*(x.index_select(0, rows) for x in self))
 
     def respond(self, machines: _Machines, w: Tensor, at_P: Tensor, at_S: Tensor) -> tuple[Tensor, Tensor]:
         """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 at P and at S."""

@@ -217,7 +217,8 @@ class Ends(NamedTuple):
         numbers = torch.cat([part.problem_id for part in parts])
         order = numbers.argsort()
         if len(parts) == 1:
-            return parts[0] if torch.equal(order, numbers) else Ends(*(x[order] for x in parts[0]))
+            own = parts[0]
+            return own if torch.equal(order, numbers) else Ends(*(x.index_select(0, order) for x in own))
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         all_P = [pad(part.P, (0, k - part.P.shape[1]), value=dummy) for part in parts]
         padded = [part._replace(P=P) for part, P in zip(parts, all_P, strict=True)]
@@ -226,4 +227,4 @@ class Ends(NamedTuple):
         for own, part in zip(columns["problem_id"], columns.pop("H"), strict=True):
             places = part.shape[1]
             H[:, :places, :places].index_copy_(0, own, part)
-        return Ends(H=H, **{name: torch.cat(column)[order] for name, column in columns.items()})
+        return Ends(H=H, **{name: torch.cat(x).index_select(0, order) for name, x in columns.items()})

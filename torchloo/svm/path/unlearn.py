@@ -49,7 +49,7 @@ class Targets(NamedTuple):
 
     def take(self, rows: Tensor) -> "Targets":
         """Those at `rows`."""
-        return Targets(*(x[rows] for x in self))
+        return Targets(*(x.index_select(0, rows) for x in self))
 
     def room(self, full: Exact) -> Tensor:
         """How far alpha of each has to go, (N,)."""

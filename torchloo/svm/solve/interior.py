@@ -91,14 +91,18 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     sample = shuffled[: len(y) // 3].sort().values.to(y.device)
     if bool((y[sample] == y[sample[0]]).all()):
         return interior_point(Dense(K), y, box)
-    rough = interior_point(Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=_ROUGH)
-    margin = y * (K[:, sample] @ (rough.alpha * y[sample]) + rough.bias) - 1
-    live = margin < _NEAR
+
+    def solved(index: Tensor, boxes: Tensor, gap: float) -> tuple[Interior, Tensor]:
+        """The machine of some variables, and y f - 1 of all."""
+        rows = K.index_select(0, index)
+        part = interior_point(Dense(rows.index_select(1, index)), y[index], boxes, gap)
+        return part, y * ((part.alpha * y[index]) @ rows + part.bias) - 1
+
+    live = solved(sample, 3 * box[sample], _ROUGH)[1] < _NEAR
     none = torch.zeros_like(box)
     while True:
         index = live.nonzero()[:, 0]
-        part = interior_point(Dense(K[index][:, index]), y[index], box[index])
-        margin = y * (K[:, index] @ (part.alpha * y[index]) + part.bias) - 1
+        part, margin = solved(index, box[index], _CLEAR)
         missed = ~live & (margin < CLOSE)
         if not bool(missed.any()):
             alpha, upper = (none.index_copy(0, index, x) for x in (part.alpha, part.upper))
