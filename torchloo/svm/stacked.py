@@ -102,11 +102,9 @@ def block_of(K: Tensor, S: Tensor, T: Tensor | None = None) -> Tensor:
 
 
 def times_vector(K: Tensor, a: Tensor) -> Tensor:
-    """K a for K (..., s, m) and a (..., m): (..., s)."""
+    """K a for K (..., s, m) and a (..., m): (..., s); rounded for one of several as for it alone."""
     if K.ndim == 2:
         return K @ a
-    if K.shape[0] == 1:
-        return (K[0] @ a[0])[None]
     if K.shape[-1] * K.shape[-2] < _SMALL:
         return (K @ a[..., None])[..., 0]
     return (a[..., None, :] @ K.mT)[..., 0, :]  # as rows, several times faster
