@@ -23,11 +23,12 @@ from torchloo.svm.result import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.smo import loo_smo
 from torchloo.svm.smo.bound import DualBound
 from torchloo.svm.smo.box_qp import box_qp
-from torchloo.svm.smo.free_newton import FreeSets, Groups
+from torchloo.svm.smo.free_newton import FreeSets
 from torchloo.svm.smo.loo_smo import leave_one_out_by_smo, seed_without
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.solve.low_rank import in_double
+from torchloo.svm.stacked import Tables
 
 
 @settings(max_examples=30, deadline=None)
@@ -335,11 +336,11 @@ def test_no_newton_steps_where_none_are_asked_for():
 
 def directions(K: Tensor, free: Tensor, F: Tensor, table: Tensor) -> Tensor:
     """Newton directions on kernel matrices (T, n, n) by an ascending table."""
-    sets, groups = FreeSets(K), Groups.of(table, len(K), len(table))
-    stale, size = sets.look(free, groups)
+    sets, tables = FreeSets(K), Tables(table, len(K))
+    stale, size = sets.look(free, tables)
     assert int(stale) == len(K)
     sets.renew(int(size))
-    return sets.directions(free, F, groups)
+    return sets.directions(free, F, tables)
 
 
 @pytest.mark.parametrize("rank", [2, 40])

@@ -49,7 +49,7 @@ class SVMProblem(NamedTuple):
 
     def take(self, rows: Tensor) -> "SVMProblem":
         """The problems at `rows`."""
-        return SVMProblem(*(x[rows] for x in self))
+        return SVMProblem(*(x.index_select(0, rows) for x in self))
 
 
 class Exact(NamedTuple):
@@ -85,7 +85,7 @@ class Exact(NamedTuple):
 
     def take(self, rows: Tensor) -> "Exact":
         """The machines at `rows`."""
-        return Exact(*(x[rows] for x in self))
+        return Exact(*(x.index_select(0, rows) for x in self))
 
     def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
         """With other solutions of the machines at `rows`."""
@@ -103,7 +103,7 @@ def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
 
     alpha max(margin, 0) + (box - alpha) max(-margin, 0): nothing is negative, so that nothing cancels.
     """
-    return torch.where(margin > 0, alpha, alpha - box).mul_(margin)
+    return (alpha * margin.clamp_min(0)).addcmul_(alpha - box, margin.clamp_max(0))
 
 
 def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:

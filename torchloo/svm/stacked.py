@@ -24,6 +24,8 @@ __all__ = [
 
 _READ_AT_NO_COST = {"cpu"}
 _ROUNDS = 8  # of a loop on an accelerator between two looks at values
+_LARGE = 200  # columns of matrices of which each is worth a product of its own, where sizes may be read
+_SMALL = 400  # entries of matrices: up to so many `torch.bmm` has loops of its own
 
 
 def may_look(x: Tensor) -> bool:
@@ -62,16 +64,28 @@ def first_alike(K: Tensor) -> Tensor:
     A grid of C has one kernel matrix many times in a row; what depends on it alone is found once.
     """
     number = torch.arange(len(K), device=K.device)
-    if len(K) > 1:
-        number[1:].mul_((K[1:] != K[:-1]).flatten(1).any(1))
+    differs = (K[1:, 0] != K[:-1, 0]).any(1)
+    rows = subset(~differs)
+    if len(rows):
+        differs[rows] |= (K[rows + 1] != K[rows]).flatten(1).any(1)
+    number[1:].mul_(differs)
     return number.cummax(0).values
+
+
+def _select(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x (T, l, m), numbered from 0 to T l, in the shape of their numbers.
+
+    Several times faster than an index by tensors, which goes entry by entry.
+    """
+    return x.reshape(-1, x.shape[-1]).index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
 
 
 def rows_of(K: Tensor, S: Tensor) -> Tensor:
     """Rows S (B, s) of K (B, m, m), (B, s, m)."""
-    if len(K) == 1:  # much faster than an index by tensors
+    if len(K) == 1:
         return K[0].index_select(0, S[0])[None]
-    return K[torch.arange(len(K), device=K.device)[:, None], S]
+    rows = S + torch.arange(0, len(K) * K.shape[1], K.shape[1], device=K.device)[:, None]
+    return _select(K, rows)
 
 
 def columns_of(x: Tensor, S: Tensor) -> Tensor:
@@ -84,15 +98,16 @@ def columns_of(x: Tensor, S: Tensor) -> Tensor:
 def block_of(K: Tensor, S: Tensor, T: Tensor | None = None) -> Tensor:
     """Rows S (B, s) and columns T (B, t), or S again, of K (B, m, m): (B, s, t)."""
     T = S if T is None else T
-    if len(K) == 1:
-        return K[0].index_select(0, S[0]).index_select(1, T[0])[None]
-    each = torch.arange(len(K), device=K.device)[:, None, None]
-    return K[each, S[:, :, None], T[:, None, :]]
+    return columns_of(rows_of(K, S), T)
 
 
 def times_vector(K: Tensor, a: Tensor) -> Tensor:
-    """K a for K (..., s, m) and a (..., m): (..., s)."""
-    return (K @ a[..., None])[..., 0]
+    """K a for K (..., s, m) and a (..., m): (..., s); rounded for one of several as for it alone."""
+    if K.ndim == 2:
+        return K @ a
+    if K.shape[-1] * K.shape[-2] < _SMALL:
+        return (K @ a[..., None])[..., 0]
+    return (a[..., None, :] @ K.mT)[..., 0, :]  # as rows, several times faster
 
 
 def dot(x: Tensor, z: Tensor) -> Tensor:
@@ -103,44 +118,53 @@ def dot(x: Tensor, z: Tensor) -> Tensor:
 class Tables:
     """Which of T stacked problems each of N solutions belongs to, in ascending order."""
 
-    def __init__(self, table: Tensor, count: int) -> None:
-        """`table` (N,) holds numbers below `count`, T."""
-        self.table, self.count = table, count
+    def __init__(self, table: Tensor, count: int, most: int | None = None) -> None:
+        """`table` (N,) holds numbers below `count`, T; a problem has at most `most` solutions, if known."""
+        self.table, self.count, self._most = table, count, most
 
-    def take(self, rows: Tensor) -> "Tables":
+    def take(self, rows: Tensor | slice) -> "Tables":
         """Those of the solutions at `rows`, which ascend."""
-        return Tables(self.table[rows], self.count)
+        return Tables(self.table[rows], self.count, self._most)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many solutions each problem has, (T,)."""
+        sizes = torch.zeros(self.count, dtype=torch.long, device=self.table.device)
+        return sizes.index_add_(0, self.table, torch.ones_like(self.table))
 
     @cached_property
     def _padded(self) -> tuple[int, Tensor]:
         """How many solutions a problem has at most, and places (N,) in a table of so many for each problem.
 
-        Where that number cannot be had without waiting, that of all solutions.
+        Where that number is not known and cannot be had without waiting, that of all solutions.
         """
         table = self.table
         rank = torch.arange(len(table), device=table.device) - torch.searchsorted(table, table)
-        most = int(rank.max()) + 1 if may_look(table) and len(table) else len(table)
+        most = len(table) if self._most is None else self._most
+        if may_look(table) and len(table):
+            most = int(rank.max()) + 1
         return most, rank + table * most
 
     def each(self, x: Tensor) -> Tensor:
         """What the problem of each solution has, (N, ...) of (T, ...); of one problem without the axis."""
-        return x[0] if self.count == 1 else x[self.table]
+        return x[0] if self.count == 1 else x.index_select(0, self.table)
 
     def pick(self, x: Tensor, index: Tensor) -> Tensor:
         """Entries (N, k) of what the problems have, (T, l)."""
         if self.count == 1:
             return x[0][index]
-        return x.reshape(-1)[index + self.table[:, None] * x.shape[1]]
+        entries = torch.add(index, self.table[:, None], alpha=x.shape[1])
+        return x.reshape(-1).index_select(0, entries.view(-1)).view_as(entries)
 
     def select(self, x: Tensor, columns: Tensor) -> Tensor:
         """The columns (T, a) of the problem of each solution, out of x (N, l): (N, a)."""
-        return x.index_select(1, columns[0]) if self.count == 1 else x.gather(1, columns[self.table])
+        return x.index_select(1, columns[0]) if self.count == 1 else x.gather(1, self.each(columns))
 
     def insert(self, x: Tensor, columns: Tensor, values: Tensor) -> Tensor:
         """x (N, l) with values (N, a) in the columns (T, a), in place."""
         if self.count == 1:
             return x.index_copy_(1, columns[0], values)
-        return x.scatter_(1, columns[self.table], values)
+        return x.scatter_(1, self.each(columns), values)
 
     def any(self, mask: Tensor) -> Tensor:
         """Whether the mask (N, l) is true for any solution of each problem, (T, l)."""
@@ -151,12 +175,17 @@ class Tables:
 
     def rows(self, K: Tensor, index: Tensor) -> Tensor:
         """Row index[i] (N,) of the K of each solution, (N, m) of (T, m, m)."""
-        return K[0].index_select(0, index) if self.count == 1 else K[self.table, index]
+        if self.count == 1:
+            return K[0].index_select(0, index)
+        return _select(K, torch.add(index, self.table, alpha=K.shape[1]))
 
     def product(self, x: Tensor, M: Tensor) -> Tensor:
         """x (N, a) times the M of each solution, (T, a, l): (N, l)."""
         if self.count == 1:
             return x @ M[0]
+        if may_look(x) and M.shape[-1] >= _LARGE:
+            parts = zip(x.split(self.sizes.tolist()), M, strict=True)
+            return torch.cat([part @ own for part, own in parts])
         most, place = self._padded
         padded = x.new_zeros(self.count * most, x.shape[1]).index_copy_(0, place, x)
         products = padded.view(self.count, most, -1) @ M  # (T, most, l)

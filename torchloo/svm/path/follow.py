@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.path.roles import Shared, Turn, begin_swap, end_swap
-from torchloo.svm.path.state import Base, Ends, Paths, times
+from torchloo.svm.path.state import Base, Ends, Paths
+from torchloo.svm.stacked import times_vector
 
 __all__ = ["follow"]
 
 _FLAT = 1e-11  # rates below this are rounding
 _GROWTH = 8  # places of a change set at first
-_BLOCK = 1024  # problems followed together; of several machines, or of one that is large
+_BLOCK = 2**18  # entries of the state of problems that are followed together; more leave the cache
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
 _SHORT = 1 - 1e-12  # of each step: rounding carries no z past an end; a tie with the reach is no event
 _NEVER = 1e-300  # 1 / step where nothing blocks
@@ -58,13 +59,13 @@ def follow(
         most_events: give problems up after so many rounds; default 200 and one for each column.
         distances: whether the distances of the ends are asked for.
 
-    Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each of the 1024 problems in
-    work, and for each that has ended.
+    Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each problem.
     """
     shared = Shared(base, stop_at_error, distances)
     most_events = 200 + shared.width if most_events is None else most_events
     ended: list[Ends] = []
-    numbers = torch.arange(len(target), device=target.device).split(_BLOCK)
+    most = max(1, _BLOCK // shared.width)
+    numbers = torch.arange(len(target), device=target.device).split(most)
     blocks: Iterator[Paths] = (
         _start(shared, base.distance, x, table[x], row[x], target[x], room[x]) for x in numbers
     )
@@ -73,7 +74,7 @@ def follow(
         # Problems of one age together: rounds of few are all overhead, and so are the large change
         # sets of old problems for young ones.
         rest = [_advance(shared, s, most_events, ended, to_the_end=waiting == 1) for s in blocks]
-        joined = _joined([s for s in rest if s is not None])
+        joined = _joined([s for s in rest if s is not None], most)
         blocks, waiting = iter(joined), len(joined)
     return Ends.cat(ended)
 
@@ -113,14 +114,14 @@ def _without_ended(shared: Shared, s: Paths, live: int, ended: list[Ends]) -> Pa
     return s.take(order[:live])
 
 
-def _joined(parts: list[Paths]) -> list[Paths]:
-    """The same problems in as few blocks as may be."""
+def _joined(parts: list[Paths], most: int) -> list[Paths]:
+    """The same problems in as few blocks of at most so many as may be."""
     blocks: list[list[Paths]] = []
     room = 0
     for s in parts:
         if room < len(s.problem_id):
             blocks.append([])
-            room = _BLOCK
+            room = most
         blocks[-1].append(s)
         room -= len(s.problem_id)
     return [Paths.cat(block) for block in blocks]
@@ -147,7 +148,7 @@ def _start(
         row=first_row + row,
         target=r,
         room=torch.zeros_like(room),
-        distance=distance[table],
+        distance=distance.index_select(0, table),
         moved=torch.cat([(first_row + row)[:, None], none], 1),
         P=torch.cat([torch.where(joins, r, dummy)[:, None], none], 1),
         rate=torch.cat([c_r[:, None], zeros], 1),
@@ -252,10 +253,9 @@ def _pivot(
 ) -> tuple[Turn, Tensor, Tensor, Tensor, Tensor]:
     """The turn of j, where in P it is (B, k), if at all (B,), x (B, k) and pi (B,) of Note [change sets]."""
     s.make_room(1, pack=shared.rounds_per_look == 1)
-    column = j[:, None]
-    member = column == s.P
+    member = j[:, None] == s.P
     in_P = member.any(1)
     turn = shared.turn(s.first + j, in_P, at_high)
-    e = torch.where(in_P[:, None], member, shared.rows[s.moved, column])
-    x = times(s.H, e)
+    e = torch.where(in_P[:, None], member, shared.entries(s.first_row + j, s.P))
+    x = times_vector(s.H, e)
     return turn, member, in_P, x, torch.addcmul(turn.start, turn.gain, (e * x).sum(1), value=-1)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
-from torchloo.svm.path.state import Ends, times
+from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
@@ -55,7 +55,7 @@ class _Machines(NamedTuple):
     columns: Tensor
     """Columns of the moved variables, the free ones first, and of the dummy, (T, a + 1)."""
     variable: Tensor
-    """The moved variables, (T, a)."""
+    """The moved variables, and any in place of the dummy, (T, a + 1)."""
     y: Tensor
     """Their labels, (T, a + 1)."""
     box: Tensor
@@ -68,12 +68,8 @@ class _Machines(NamedTuple):
     """Their e of Note [rounding of K], (T, a + 1)."""
     K: Tensor
     """Their rows of K, (T, a, m)."""
-    K_moved: Tensor
-    """The columns of these that are theirs, and of the dummy, (T, a, a + 1)."""
-    u_moved: Tensor
-    """Their K (alpha * y) in the full solutions, (T, a + 1)."""
     u: Tensor
-    """That of all variables, (T, m)."""
+    """K (alpha * y) of all variables in the full solutions, (T, m)."""
     imbalance: Tensor
     """Their y^T alpha, which rounding may leave, (T, 1)."""
 
@@ -88,12 +84,11 @@ class _Machines(NamedTuple):
         s, A = int(free.sum(1).max()), tableau.A.view(-1, dummy + 2)
         coef, K = full.alpha * problem.y, rows_of(problem.K, variable)
         u, imbalance = times_vector(problem.K, coef), coef.sum(1, keepdim=True)
-        known = torch.stack([problem.y, problem.box, full.alpha, full.margin, problem.rounding, u], 1)
-        y, box, alpha, margin, rounding, u_moved = pad(columns_of(known, variable), (0, 1)).unbind(1)
-        columns, A_S, was_free = pad(columns, (0, 1), value=dummy), A[:, :s].contiguous(), free[:, :s]
-        K_moved = pad(columns_of(K, variable), (0, 1))
-        labels = y, box, alpha, margin, rounding
-        return cls(A, A_S, was_free, columns, variable, *labels, K, K_moved, u_moved, u, imbalance)
+        known = torch.stack([problem.y, problem.box, full.alpha, full.margin, problem.rounding], 1)
+        y, box, alpha, margin, rounding = pad(columns_of(known, variable), (0, 1)).unbind(1)
+        columns, variable = pad(columns, (0, 1), value=dummy), pad(variable, (0, 1))
+        sets = A[:, :s].contiguous(), free[:, :s], columns, variable
+        return cls(A, *sets, y, box, alpha, margin, rounding, K, u, imbalance)
 
     @property
     def dummy(self) -> int:
@@ -121,16 +116,16 @@ class _Sets(NamedTuple):
     y_gone: Tensor
     """y_r times how far its alpha went down, (N, 1)."""
     K_r: Tensor
-    """Its column of the K of the moved variables and the dummy, (N, a + 1)."""
+    """Its row of K, (N, m)."""
 
     def take(self, rows: Tensor) -> "_Sets":
         """The paths at `rows`."""
-        return _Sets(*(x[rows] for x in self))
+        return _Sets(*(x.index_select(0, rows) for x in self))
 
     def respond(self, machines: _Machines, w: Tensor, at_P: Tensor, at_S: Tensor) -> tuple[Tensor, Tensor]:
         """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 at P and at S."""
         dummy = machines.dummy
-        c = times(self.H, (self.D * w - at_P).masked_fill_(self.P.eq(dummy), 0))
+        c = times_vector(self.H, (self.D * w - at_P).masked_fill_(self.P.eq(dummy), 0))
         by_c = embedding_bag(self.rows, machines.A_S, per_sample_weights=c, mode="sum", padding_idx=dummy)
         return c, at_S + by_c
 
@@ -143,8 +138,9 @@ class _Sets(NamedTuple):
 class Finish:
     """Where N paths of T machines ended.
 
-    `alpha` and `u` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1);
-    `stray` (N,) is by how much coefficients lay beyond their bounds before they were put there.
+    `alpha` and `u_moved` are those of the a moved variables and the dummy, (N, a + 1), `u` = K (alpha * y)
+    those of all, (N, m); `stray` (N,) is by how much coefficients lay beyond their bounds before they were
+    put there.
     """
 
     def __init__(
@@ -168,7 +164,7 @@ class Finish:
         moved = tables.any(changed | jumped)
         self.machines = machines = _Machines.build(problem, full, tableau, moved)
         changed, jumped, upper = (tables.select(x, machines.columns) for x in (changed, jumped, ends.upper))
-        a = machines.variable.shape[1]
+        a = machines.variable.shape[1] - 1
         places = torch.full_like(tableau.sign, a, dtype=torch.long)
         places.scatter_(
             1, machines.columns[:, :a], torch.arange(a, device=target.device).expand(len(places), -1)
@@ -183,12 +179,13 @@ class Finish:
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
             y_gone=tables.pick(problem.y, target[:, None]) * gone[:, None],
-            K_r=pad(tables.rows(machines.K.mT, target), (0, 1)),
+            K_r=tables.rows(problem.K, target),
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)
         self.alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
         self.u = _pull(machines, tables, sets, self.alpha)
+        self.u_moved = tables.select(self.u, machines.variable)
         self._refine(tableau, ends.failed)
         self.stray = self._put_inside()
 
@@ -197,21 +194,20 @@ class Finish:
         """The place of each target among the moved variables, a if it has none, (N,)."""
         return self._sets.own[:, 0]
 
-    def coefficients(self, rows: Tensor | None = None) -> Tensor:
+    def coefficients(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """alpha of all variables of the paths at `rows`, (R, m); default all."""
-        rows = torch.arange(len(self.alpha), device=self.alpha.device) if rows is None else rows
         its, r = self.tables.take(rows), self.target[rows, None]
         alpha = self.full.alpha[its.table]
         alpha_r = alpha.gather(1, r) - self.gone[rows, None]
-        return its.insert(alpha, self.machines.variable, self.alpha[rows, :-1]).scatter_(1, r, alpha_r)
+        moved = its.insert(alpha, self.machines.variable[:, :-1], self.alpha[rows, :-1])
+        return moved.scatter_(1, r, alpha_r)
 
-    def misses(self, bias: Tensor) -> Tensor:
-        """u + b - y of all variables, (N, m), for biases (N,)."""
-        machines, tables = self.machines, self.tables
-        change = torch.cat([_change(machines, tables, self._sets, self.alpha), bias[:, None]], 1)
-        miss = tables.product(change, pad(machines.K, (0, 0, 0, 1), value=1.0))
-        miss.add_(tables.each(machines.u - self.problem.y))
-        return miss.addcmul_(tables.rows(self.problem.K, self.target), self._sets.y_gone, value=-1)
+    def _move(self, rows: Tensor, alpha: Tensor) -> None:
+        """Other coefficients (R, a + 1) of the moved variables of the paths at `rows`."""
+        its, own = self.tables.take(rows), self._sets.take(rows)
+        u = _pull(self.machines, its, own, alpha)
+        self.alpha[rows], self.u[rows] = alpha, u
+        self.u_moved[rows] = its.select(u, self.machines.variable)
 
     def _refine(self, tableau: Tableau, failed: Tensor) -> None:
         """Correct alpha by what K says, Note [refresh], twice at most; not where a path has failed (N,)."""
@@ -223,17 +219,16 @@ class Finish:
         free = free.scatter_(1, sets.own, False).to(self.u)
         count, y = free.sum(1).clamp_min(1), tables.each(machines.y)
         for _ in range(2):
-            miss = (y - self.u).mul_(free)
+            miss = (y - self.u_moved).mul_(free)
             bias = miss.sum(1) / count
             lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(y)  # -g
-            rough = lack.abs().amax(1) > _ROUGH * (1 + self.u.abs().amax(1))
+            rough = lack.abs().amax(1) > _ROUGH * (1 + self.u_moved.abs().amax(1))
             rows = (rough & ~failed).nonzero()[:, 0]
             if not len(rows):
                 return
             own, its = sets.take(rows), tables.take(rows)
             step = _correction(machines, its, own, tableau, self.alpha[rows], lack[rows])
-            alpha = self.alpha[rows] + step * free[rows]
-            self.alpha[rows], self.u[rows] = alpha, _pull(machines, its, own, alpha)
+            self._move(rows, self.alpha[rows] + step * free[rows])
 
     def _put_inside(self) -> Tensor:
         """Put coefficients beyond their bounds there, and say by how much in all, (N,).
@@ -245,8 +240,7 @@ class Finish:
         stray = (self.alpha - inside).abs_().sum(1)
         rows = stray.nonzero()[:, 0]
         if len(rows):
-            its, own = self.tables.take(rows), self._sets.take(rows)
-            self.alpha[rows], self.u[rows] = inside[rows], _pull(self.machines, its, own, inside[rows])
+            self._move(rows, inside[rows])
         return stray
 
 
@@ -257,9 +251,9 @@ def _change(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> 
 
 
 def _pull(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> Tensor:
-    """u of the moved variables, (N, a + 1), from their alpha (N, a + 1), whatever that says of r."""
-    u = tables.product(_change(machines, tables, sets, alpha), machines.K_moved)
-    return u.add_(tables.each(machines.u_moved)).addcmul_(sets.K_r, sets.y_gone, value=-1)
+    """u of all variables, (N, m), from alpha of the moved ones (N, a + 1), whatever that says of r."""
+    u = tables.product(_change(machines, tables, sets, alpha), machines.K)
+    return u.add_(tables.each(machines.u)).addcmul_(sets.K_r, sets.y_gone, value=-1)
 
 
 def _coefficients(
@@ -277,13 +271,13 @@ def _coefficients(
     and of what has gone from bound to bound.
     """
     alpha0, s = tables.each(machines.alpha), machines.A_S.shape[1]
-    alpha = torch.where(upper, tables.each(machines.box), 0.0)  # as if all were bounded
+    alpha = upper.to(alpha0) * tables.each(machines.box)  # as if all were bounded: the free have 0
     alpha_r = tables.pick(machines.alpha, sets.own) - gone[:, None]
     alpha.scatter_(1, sets.own, alpha_r)
     rows, x0 = of_r
     most = int(jumped.sum(1).max())
     if most:
-        change = (alpha - alpha0).mul_(jumped)
+        change = (alpha - alpha0).mul_(jumped.to(alpha))
         others = change.abs().topk(most, 1).indices
         columns = tables.pick(machines.columns, others)
         height = len(machines.A) // tables.count
@@ -295,7 +289,7 @@ def _coefficients(
     alpha0_P = tables.pick(machines.alpha, sets.place)
     w = torch.where(was_free, bound_P - alpha0_P, -tables.pick(machines.margin, sets.place))
     c, at_S = sets.respond(machines, w, at_P, at_S)
-    alpha[:, :s] = torch.where(tables.each(machines.was_free), alpha0[..., :s] - at_S, alpha[:, :s])
+    alpha[:, :s].addcmul_(tables.each(machines.was_free.to(alpha)), alpha0[..., :s] - at_S)
     return sets.enter(alpha, torch.where(was_free, bound_P, alpha0_P + c))
 
 

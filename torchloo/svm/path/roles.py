@@ -38,8 +38,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.path.state import TOUCH, Base, Paths, times
-from torchloo.svm.stacked import rounds_per_look
+from torchloo.svm.path.state import TOUCH, Base, Paths
+from torchloo.svm.stacked import rounds_per_look, times_vector
 
 __all__ = ["Shared", "Turn", "begin_swap", "end_swap"]
 
@@ -90,6 +90,11 @@ class Shared:
         if self.columns == self.width:
             return P
         return (first_row + P).masked_fill_(P.eq(self.dummy), self.dummy)
+
+    def entries(self, rows: Tensor, P: Tensor) -> Tensor:
+        """A_jP for rows j (B,) and columns P (B, k), (B, k)."""
+        index = torch.add(P, rows[:, None], alpha=self.width)
+        return self.rows.view(-1).index_select(0, index.view(-1)).view_as(P)
 
     def bags(self, moved: Tensor) -> Tensor:
         """Where the change sets `moved` (B, k) begin, one after the other, (B,)."""
@@ -232,7 +237,7 @@ def _drive(shared: Shared, s: Paths, rows: Tensor) -> None:
     in_P = member.any(1, keepdim=True)
     D_q = shared.sign[s.first[rows][:, None] + q]
     rhs = torch.where(in_P, member * D_q, -shared.rows[row_q, P])
-    c = times(s.H[rows], rhs * sense)
+    c = times_vector(s.H[rows], rhs * sense)
     s.rate[rows] = c.scatter(1, place, torch.where(in_P, c.gather(1, place), sense))
     moved = torch.cat([row_r, shared.rows_of(first, P)[:, 1:]], 1)
     s.moved[rows] = moved.scatter(1, place, torch.where(in_P, moved.gather(1, place), row_q))

@@ -19,25 +19,25 @@ never occurs. The floor is -inf, or just below g_r = -1, that is y_r f_r = 0, if
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.path.tableau import Tableau
+if TYPE_CHECKING:
+    from torchloo.svm.path.tableau import Tableau
 
-__all__ = ["TOUCH", "Base", "Ends", "Paths", "times"]
+__all__ = ["TOUCH", "Base", "Ends", "Paths"]
 
 _GROWTH = 8  # change sets grow by so many places
-_FEW = 20  # places: from here on `torch.bmm` leaves its own loops, which are slow the other way round
 TOUCH = 1e-200  # stands for a distance of 0
 
 
 class Base(NamedTuple):
     """T full solutions of one size as the start of paths."""
 
-    tableau: Tableau
+    tableau: "Tableau"
     """Note [tableau], T of them."""
 
     distance: Tensor
@@ -52,7 +52,7 @@ class Base(NamedTuple):
     @classmethod
     def build(
         cls,
-        tableau: Tableau,
+        tableau: "Tableau",
         free: Tensor,
         upper: Tensor,
         alpha: Tensor,
@@ -217,7 +217,8 @@ class Ends(NamedTuple):
         numbers = torch.cat([part.problem_id for part in parts])
         order = numbers.argsort()
         if len(parts) == 1:
-            return parts[0] if torch.equal(order, numbers) else Ends(*(x[order] for x in parts[0]))
+            own = parts[0]
+            return own if torch.equal(order, numbers) else Ends(*(x.index_select(0, order) for x in own))
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         all_P = [pad(part.P, (0, k - part.P.shape[1]), value=dummy) for part in parts]
         padded = [part._replace(P=P) for part, P in zip(parts, all_P, strict=True)]
@@ -226,11 +227,4 @@ class Ends(NamedTuple):
         for own, part in zip(columns["problem_id"], columns.pop("H"), strict=True):
             places = part.shape[1]
             H[:, :places, :places].index_copy_(0, own, part)
-        return Ends(H=H, **{name: torch.cat(column)[order] for name, column in columns.items()})
-
-
-def times(H: Tensor, x: Tensor) -> Tensor:
-    """H x for symmetric H (B, k, k) and x (B, k), by whichever kernel of `torch.bmm` is fast."""
-    if H.shape[-1] < _FEW:
-        return torch.bmm(H, x[:, :, None])[:, :, 0]
-    return torch.bmm(x[:, None], H)[:, 0]
+        return Ends(H=H, **{name: torch.cat(x).index_select(0, order) for name, x in columns.items()})

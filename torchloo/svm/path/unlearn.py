@@ -21,7 +21,7 @@ from torchloo.svm.proof.certify import (
     smallest_and_sum,
 )
 from torchloo.svm.records import Exact, SVMProblem, Unlearned
-from torchloo.svm.stacked import Tables
+from torchloo.svm.stacked import Tables, may_look
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 __all__ = ["Targets", "unlearn"]
@@ -29,7 +29,8 @@ __all__ = ["Targets", "unlearn"]
 _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
-_TOGETHER = 2**20  # coefficients at the ends of paths that are looked at at once
+_TOGETHER = 2**17  # coefficients at the ends of paths that are looked at at once: more leave a CPU's cache
+_LARGEST = 2**20  # the same for paths of one machine, and on an accelerator
 _SMALL = 2**12  # coefficients at the ends of paths: up to so many, all are looked at
 _WIDEST = 1e3  # boxes beyond which the perturbation grows no more
 
@@ -48,7 +49,7 @@ class Targets(NamedTuple):
 
     def take(self, rows: Tensor) -> "Targets":
         """Those at `rows`."""
-        return Targets(*(x[rows] for x in self))
+        return Targets(*(x.index_select(0, rows) for x in self))
 
     def room(self, full: Exact) -> Tensor:
         """How far alpha of each has to go, (N,)."""
@@ -91,11 +92,11 @@ def _unlearn(
     row, column = tableau.find(targets.table, targets.variable)
     base = perturbed_base(problem, full, tableau)
     ends = follow(base, targets.table, row, column, targets.room(full), not values)
-    most = max(1, _TOGETHER // problem.y.shape[1])
-    if len(targets.table) <= most:
+    parts = _parts(targets.table, *problem.y.shape)
+    if len(parts) == 1:
         return _certified(problem, full, tableau, ends, targets, coefficients)
     done = []
-    for tables, first, last in _parts(targets.table, len(problem.y), most):
+    for tables, first, last in parts:
         own = Targets(*(x[first:last] for x in targets))
         own = own._replace(table=own.table - tables.start)
         end = Ends(*(x[first:last] for x in ends))
@@ -105,12 +106,16 @@ def _unlearn(
     return Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
 
 
-def _parts(table: Tensor, T: int, most: int) -> list[tuple[slice, int, int]]:
-    """Some of T machines each, and the first and the last but one of their targets, at most so many."""
+def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
+    """Some of T machines of m variables each, and their targets from the first to the last but one."""
     parts: list[tuple[slice, int, int]] = []
     begin = first = last = 0
+    most = max(1, _LARGEST // m)
+    together = max(1, _TOGETHER // m) if may_look(table) else most
+    if len(table) <= (most if T == 1 else together):
+        return [(slice(0, T), 0, len(table))]
     for t, count in enumerate(torch.bincount(table, minlength=T).tolist()):
-        if last > first and last + count - first > most:
+        if last > first and last + count - first > together:
             parts.append((slice(begin, t), first, last))
             begin, first = t, last
         last += count
@@ -163,14 +168,13 @@ def _certified(
 
 
 def _proof_by_all(
-    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | None = None
+    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice = slice(None)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
-    rows = torch.arange(len(kept), device=kept.device) if rows is None else rows
-    its, alpha = end.tables.take(rows), end.coefficients(rows)
+    its = end.tables.take(rows)
     y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
-    u = its.product(alpha * y, problem.K)
-    held = Held(alpha, u, box, end.target[rows], rounding, kept[rows], stuck[rows], its.table)
+    solution = end.coefficients(rows), end.u[rows], box, end.target[rows], rounding
+    held = Held(*solution, kept[rows], stuck[rows], its.table)
     return _proof(problem.K, y, held, end.stray[rows])
 
 
@@ -179,11 +183,11 @@ def _proof_by_moved(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` by the variables that paths have moved, Note [variables at rest]; open if others are not."""
     tables, machines, r = end.tables, end.machines, end.target[:, None]
-    moved = torch.zeros_like(full.free).scatter_(1, machines.variable, True)
+    moved = torch.zeros_like(full.free).scatter_(1, machines.variable[:, :-1], True)
     down = (full.upper ^ (problem.y < 0)).to(problem.y)  # 1 for those that push the bias down
     of_r = (tables.pick(x, r)[:, 0] for x in (problem.y, problem.box, problem.rounding))
     y_r, box_r, rounding_r = of_r
-    at_rest = (end.place == machines.variable.shape[1]).to(y_r)
+    at_rest = (end.place == machines.variable.shape[1] - 1).to(y_r)
     lost, gone = at_rest * (box_r - kept), at_rest * end.gone
     of_machine = torch.stack(
         [
@@ -199,18 +203,17 @@ def _proof_by_moved(
     count, pull, doubt, *of_all = tables.each(of_machine).unbind(-1)
     y, box, rounding = (tables.each(x) for x in (machines.y, machines.box, machines.rounding))
     own = kept * (1 - at_rest)
-    held = Held(end.alpha, end.u, box, end.place, rounding, own, stuck, tables.table)
+    held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck, tables.table)
     bias = bias_by_free(y, held)
-    miss = end.misses(bias)
-    violation = torch.addcmul(
-        tables.each(torch.where(moved, -torch.inf, 0.0).to(down)), miss, tables.each(2 * down - 1)
-    ).amax(1)
+    f, way = end.u + bias[:, None], 2 * down - 1
+    beyond = torch.where(moved, -torch.inf, -problem.y * way)
+    violation = torch.addcmul(tables.each(beyond), f, tables.each(way)).amax(1)
     rest = Rest(violation, count - y_r * lost, pull - y_r * gone, doubt - rounding_r * gone, *of_all)
-    f = miss.gather(1, r)[:, 0] + y_r  # u + b of r
+    u_r = end.u.gather(1, r)[:, 0]
     sign, _, slip = sign_by_reach(
-        y, held._replace(rest=rest), bias, f - bias, reach_of(problem.K, end.target, tables.table)
+        y, held._replace(rest=rest), bias, u_r, reach_of(problem.K, end.target, tables.table)
     )
-    return f, sign, slip.maximum(end.stray) <= EXACT
+    return u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
 
 def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:

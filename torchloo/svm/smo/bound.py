@@ -240,7 +240,7 @@ class _AtTarget(NamedTuple):
         return cls(s.y, r[:, None], k_r - corner, corner)
 
     def take(self, rows: Tensor) -> "_AtTarget":
-        return _AtTarget(*(x[rows] for x in self))
+        return _AtTarget(*(x.index_select(0, rows) for x in self))
 
     def gradient(self, beta: Tensor, v: Tensor) -> Tensor:
         """h, (R, n)."""

@@ -42,7 +42,7 @@ class _Program(NamedTuple):
     held: Tensor  # (B, 1)
 
     def take(self, rows: Tensor) -> "_Program":
-        return _Program(*(x[rows] for x in self))
+        return _Program(*(x.index_select(0, rows) for x in self))
 
     def gradient(self, x: Tensor) -> Tensor:
         return (self.Q @ x[:, :, None])[:, :, 0] + self.c

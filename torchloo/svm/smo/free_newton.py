@@ -17,61 +17,24 @@ A linear kernel has more free variables than its rank on the way, and no single 
 the diagonal of K, for W only, turns d where the objective has no curvature; how far to go the true K says.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torchloo.svm.stacked import may_look, rows_of, subset
+from torchloo.svm.stacked import Tables, may_look, rows_of, subset
 from torchloo.svm.tolerances import between_bounds
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.rounds import SMOState
 
-__all__ = ["FreeSets", "Groups"]
+__all__ = ["FreeSets"]
 
 _RIDGE = 1e-8  # of k_ii, for directions only
 _SHORT = 1e-3  # of the mean of k_ii: the least that counts for the ridge
 _ROUNDING = 1e-6  # of the sum of |d|: how far rounding may take the sum of d from 0
 _FAR = 96  # indices in which a free set may differ from the common one
 _NEARER = 16  # by so many more, and twice as many as need be, they may differ until there is a new common one
-_LARGE = 200  # rows of kernel matrices of which each is worth a product of its own, where sizes may be read
-
-
-class Groups(NamedTuple):
-    """Problems in the order of the kernel matrices that they use."""
-
-    table: Tensor
-    """Which of T kernel matrices each problem uses, ascending, (B,)."""
-
-    sizes: Tensor
-    """How many problems each of them has, (T,)."""
-
-    most: int
-    """The number of problems of the largest group, or more."""
-
-    @classmethod
-    def of(cls, table: Tensor, T: int, most: int) -> "Groups":
-        """The groups of an ascending table (B,)."""
-        sizes = torch.zeros(T, dtype=torch.long, device=table.device)
-        return cls(table, sizes.index_add_(0, table, torch.ones_like(table)), most)
-
-    def take(self, rows: Tensor) -> "Groups":
-        """The groups of the problems at `rows`."""
-        return Groups.of(self.table[rows], len(self.sizes), self.most)
-
-    def product(self, x: Tensor, A: Tensor) -> Tensor:
-        """x_b A_t for each problem b and its t: (B, q) and (T, q, p) give (B, p)."""
-        if len(A) == 1:
-            return x @ A[0]
-        if may_look(x) and A.shape[-1] >= _LARGE:
-            parts = x.split(self.sizes.tolist())
-            return torch.cat([part @ a for part, a in zip(parts, A, strict=True)])
-        start = self.sizes.cumsum(0) - self.sizes
-        place = torch.arange(len(x), device=x.device) + (self.table * self.most - start[self.table])
-        padded = x.new_zeros(len(A) * self.most, x.shape[1]).index_copy_(0, place, x)
-        together = padded.view(len(A), self.most, -1) @ A
-        return together.flatten(0, 1).index_select(0, place)
 
 
 class FreeSets:
@@ -94,13 +57,13 @@ class FreeSets:
         self.inside = self.common.gather(1, self.S)
         self.W_S = rows_of(self.W, self.S)
 
-    def look(self, free: Tensor, groups: Groups) -> list[Tensor]:
+    def look(self, free: Tensor, tables: Tables) -> list[Tensor]:
         """How many kernel matrices need another common set for the free sets (B, n), and its size then.
 
         What is free in most problems differs from their free sets the least.
         """
-        total = self.K.new_zeros(self.common.shape).index_add_(0, groups.table, free.to(self.K))
-        share = total / groups.sizes[:, None].clamp_min(1)
+        total = self.K.new_zeros(self.common.shape).index_add_(0, tables.table, free.to(self.K))
+        share = total / tables.sizes[:, None].clamp_min(1)
         least = torch.minimum(share, 1 - share).sum(1)
         now = torch.where(self.common, 1 - share, share).sum(1)
         majority = share > 0.5
@@ -120,29 +83,29 @@ class FreeSets:
         self.common = self.better
         self._index(size)
 
-    def steps(self, s: "SMOState", groups: Groups, most: int) -> Tensor:
+    def steps(self, s: "SMOState", tables: Tables, most: int) -> Tensor:
         """So many Newton steps of each problem, until no bound blocks; which problems moved, (B,)."""
         moved = torch.zeros_like(s.number, dtype=torch.bool)
         rows, going = torch.arange(len(moved), device=moved.device), ~moved
         for step in range(most):
-            changed, blocked = self._step(s, rows, going, groups)
+            changed, blocked = self._step(s, rows, going, tables)
             if step == 0:
                 moved = changed
             going = changed & blocked
             kept = subset(going)
             if not len(kept) or step == most - 1:
                 break
-            rows, going, groups = rows[kept], going[kept], groups.take(kept)
+            rows, going, tables = rows[kept], going[kept], tables.take(kept)
         return moved
 
-    def _step(self, s: "SMOState", rows: Tensor, going: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    def _step(self, s: "SMOState", rows: Tensor, going: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Along the direction to the maximum or the first bound; which moved, and which met a bound, (R,).
 
         Of the problems at `rows` (R,), those that are `going`.
         """
         alpha, box, y, F = (x.index_select(0, rows) for x in (s.alpha, s.box, s.y, s.F))
-        d = self.directions(between_bounds(alpha, box), F, groups)
-        K_d = groups.product(d, self.K)
+        d = self.directions(between_bounds(alpha, box), F, tables)
+        K_d = tables.product(d, self.K)
         slope, bend = -(F * d).sum(1, keepdim=True), (K_d * d).sum(1, keepdim=True)  # (R, 1)
         change = d * y  # of alpha
         room = torch.where(change > 0, box - alpha, -alpha).div_(change).masked_fill_(change == 0, torch.inf)
@@ -162,20 +125,20 @@ class FreeSets:
         s.columns = s.columns.index_add(0, rows, (new != alpha).sum(1))
         return moves[:, 0], blocked[:, 0]
 
-    def directions(self, free: Tensor, F: Tensor, groups: Groups) -> Tensor:
+    def directions(self, free: Tensor, F: Tensor, tables: Tables) -> Tensor:
         """d (B, n) for the masks S and F (B, n).
 
         0 for problems that are too far from the common set or too singular.
         """
-        table = groups.table
+        table = tables.table
         common, S, inside = self.common[table], self.S[table], self.inside[table]
         apart = free ^ common
         near = (apart.sum(1, keepdim=True) <= _FAR) & self.usable[table]
         free = free & near
         x = -F.masked_fill(~free, 0)
-        v = groups.product(x.gather(1, S).masked_fill_(~inside, 0), self.W_S)  # (B, n)
+        v = tables.product(x.gather(1, S).masked_fill_(~inside, 0), self.W_S)  # (B, n)
         c = self._changed(x - v, apart & near, table)
-        on_common = (v.gather(1, S) + groups.product(c, self.W_S.mT)).masked_fill_(~inside, 0)
+        on_common = (v.gather(1, S) + tables.product(c, self.W_S.mT)).masked_fill_(~inside, 0)
         d = c.masked_fill_(common, 0).scatter_add_(1, S, -on_common).masked_fill_(~free, 0)
         excess, size = d.sum(1, keepdim=True), d.abs().sum(1, keepdim=True)
         d = torch.where(free, d - excess / free.sum(1, keepdim=True), 0.0)

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.smo.free_newton import FreeSets, Groups
+from torchloo.svm.smo.free_newton import FreeSets
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.working_sets import improved, pair_step, worst_violators
+from torchloo.svm.stacked import Tables
 from torchloo.svm.tolerances import between_bounds
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def smo(
     state = _first_state(K, y, box, alpha, table)
     if rule is not None:
         rule.begin(state)
-    groups = Groups.of(state.table, len(K), len(y))
+    tables = Tables(state.table, len(K))
     ended: list[SMOState] = []
     stuck = torch.zeros_like(state.number, dtype=torch.bool)
     for round_ in range(options.most_rounds):
@@ -137,14 +138,14 @@ def smo(
             done = torch.ones_like(done)
         if rule is not None and rule.due(round_):
             done |= rule.advance(state, ~done)  # after epsilon-KKT: Step 4 of Algorithm 3 comes before 7
-        plan = _look(state, done, groups, sets)
+        plan = _look(state, done, tables, sets)
         if plan.ended:
             rest, gone = done.to(torch.uint8).argsort(stable=True).split([len(done) - plan.ended, plan.ended])
             ended.append(state.take(gone))
             if not len(rest):
                 break
             state, F_up, F_low = state.take(rest), F_up[rest], F_low[rest]
-            groups = Groups.of(state.table, len(K), plan.most)
+            tables = Tables(state.table, len(K), plan.most)
             if rule is not None:
                 rule.take(rest)
         if q == 2:
@@ -156,7 +157,7 @@ def smo(
         if sets is not None:
             if plan.stale:
                 sets.renew(plan.size)
-            moved |= sets.steps(state, groups, options.newton)
+            moved |= sets.steps(state, tables, options.newton)
         stuck = ~moved
     joined = SMOState(*(torch.cat([getattr(part, f.name) for part in ended]) for f in fields(SMOState)))
     return joined.take(joined.number.argsort())
@@ -168,7 +169,7 @@ def _first_state(K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, table: Tensor
     table = zero if table is None else table
     order = table.argsort(stable=True)
     table, y, box, alpha = table[order], y[order], box[order], alpha[order]
-    F = Groups.of(table, len(K), len(y)).product(alpha * y, K) - y
+    F = Tables(table, len(K)).product(alpha * y, K) - y
     none = alpha.new_zeros(len(y))
     counts = dict.fromkeys(("steps", "newton", "columns", "stopped_by", "waited"), zero)
     values = {"bias": none, "violation": none, "sign": none, "mark": none + torch.inf}
@@ -190,12 +191,12 @@ class _Plan(NamedTuple):
     """The size of the largest common set then."""
 
 
-def _look(s: SMOState, done: Tensor, groups: Groups, sets: FreeSets | None) -> _Plan:
+def _look(s: SMOState, done: Tensor, tables: Tables, sets: FreeSets | None) -> _Plan:
     """All that is asked for in one reading, the only time that the host waits in a round."""
     numbers = [done.sum()]
-    if len(groups.sizes) > 1 or sets is not None:
-        numbers.append(torch.zeros_like(groups.sizes).index_add_(0, s.table, (~done).long()).amax())
+    if tables.count > 1 or sets is not None:
+        numbers.append(torch.zeros_like(tables.sizes).index_add_(0, s.table, (~done).long()).amax())
     if sets is not None:
         numbers.append(((s.waited >= _STALLED) & ~done).sum())
-        numbers += sets.look(between_bounds(s.alpha, s.box), groups)
+        numbers += sets.look(between_bounds(s.alpha, s.box), tables)
     return _Plan(*torch.stack(numbers).tolist()) if len(numbers) > 1 else _Plan(int(numbers[0]))

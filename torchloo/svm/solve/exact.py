@@ -48,7 +48,7 @@ class Sets(NamedTuple):
 
     def take(self, rows: Tensor) -> "Sets":
         """The machines at `rows`."""
-        return Sets(*(x[rows] for x in self))
+        return Sets(*(x.index_select(0, rows) for x in self))
 
     def replaced(self, rows: Tensor, by: "Sets") -> "Sets":
         """With other sets of the machines at `rows`."""

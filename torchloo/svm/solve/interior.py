@@ -49,18 +49,20 @@ def _factors(K: Tensor) -> list[Tensor | None]:
 
 
 def _systems(K: Tensor, factors: list[Tensor | None]) -> list[tuple[Tensor, Dense | LowRank]]:
-    """The machines without a factor of low rank, and those with one, factors padded to the largest rank."""
-    with_factor = [b for b, factor in enumerate(factors) if factor is not None]
-    if not with_factor:
-        return [(torch.arange(len(K), device=K.device), Dense(K))]
-    own = [factor for factor in factors if factor is not None]
-    rank = max(factor.shape[1] for factor in own)
-    F = torch.stack([pad(factor, (0, rank - factor.shape[1])) for factor in own])
-    rows = torch.tensor(with_factor, device=K.device)
-    systems: list[tuple[Tensor, Dense | LowRank]] = [(rows, LowRank(F))]
-    if len(rows) < len(K):
-        others = torch.tensor([b for b, factor in enumerate(factors) if factor is None], device=K.device)
-        systems.append((others, Dense(K[others])))
+    """Machines with factors of like ranks, padded to the largest, and those without one."""
+    groups: dict[int, list[int]] = {}
+    for b, factor in enumerate(factors):
+        groups.setdefault(0 if factor is None else factor.shape[1].bit_length(), []).append(b)
+    systems: list[tuple[Tensor, Dense | LowRank]] = []
+    for machines in groups.values():
+        rows = torch.tensor(machines, device=K.device)
+        own = [factor for b in machines if (factor := factors[b]) is not None]
+        if not own:
+            systems.append((rows, Dense(K if len(rows) == len(K) else K[rows])))
+            continue
+        rank = max(factor.shape[1] for factor in own)
+        F = torch.stack([pad(factor, (0, rank - factor.shape[1])) for factor in own])
+        systems.append((rows, LowRank(F)))
     return systems
 
 
@@ -89,14 +91,18 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
     sample = shuffled[: len(y) // 3].sort().values.to(y.device)
     if bool((y[sample] == y[sample[0]]).all()):
         return interior_point(Dense(K), y, box)
-    rough = interior_point(Dense(K[sample][:, sample]), y[sample], 3 * box[sample], gap=_ROUGH)
-    margin = y * (K[:, sample] @ (rough.alpha * y[sample]) + rough.bias) - 1
-    live = margin < _NEAR
+
+    def solved(index: Tensor, boxes: Tensor, gap: float) -> tuple[Interior, Tensor]:
+        """The machine of some variables, and y f - 1 of all."""
+        rows = K.index_select(0, index)
+        part = interior_point(Dense(rows.index_select(1, index)), y[index], boxes, gap)
+        return part, y * ((part.alpha * y[index]) @ rows + part.bias) - 1
+
+    live = solved(sample, 3 * box[sample], _ROUGH)[1] < _NEAR
     none = torch.zeros_like(box)
     while True:
         index = live.nonzero()[:, 0]
-        part = interior_point(Dense(K[index][:, index]), y[index], box[index])
-        margin = y * (K[:, index] @ (part.alpha * y[index]) + part.bias) - 1
+        part, margin = solved(index, box[index], _CLEAR)
         missed = ~live & (margin < CLOSE)
         if not bool(missed.any()):
             alpha, upper = (none.index_copy(0, index, x) for x in (part.alpha, part.upper))

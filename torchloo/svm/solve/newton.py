@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchloo.svm.records import gap_terms
 from torchloo.svm.solve.systems import Dense, LowRank
+from torchloo.svm.stacked import times_vector
 
 __all__ = ["Interior", "Iterate"]
 
@@ -53,7 +54,7 @@ class Iterate:
     def __init__(self, y: Tensor, box: Tensor, values: Tensor, bias: Number, stuck: Number) -> None:
         self.y, self.box, self.values, self.bias, self.stuck = y, box, values, bias, stuck
         self.single, self.ones = box.ndim == 1, torch.ones_like(box)
-        self.sides = torch.stack([y, -y])
+        self.sides, self.sums = torch.stack([y, -y]), torch.stack([self.ones, y], -2)
         self.rhs = torch.stack([self.ones, self.ones], -2)  # of x and of eta, (..., 2, m)
         self.miss = self.rhs.select(-2, 0)  # y - u - b
 
@@ -82,16 +83,17 @@ class Iterate:
 
     def look(self, system: Dense | LowRank, pull: Tensor | None = None, total: float = 0.0) -> None:
         """Residuals, with what the settled variables add to K (alpha * y) and to y^T alpha."""
-        a = self.values[0] * self.y
-        u = system.product(a)
+        alpha = self.values[0]
+        u = system.product(alpha * self.y)
         torch.sub(self.y, u if pull is None else u + pull, out=self.miss).sub_(self.bias)
-        self.equality_residual = -self._sum(a) - total
+        self.scale, balance = self._two(times_vector(self.sums, alpha))  # the scale of the objective
+        self.equality_residual = -balance - total
         self.products = self.values[:2] * self.values[2:]
         self.complementarity = self._sum(self.products)
 
     def solved(self, gap: float) -> Number:
         """Where rounding keeps the residuals from shrinking, the complementarity alone decides."""
-        scale = self._sum(self.values[0])  # of the objective
+        scale = self.scale
         closed = (self.complementarity <= gap * scale) | self.stuck
         if closed is False:
             return False
@@ -105,7 +107,7 @@ class Iterate:
     def relative_gap(self) -> Number:
         """The duality gap, relative to the sum of alpha."""
         terms = gap_terms(self.values[0], -self.y * self.miss, self.box)
-        return (self._sum(terms) + abs(self.bias * self.equality_residual)) / self._sum(self.values[0])
+        return (self._sum(terms) + abs(self.bias * self.equality_residual)) / self.scale
 
     def settled(self) -> Tensor:
         """Variables whose multiplier outweighs their distance to the bound by far."""
@@ -126,12 +128,12 @@ class Iterate:
             return
         sides = self.sides / X
         both = system.solve(self.rhs)
-        sum_x, total = self._both_sums(both)
+        sum_x, total = self._two(both.sum(-1))
         x, eta = both.unbind(-2)
         r = sides * self._plus(x, (self.equality_residual - sum_x) / total, eta)
         change = torch.addcmul(r, r, r)  # -dX dW, relative to the products
         t = self._longest_predicted(r)
-        after = 1 - t - t * t * self._sum(self.products * change) / self.complementarity
+        after = 1 - t - t * t * self._dot(self.products, change) / self.complementarity
         centre = self.complementarity / (2 * X.shape[-1]) * ((after + abs(after)) / 2) ** 3
         target = self._plus_ratio(change, centre, self.products)  # E / (X W)
         push = W * target
@@ -163,13 +165,16 @@ class Iterate:
         least, most = r.amin((0, -1)), r.amax((0, -1))
         return -1 / torch.minimum(least, -1 - most).clamp_max_(-1.0)[:, None]
 
-    def _both_sums(self, x: Tensor) -> tuple[Number, Number]:
-        """The sums of two rows each, (..., 2, m)."""
-        sums = x.sum(-1)
+    def _two(self, x: Tensor) -> tuple[Number, Number]:
+        """The two numbers of each machine, (..., 2)."""
         if self.single:
-            first, second = sums.tolist()
+            first, second = x.tolist()
             return first, second
-        return sums[:, :1], sums[:, 1:]
+        return x[:, :1], x[:, 1:]
+
+    def _dot(self, x: Tensor, z: Tensor) -> Number:
+        """The sum of x z, (2, m) or (2, B, m), over all but the machines."""
+        return float(torch.dot(x.view(-1), z.view(-1))) if self.single else self._sum(x * z)
 
     def _sum(self, x: Tensor) -> Number:
         """The sum over all but the machines."""

@@ -62,7 +62,7 @@ class Dense:
 
     def product(self, a: Tensor) -> Tensor:
         """K a."""
-        return times_vector(self.K, a) if self.K.ndim > 2 else self.K @ a
+        return times_vector(self.K, a)
 
     def factor(self, theta: Tensor) -> Tensor | bool:
         """Whether it could be done, for several machines (B,)."""
@@ -94,11 +94,11 @@ class Dense:
 
     def take(self, keep: Tensor) -> "Dense":
         """That of the variables in `keep`, of one machine."""
-        return Dense(self.K[keep][:, keep])
+        return Dense(self.K.index_select(0, keep).index_select(1, keep))
 
     def machines(self, rows: Tensor) -> "Dense":
         """Those of the machines at `rows`."""
-        return Dense(self.K[rows])
+        return Dense(self.K.index_select(0, rows))
 
 
 class LowRank:
@@ -127,11 +127,11 @@ class LowRank:
 
     def take(self, keep: Tensor) -> "LowRank":
         """That of the variables in `keep`, of one machine."""
-        return LowRank(self.F[keep])
+        return LowRank(self.F.index_select(0, keep))
 
     def machines(self, rows: Tensor) -> "LowRank":
         """Those of the machines at `rows`."""
-        return LowRank(self.F[rows])
+        return LowRank(self.F.index_select(0, rows))
 
 
 def bordered_matrix(K: Tensor, real: Tensor) -> Tensor:
