@@ -245,6 +245,19 @@ def test_compiled_pairs_find_the_errors_of_the_exact_path_with_and_without_a_pro
     assert (pairs.NO_PROOF, pairs.PROVED) not in stopped
 
 
+def test_coefficients_a_rounding_off_their_bounds_cost_no_columns(solver):
+    pairs, library, X, y, svc = solver
+    K, C = svc.kernel(X).detach().numpy(), 3.0
+    alpha = pairs.trained(library, K, y.numpy(), C, 1e-6).alpha
+    assert (alpha == C).any()
+    off = alpha - 4e-16 * (alpha == C)
+    exact, rounded = (pairs.trained(library, K, y.numpy(), C, 1e-4, start) for start in (alpha, off))
+    assert exact.open.tolist() == rounded.open.tolist()
+    for row in exact.open.tolist():
+        costs = [pairs.without(library, full, row, 1e-4).columns for full in (exact, rounded)]
+        assert costs[0] == costs[1]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data")
 def test_every_script_runs_in_its_quick_form(experiment, tmp_path, monkeypatch):
