@@ -96,6 +96,13 @@ def test_a_difference_is_in_standard_errors_of_both_sides(experiment):
     assert experiment.beside("banana", ours=11.0, paper=10.0)["difference / s.e."] is None
 
 
+def test_sides_are_timed_in_turns_after_one_to_warm_up(experiment):
+    called = []
+    times = experiment.in_turns({name: lambda name=name: called.append(name) for name in "ab"}, trials=2)
+    assert "".join(called) == "ababab"
+    assert [len(times[name]) for name in "ab"] == [2, 2]
+
+
 def test_a_slope_is_the_power_of_growth(experiment):
     x = [10.0, 20.0, 50.0, 100.0]
     assert experiment.slope(x, [3 * v**2.5 for v in x]) == pytest.approx(2.5)
@@ -178,6 +185,9 @@ def test_tau_of_outputs_in_the_order_of_their_targets_is_one(script):
     rows = rls.Rows(torch.zeros(6, 1), torch.tensor([1.0, 2, 3, 9, 8, 7]), torch.tensor([0, 0, 0, 1, 1, 1]))
     outputs = torch.stack([rows.y.exp(), torch.tensor([1.0, 2, 3, 1, 2, 3])])  # all in order; one cluster is
     assert rls.tau(outputs, rows) == pytest.approx([1.0, 0.0])
+    rows = rows._replace(y=rows.y.double())
+    tied = torch.tensor([[1.0, 1.0 + 1e-14, 2.0, 1.0, 1.0 - 1e-14, 0.0]], dtype=torch.float64)
+    assert rls.tau(tied, rows) == rls.tau(tied.round(), rows)
 
 
 def test_own_neighbours_of_clusters_far_apart_are_all(script):
@@ -233,6 +243,19 @@ def test_compiled_pairs_find_the_errors_of_the_exact_path_with_and_without_a_pro
         (pairs.SHARED, pairs.PROVED),
     } <= stopped
     assert (pairs.NO_PROOF, pairs.PROVED) not in stopped
+
+
+def test_coefficients_a_rounding_off_their_bounds_cost_no_columns(solver):
+    pairs, library, X, y, svc = solver
+    K, C = svc.kernel(X).detach().numpy(), 3.0
+    alpha = pairs.trained(library, K, y.numpy(), C, 1e-6).alpha
+    assert (alpha == C).any()
+    off = alpha - 4e-16 * (alpha == C)
+    exact, rounded = (pairs.trained(library, K, y.numpy(), C, 1e-4, start) for start in (alpha, off))
+    assert exact.open.tolist() == rounded.open.tolist()
+    for row in exact.open.tolist():
+        costs = [pairs.without(library, full, row, 1e-4).columns for full in (exact, rounded)]
+        assert costs[0] == costs[1]
 
 
 @pytest.mark.slow

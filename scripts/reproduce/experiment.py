@@ -205,6 +205,20 @@ def _timed(piece: Piece) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def in_turns(sides: dict[str, Callable[[], object]], trials: int) -> dict[str, list[float]]:
+    """CPU seconds of every trial by side: sides take turns, so that other work slows all of them alike.
+
+    A first turn, which warms up, is not counted.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(trials + 1):
+        for name, call in sides.items():
+            start = time.process_time()
+            call()
+            measured[name].append(time.process_time() - start)
+    return {name: values[1:] for name, values in measured.items()}
+
+
 def beside(
     what: str,
     ours: float,

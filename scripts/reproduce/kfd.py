@@ -200,7 +200,9 @@ def figure_2(args: Namespace) -> None:
     for cost, mark, colour in zip(COSTS, "os^", ("tab:green", "tab:red", "tab:blue"), strict=True):
         label = f"{cost} (slope {powers[cost]:.1f})"
         axes.loglog(sizes, times[cost], marker=mark, color=colour, label=label)
-    axes.set(xlabel="training patterns n", ylabel="seconds", title="KFD: cost of an estimate of the error")
+    axes.set(
+        xlabel="training patterns n", ylabel="CPU seconds", title="KFD: cost of an estimate of the error"
+    )
     axes.legend(fontsize=8)
     write_picture("kfd_figure2", figure, args)
 

@@ -101,6 +101,7 @@ def trained(
         solved = _solve(library, K, y, C, -1, alpha, F, epsilon, NO_PROOF)
         bias, columns = solved.bias, solved.columns
     else:
+        alpha = _snapped(alpha, C)
         F, columns = K @ (alpha * y) - y, 0
         bias = _middle_bias(alpha, F, y, C)
     outputs = F + y + bias
@@ -144,10 +145,13 @@ def seed(full: Full, row: int) -> np.ndarray:
     given = _poured(held, np.where(same, C - alpha, 0.0), full.K[row])
     alpha += given
     taken = _poured(held - given.sum(), np.where(full.y == full.y[row], 0.0, alpha), full.K[row])
-    alpha -= taken
-    alpha[alpha < 1e-12 * C] = 0.0
-    alpha[C - alpha < 1e-12 * C] = C
-    return alpha
+    return _snapped(alpha - taken, C)
+
+
+def _snapped(alpha: np.ndarray, C: float) -> np.ndarray:
+    """Coefficients that are at a bound up to rounding, put there."""
+    alpha = np.where(alpha < 1e-12 * C, 0.0, alpha)
+    return np.where(C - alpha < 1e-12 * C, C, alpha)
 
 
 def _poured(amount: float, room: np.ndarray, near: np.ndarray) -> np.ndarray:
