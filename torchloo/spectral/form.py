@@ -49,6 +49,10 @@ Parts = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (R, ..., n, c), variances of that shape, and refitted rows (R, ..., n)."""
 
 
+# Rows of B that are squared at once: few enough to stay in the cache of a CPU.
+_AT_ONCE = 512
+
+
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     """The rows (R, ..., c, n) times a matrix (..., n, m), which is not repeated for each of the R."""
     together = rows.movedim(0, -3)
@@ -197,7 +201,8 @@ class _DualPath(Function):
 def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
     """Blocks of P, (R, ..., c', g, s, s), for rows (g, s) of B, gathered (..., g, s, n) unless s is 1."""
     if rows.shape[-1] == 1:
-        return _times(f, B.square().mT)[..., rows].unsqueeze(-1)
+        diagonals = [_times(f, part.square().mT) for part in B.split(_AT_ONCE, -2)]
+        return torch.cat(diagonals, -1)[..., rows].unsqueeze(-1)
     B_L = B.unsqueeze(-4)  # beside the axis c'
     return (B_L * f[..., None, None, :]) @ B_L.mT
 
@@ -376,8 +381,8 @@ def spectral(K: Tensor, weight: Tensor, Y: Tensor, bias: bool, Z: Tensor | None 
     heaviest = weight.argmax(-1)[..., None, None] if bias else None
     with torch.no_grad():
         root = weight.sqrt().unsqueeze(-1)  # (..., n, 1)
-        centred = _centred_kernel(K, weight) if bias and Z is None else K
-        A = (root * centred).mul_(root.mT)
+        A = _centred_kernel(K, weight).mul_(root) if bias and Z is None else K * root
+        A.mul_(root.mT)
         w, V, size = _eigen(A, _unit(root) if bias else None)
         B = _basis(V, root, heaviest)
     if heaviest is not None:
