@@ -162,6 +162,9 @@ class Memory(Source):
 
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time."""
+        if size >= len(self.X):
+            yield Block(0, self.X, self.Y, self.weight)
+            return
         for start in range(0, len(self.X), size):
             rows = slice(start, start + size)
             yield Block(start, self.X[rows], self.Y[rows], self.weight[rows])
