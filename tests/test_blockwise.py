@@ -145,8 +145,10 @@ def test_gradients_of_refitted_rows_and_sets_equal_those_of_all_rows_at_once(nam
 
 @every_set
 @pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("together", [1, 1 << 20], ids=["one by one", "all machines"])
 @pytest.mark.parametrize("name", ["lssvm", "sparse"])
-def test_gradients_of_a_path_are_those_of_its_machines(name, per_output, clusters):
+def test_gradients_of_a_path_are_those_of_its_machines(name, per_output, clusters, together, monkeypatch):
+    monkeypatch.setattr("torchloo.primal.sets._TOGETHER", together)
     X, Y, weight = inputs = [t.requires_grad_() for t in rows()]
     regs = torch.logspace(-2, 1, 4, dtype=torch.float64)
     regs = (torch.stack([regs, 2 * regs], 1) if per_output else regs).requires_grad_()

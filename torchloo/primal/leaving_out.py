@@ -13,6 +13,9 @@ diagonal of the inverse, which is 1 / (1 - h) at most and not much less; pivots 
 product is not. A light row beside heavy ones takes r = e + Omega^{-1/2} B B^T (I - B B^T)^{-1} Omega^{1/2} e,
 so that what is rounding for the heavy ones is not divided by its own small weight.
 
+Sets of like size make one batch: a set is padded with rows whose B and e are zero, for which I - B B^T has
+the identity and nothing is left out.
+
 All rows at once (whole.py) and rows in blocks (sets.py) call the same functions, differentiable to every
 order. In the coordinates of Note [rotated features], B has the rows (zeta f)^{1/2} u.
 """

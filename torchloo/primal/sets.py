@@ -1,7 +1,8 @@
 """Clusters of a stream, left out together.
 
-Their rows are gathered wherever they stand, many sets of one size at a time; a set with more rows than
-features and than a block is visited twice, first for its sums. See Note [leaving sets out].
+Their rows are gathered wherever they are, many sets of like size at a time, for all machines of a path at
+once; a set with more rows than features and than a block is visited twice, first for its sums. See
+Note [leaving sets out].
 """
 
 from collections.abc import Callable
@@ -44,13 +45,11 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
     stream = visit.solved.stream
     stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
     assert stream.n is not None
-    numbers = visit.f.numel()  # for every row
-    partition = partition.padded(stream.n, numbers)
+    partition = partition.padded(stream.n, visit.f.numel())
     small, large = partition.split(max(visit.size, visit.f.shape[-1]))
-    at_once = min(visit.size, _TOGETHER // numbers)
     with stream.bar("clusters") as bar:
         for group in small.groups:
-            for sets in group.split(max(1, at_once // group.shape[1])):
+            for sets in group.split(max(1, visit.size // group.shape[1])):
                 padded = PaddedSets(sets, stream.n)
                 visit.small(padded)
                 bar.update(len(padded.rows))
@@ -64,7 +63,7 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
         visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
 
 
-# So many numbers of rows of all machines are computed together, or those of one set.
+# So many numbers of rows of several machines are computed together, or those of one machine.
 _TOGETHER = 1 << 20
 
 # Part of a held-out residual that may come from kernel columns which round otherwise than in the first pass.
@@ -84,7 +83,7 @@ class _Visit:
         self.solved, self.machines, self.sink = solved, machines, sink
         self.size = solved.stream.block or solved.size
         self.lost: Lost = {}
-        self._judged: list[tuple[Tensor, Callable[[int], Tensor], bool]] = []
+        self._judged: list[tuple[Tensor, int, Callable[[int], Tensor], bool]] = []
         self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
         self.f = solved.with_bias(machines.f)  # (R, c', p')
         self.worst = self.f.new_zeros(())  # the largest 1 / (1 - h) of all sets but those that are lost
@@ -100,15 +99,15 @@ class _Visit:
 
     def find_lost(self) -> None:
         """Take note of all sets that are lost, in one look at the values, or two if there are some."""
-        some = torch.stack([lost.any() for lost, _, _ in self._judged]).tolist()
-        for (lost, rows_of, small), found in zip(self._judged, some, strict=True):
+        some = torch.stack([lost.any() for lost, *_ in self._judged]).tolist()
+        for (lost, first, rows_of, small), found in zip(self._judged, some, strict=True):
             for r, j, k in lost.nonzero().tolist() if found else ():
-                self.lost.setdefault((r, j), []).append((rows_of(k), small))
+                self.lost.setdefault((first + r, j), []).append((rows_of(k), small))
 
     def _differs(self, B: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
-        """Which sets (R, c', g) the rounding of kernel columns may change too much."""
+        """Which sets (r, c', g) the rounding of kernel columns may change too much."""
         zeta = scale.square()
-        longest = (B.square().sum(-1, keepdim=True) / zeta).sqrt()  # (R, c', g, s, 1)
+        longest = (B.square().sum(-1, keepdim=True) / zeta).sqrt()  # (r, c', g, s, 1)
         largest, farthest, worst = (part.amax((-2, -1)) for part in (zeta, longest, inverse * zeta))
         change = self.machines.rounding * largest * farthest * worst
         return change > _DIFFERS[self.solved.expansion.kind]
@@ -125,25 +124,37 @@ class _Visit:
 
     def small(self, sets: PaddedSets) -> None:
         """Sets (g, s) of no more rows than a block has, or than there are features."""
-        f, regs, least = self.f, self.machines.regs, self.machines.least.unsqueeze(-1)
-        own = regs.shape[1] > 1
         part, U, e, zeta = self._read(sets.rows)
         scale = sets.laid_out(zeta, zeta.min()).sqrt().unsqueeze(-1)  # (g, s, 1)
         V = sets.laid_out(U).permute(1, 2, 0) * scale  # (g, s, p')
-        B = V * f.sqrt()[..., None, None, :]  # (R, c', g, s, p')
-        e_L = sets.laid_out(e)  # (R, c, g, s)
-        e_L = e_L.unsqueeze(-1) if own else e_L.movedim(1, -1).unsqueeze(1)  # (R, c', g, s, c / c')
+        R, own = self.machines.regs.shape
+        at_once = max(1, _TOGETHER // (V.numel() * own))
+        found = []
+        for first in range(0, R, at_once):
+            found.append(self._without(sets, V, scale, e, first, min(R, first + at_once)))
+        residuals, variance = (torch.cat(parts) for parts in zip(*found, strict=True))
+        self._write(part, residuals, variance, sets.rows)
+
+    def _without(
+        self, sets: PaddedSets, V: Tensor, scale: Tensor, e: Tensor, first: int, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """Held-out residuals (r, c, b) and variances (r, c', b) of some machines, r of them."""
+        some = slice(first, last)
+        f, regs, least = self.f[some], self.machines.regs[some], self.machines.least[some].unsqueeze(-1)
+        B = V * f.sqrt()[..., None, None, :]  # (r, c', g, s, p')
+        own = regs.shape[1] > 1
+        e_L = sets.laid_out(e[some])  # (r, c, g, s)
+        e_L = e_L.unsqueeze(-1) if own else e_L.movedim(1, -1).unsqueeze(1)  # (r, c', g, s, c / c')
         few = sets.shape[1] <= f.shape[-1]
         if few:
             r_L, inverse, lost = leave_out_small(B, scale, e_L, least)
         else:
             unit = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
             r_L, inverse, lost = leave_out_large(B, scale, e_L, least, unit)
-        self._judged.append((lost | self._differs(B, scale, inverse), sets.__getitem__, few))
+        self._judged.append((lost | self._differs(B, scale, inverse), first, sets.__getitem__, few))
         self._weigh(inverse * scale.square())
-        r_L = r_L[..., 0] if own else r_L[:, 0].movedim(-1, 1)  # (R, c, g, s)
-        variance = regs.unsqueeze(-1) * sets.taken(inverse[..., 0])
-        self._write(part, sets.taken(r_L), variance, sets.rows)
+        r_L = r_L[..., 0] if own else r_L[:, 0].movedim(-1, 1)  # (r, c, g, s)
+        return sets.taken(r_L), regs.unsqueeze(-1) * sets.taken(inverse[..., 0])
 
     def large(self, rows: Tensor) -> None:
         """One set (s,) of more rows than a block has, and than there are features."""
@@ -157,7 +168,7 @@ class _Visit:
         unit = torch.eye(p, dtype=A.dtype, device=A.device)
         roots = self.f.sqrt()  # (R, c', p')
         W, lost = root_of_rest(unit - roots.unsqueeze(-1) * A * roots.unsqueeze(-2), self.machines.least)
-        self._judged.append((lost.unsqueeze(-1), lambda _: rows, False))
+        self._judged.append((lost.unsqueeze(-1), 0, lambda _: rows, False))
         self._weigh(W.square().sum(-2))
         for some in rows.split(self.size):
             part, U, e, zeta = self._read(some)
