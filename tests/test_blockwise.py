@@ -143,6 +143,18 @@ def test_gradients_of_refitted_rows_and_sets_equal_those_of_all_rows_at_once(nam
     compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-6)
 
 
+@pytest.mark.parametrize("together", [1, 1 << 20], ids=["one by one", "all machines"])
+def test_a_path_refits_the_sets_that_each_of_its_machines_loses(together, monkeypatch):
+    monkeypatch.setattr("torchloo.primal.sets._TOGETHER", together)
+    (X, Y, weight), regs = lonely(), torch.tensor([1.0, 1e-2, 1e-5, 1e-7], dtype=torch.float64)
+    path = tl.LSSVM(tl.kernels.Linear()).path(X, Y, regs, RAGGED, weight)
+    assert not path.refitted[0].any()
+    assert path.refitted[-1].any()
+    for r, reg in enumerate(regs):
+        one = tl.LSSVM(tl.kernels.Linear(), reg).lco(X, Y, RAGGED, weight)
+        compare([path.outputs[r]], [one.outputs.detach()], 1e-9)
+
+
 @every_set
 @pytest.mark.parametrize("per_output", [False, True])
 @pytest.mark.parametrize("together", [1, 1 << 20], ids=["one by one", "all machines"])
