@@ -186,7 +186,7 @@ def _several(a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | N
     visible = bool(sizes) and values_visible(*a)
     if visible and root.spare_well:
         well_conditioned = torch.stack([sets.well_conditioned.all() for sets in sizes])
-        if guard.asks(well_conditioned):
+        if guard.read_flag(well_conditioned):
             return iter(sizes)
     for sets, rows in zip(sizes, groups, strict=True):
         sets.refine(root, rows)
@@ -195,7 +195,7 @@ def _several(a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | N
             guard.require(sets.definite, NOT_DEFINITE)
         return iter(sizes)
     refinable = torch.stack([sets.refinable.all() for sets in sizes])
-    if not guard.asks(refinable):
+    if not guard.read_flag(refinable):
         for sets, rows in zip(sizes, groups, strict=True):
             sets.solve_others_by_qr(root, rows, guard)
     return iter(sizes)

@@ -487,7 +487,7 @@ def dual(
         has_alternative = otherwise is not None or features is not None
         well_conditioned = True
         if has_alternative and values_visible(K):
-            well_conditioned = guard.asks(condition(L) < ILL_CONDITIONED)
+            well_conditioned = guard.read_flag(condition(L) < ILL_CONDITIONED)
     if otherwise is not None and not well_conditioned:
         return otherwise()
     if features is not None and not well_conditioned:

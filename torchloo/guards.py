@@ -242,22 +242,22 @@ class Guard:
 
     def check(self) -> None:
         """Raise for the first condition that does not hold."""
-        self._look([])
+        self._read([])
 
-    def asks(self, question: Tensor) -> bool:
+    def read_flag(self, question: Tensor) -> bool:
         """Whether a boolean tensor is True everywhere, read in one synchronisation with `check`."""
-        return self.answers(question)[0]
+        return self.read_flags(question)[0]
 
-    def answers(self, *questions: Tensor) -> list[bool]:
-        """`asks` for several questions at once."""
+    def read_flags(self, *questions: Tensor) -> list[bool]:
+        """`read_flag` for several questions at once."""
         seen = [question.all() if question.ndim else question for question in map(_constant, questions)]
-        return [bool(answer) for answer in self._look(seen)]
+        return [bool(answer) for answer in self._read(seen)]
 
     def largest(self, tensor: Tensor) -> float:
         """The largest entry of a tensor, read in one synchronisation with `check`."""
-        return self._look([_largest(tensor)])[0]
+        return self._read([_largest(tensor)])[0]
 
-    def _look(self, questions: list[Tensor]) -> list[float]:
+    def _read(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, after checking every condition."""
         demands, proofs = self._demands, self._proofs
         if not (demands or questions):

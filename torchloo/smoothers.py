@@ -254,7 +254,7 @@ class Fit:
     def held_out(
         self, clusters: object | None = None, flat: bool | None = None, *, sets: Any = None
     ) -> HeldOut:
-        """What the machine would have said of every row, had it not seen it or its cluster.
+        """Held-out predictions of every row, by the machine trained without it or without its cluster.
 
         Note [held-out residual]. Differentiable. In the primal form, sets whose 1 - h is lost to
         rounding are refitted explicitly and marked in `refitted`; this needs their values, so it

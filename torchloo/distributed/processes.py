@@ -42,7 +42,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[None, Tensor]:
-        ctx.processes.meet()
+        ctx.processes.require_same_call()
         return None, _Sum.apply(ctx.processes, bar)
 
 
@@ -63,7 +63,7 @@ class _Rows(Function):
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> tuple[None, None, None, Tensor]:
         if not ctx.shared:
-            ctx.processes.meet()
+            ctx.processes.require_same_call()
             bar = _Sum.apply(ctx.processes, bar)
         return None, None, None, bar.split(ctx.counts)[ctx.processes.rank]
 
@@ -103,7 +103,7 @@ class Processes(Peers):
         """The same processes within the backward of the call."""
         return self.named(f"backward of {self.call}")
 
-    def meet(self) -> None:
+    def require_same_call(self) -> None:
         """Raise, in all processes, unless all have made the same call."""
         self.gather(None)
 
@@ -120,7 +120,7 @@ class Processes(Peers):
                 )
         return [each.value for each in messages]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """The result of the work of this process; an error in one process is raised in all.
 
         The process that fails raises its own error, the others a RuntimeError with its rank and message.

@@ -61,7 +61,7 @@ def require_same_machine(processes: Processes, machine: LeastSquares) -> None:
         chooses_basis = getattr(machine, "basis", 0) is None
         return chooses_basis, _summary(machine)
 
-    summaries = processes.gather(processes.together(own))
+    summaries = processes.gather(processes.run(own))
     for rank, (chooses_basis, _) in enumerate(summaries):
         if chooses_basis:
             raise ValueError(

@@ -58,7 +58,7 @@ def _shared(
         require_alone(function, y, weight)
         return X
 
-    return processes.together(own).shared(processes)
+    return processes.run(own).shared(processes)
 
 
 def fit(
@@ -139,7 +139,7 @@ def sum_gradients(machine: nn.Module | Iterable[Tensor], group: Any = None) -> N
         parameters = list(machine.parameters() if isinstance(machine, nn.Module) else machine)
         return parameters, [(tuple(p.shape), str(p.dtype)) for p in parameters]
 
-    parameters, shapes = processes.together(own)
+    parameters, shapes = processes.run(own)
     require_same("distributed.sum_gradients", processes, "shapes and dtypes of parameters", shapes)
     has_gradient = processes.gather([p.grad is not None for p in parameters])
     used = [p for p, *flags in zip(parameters, *has_gradient, strict=True) if any(flags)]
@@ -160,7 +160,7 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
     For a loss of all rows that every process computes. Memory: n c numbers in each process.
     """
     processes = Processes("distributed.gather", group)
-    rows = processes.together(lambda: _axis_of_rows(held_out))
+    rows = processes.run(lambda: _axis_of_rows(held_out))
     outputs = held_out.outputs
     others = [size for axis, size in enumerate(outputs.shape) if axis != rows]
     kind = (held_out.clusters is not None, others, str(outputs.dtype))

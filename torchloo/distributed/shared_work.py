@@ -33,7 +33,7 @@ def share(function: Callable[[Any], T], items: Iterable[Any], group: Any = None)
         group: a process group; None for all processes.
     """
     processes = Processes("distributed.share", group)
-    return _share(processes, function, processes.together(lambda: list(items)))
+    return _share(processes, function, processes.run(lambda: list(items)))
 
 
 def _share(processes: Processes, function: Callable[[Any], T], items: list[Any]) -> list[T]:
@@ -43,7 +43,7 @@ def _share(processes: Processes, function: Callable[[Any], T], items: list[Any])
             f"{processes.function}: items must be the same in all processes, got {counts} of them"
         )
     own = items[processes.rank :: processes.count]
-    results = processes.gather(processes.together(lambda: [function(item) for item in own]))
+    results = processes.gather(processes.run(lambda: [function(item) for item in own]))
     in_turns = itertools.zip_longest(*results)  # the first item of every process, then the second, ...
     return list(itertools.chain.from_iterable(in_turns))[: len(items)]
 
@@ -70,7 +70,7 @@ def select(
         options: clusters, weight, criterion_weight, start, prior, time_budget, progress of `tl.select`.
     """
     processes = Processes("distributed.select", group)
-    axes = processes.together(lambda: _axes(machine, grid))
+    axes = processes.run(lambda: _axes(machine, grid))
     name = max(axes, key=lambda axis: (axis != "reg", len(axes[axis])))
 
     def one(part: list[Any]) -> Selection | NoCandidateError:
@@ -139,7 +139,7 @@ def validate(
         group: a process group; None for all processes.
     """
     processes = Processes("distributed.validate", group)
-    pairs = processes.together(lambda: resolve(splits, len(X), clusters, generator))
+    pairs = processes.run(lambda: resolve(splits, len(X), clusters, generator))
     pairs = processes.gather(pairs)[0]
     count = min(processes.count, len(pairs))
 
@@ -180,7 +180,7 @@ def svc_loo(
         mine = torch.arange(n, device=X.device) % processes.count == processes.rank
         return machine.loo(X, y, weight, method, values, epsilon, rows=mine), mine
 
-    part, mine = processes.together(own)
+    part, mine = processes.run(own)
     if part.outputs.ndim > part.weight.ndim:
         mine = mine.unsqueeze(-1)  # (n, 1) beside an output axis
 

@@ -179,7 +179,7 @@ class _Refit:
         self.abar = rb / one.zeta.unsqueeze(-1) + one.X.mT @ (one.spread @ rb)
         self.EH = (rb @ (a.mT @ self.H.mT) + a @ (rb.mT @ self.H.mT)) / 2 + g.unsqueeze(-1) * self.H.mT
         self.diagonal = (rb * a).sum(-1) + g
-        self.a, self.start = a, 0  # where it stands among all refitted rows is known later
+        self.a, self.start = a, 0  # its place among all refitted rows is known later
 
 
 def _inverse_blocks(
@@ -242,7 +242,7 @@ class _Backward:
 
     def gather(self) -> None:
         """The first of the two passes, and what follows from its sums."""
-        self.others.together(self._own_sums)
+        self.others.run(self._own_sums)
         self._penalty()
         self.Q, self.t = self.others.sums(self.Q, self.t)
         self.v, self.total = -self.f * self.t, self.Q.sum((0, 1)) if len(self.each) > 1 else self.Q[0, 0]

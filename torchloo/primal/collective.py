@@ -30,10 +30,10 @@ class Peers:
         """The same in the backward of the call."""
         return self
 
-    def meet(self) -> None:
+    def require_same_call(self) -> None:
         """Raise, in all processes, unless they have all come to the same call."""
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """What the work of this process gives; an error in any of them is raised in all."""
         return work()
 

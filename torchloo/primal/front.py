@@ -32,7 +32,7 @@ def solve_rows(
 
     What was solved already is given back.
     """
-    rows.others.together(lambda: require_alone(machine._function, y, weight))
+    rows.others.run(lambda: require_alone(machine._function, y, weight))
     if isinstance(rows, StreamFit):
         return rows
     if isinstance(rows, Shard):
@@ -46,10 +46,10 @@ def _of_stream(machine: "LeastSquares", stream: RowSource, reg: Tensor | Regs) -
     if machine.has_given_classes:
         stream = stream.with_classes(machine.classes)
     elif others.count > 1:
-        own = others.together(lambda: stream.labels(function))
+        own = others.run(lambda: stream.labels(function))
         stream = stream.with_classes(shared_labels(function, others, own, stream.n or 0))
     first = partial(stream.head, function)
-    expansion = others.together(lambda: machine.features_of_rows(first))
+    expansion = others.run(lambda: machine.features_of_rows(first))
     return StreamFit(machine, Guard(function), stream, expansion, reg, others)
 
 
@@ -57,7 +57,7 @@ def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> Stre
     function, others, X, y, weight = machine._function, shard.others, shard.X, shard.y, shard.weight
     classes = None
     if not machine.has_given_classes:
-        found = others.together(lambda: sorted_labels(function, "y", y) if is_label(y) else None)
+        found = others.run(lambda: sorted_labels(function, "y", y) if is_label(y) else None)
         classes = shared_labels(function, others, found, len(X))
 
     def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
@@ -77,7 +77,7 @@ def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> Stre
         guard.check()
         return guard, *found, Y, flat
 
-    guard, inputs, expansion, Y, flat = others.together(own)
+    guard, inputs, expansion, Y, flat = others.run(own)
     return _in_memory(machine, guard, inputs, expansion, Y, weight, reg, flat, others, classes)
 
 

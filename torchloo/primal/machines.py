@@ -13,7 +13,7 @@ products with u, and u is the only large one.
 Note [folding]
 The features of a sparse machine are z = L^{-1} k for a kernel column k, so u = (A^T L^{-1}) k - A^T mean:
 one product in place of two. With F = A^T L^{-1}, rounding changes u_j by eps |F_j| |k|: much, where the
-basis is nearly dependent. A block goes the long way if that could change a leverage, or an output
+basis is nearly dependent. A block takes two products if that could change a leverage, or an output
 measured by the spread of the targets, by more than `_FOLD`; rows with a large leverage, whose residual is
 divided by a small 1 - h, always do.
 """
@@ -231,7 +231,7 @@ class Machines:
         return slice(None) if self.regs.shape[1] == 1 else slice(j, j + 1)
 
     def rotated(self, X: Tensor, fold: bool = True, ones: bool = False, k: Tensor | None = None) -> Tensor:
-        """u (p, b) of inputs (b, d), the long way unless `fold`; with a row of ones more if asked for.
+        """u (p, b) of inputs (b, d), by two products unless `fold`; with one more row of ones if `ones`.
 
         k are the columns of X, where they are known.
         """
@@ -289,7 +289,7 @@ class Machines:
         self.q, self.offset = self.q + step, self.offset + shift
         self.refined = self.moved = True
 
-    def go_the_long_way(self) -> bool:
+    def drop_shortcuts(self) -> bool:
         """Take no shortcut from now on, neither folding nor unrefined residuals; whether there was one."""
         shortcut = self.fold or (self.refined and not self.moved)
         self.fold, self.refined = False, self.moved
@@ -350,7 +350,7 @@ def _is_well_conditioned(
     machines.least = least.expand_as(machines.regs)
     settled = (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
     questions = (estimate < (SINGLE if narrow else limit), settled, fine)
-    well_conditioned, machines.refined, machines.fold = guard.answers(*questions)
+    well_conditioned, machines.refined, machines.fold = guard.read_flags(*questions)
     if narrow and not (well_conditioned and machines.fold):
         raise ImpreciseError
     return well_conditioned
@@ -388,7 +388,7 @@ def one_machine(
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(0)
     machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-    machines.fold, machines.least = guard.asks(fine), least.expand_as(regs)
+    machines.fold, machines.least = guard.read_flag(fine), least.expand_as(regs)
     return machines
 
 
@@ -416,5 +416,5 @@ def path_machines(
     if not _is_well_conditioned(guard, moments, machines, fine, eigen.condition(regs), limit):
         eigen = Eigen.of_rows(triangle()[0])
         machines, fine = with_eigen(eigen)
-        machines.fold, machines.least = guard.asks(fine), eigen.least(regs)
+        machines.fold, machines.least = guard.read_flag(fine), eigen.least(regs)
     return machines

@@ -181,7 +181,7 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
             for rows, residuals, variance, *features in work.solve():
                 sink.overwrite(rows, r, j, outputs, residuals, variance)
                 refitted.append(Refitted(r, j, rows, *features))
-            others.together(work.guard.check)
+            others.run(work.guard.check)
     return refitted
 
 
@@ -260,9 +260,9 @@ class _Round:
         others, device = self.solved.others, self.outside.device
         host = device if others.count == 1 else torch.device("cpu")
         if self.bias:
-            others.together(self._move_origin)
+            others.run(self._move_origin)
             self.origin = others.gather(self.origin.to(host))[0].to(device)  # any will do, if it is the same
-        number, *rows = others.together(self._pass)
+        number, *rows = others.run(self._pass)
         first = sum(others.gather(len(self.rows))[: others.rank])
         own = [t.to(host) for t in (self.outside, number + first, *rows)]
         everyone = (torch.cat(t).to(device) for t in zip(*others.gather(own), strict=True))

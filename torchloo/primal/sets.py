@@ -31,9 +31,9 @@ def leave_out_sets(
 ) -> list[Refitted]:
     """Write the held-out rows of all clusters."""
     visit = _Visit(solved, solved.refined(machines), sink)
-    solved.others.together(lambda: _visits(visit, partition))
+    solved.others.run(lambda: _visits(visit, partition))
     large = any(solved.others.gather(bool(visit.worst * (1 - LARGE) > 1)))
-    if large and machines.go_the_long_way():
+    if large and machines.drop_shortcuts():
         return leave_out_sets(solved, machines, partition, sink)
     if solved.expansion.kind != torch.float64 and any(solved.others.gather(bool(visit.lost))):
         raise ImpreciseError

@@ -18,7 +18,7 @@ __all__ = ["Sink", "require_folders"]
 
 def require_folders(function: str, others: Peers, out: str | Path | None) -> None:
     """Raise, in all processes, if two of them would write to one folder."""
-    own = others.together(lambda: None if out is None else str(Path(out).resolve()))
+    own = others.run(lambda: None if out is None else str(Path(out).resolve()))
     folders = [folder for folder in others.gather(own) if folder is not None]
     if len(set(folders)) < len(folders):
         raise ValueError(

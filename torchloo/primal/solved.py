@@ -107,13 +107,13 @@ class StreamFit:
             self.regs = reg.double().reshape(1, 1)
             return
         guard, outputs = self._guard, self.moments.T.shape[1]
-        self.regs = self.others.together(lambda: reg.checked(guard, outputs, self.moments.S))
+        self.regs = self.others.run(lambda: reg.checked(guard, outputs, self.moments.S))
         if self.others.count > 1:
-            self.others.together(guard.check)
+            self.others.run(guard.check)
             require_same(self.function, self.others, "regs", self.regs.tolist())
 
     def _sum_up(self, bias: bool) -> None:
-        self.moments = self.others.together(lambda: self._gather(bias))
+        self.moments = self.others.run(lambda: self._gather(bias))
         self.moments.join(self.others)
         self._solved = None
 
@@ -195,7 +195,7 @@ class StreamFit:
             part = next(self.stream.blocks(self.function, self.expansion.size, "first rows"))
             return _mean(self._columns(part), part), part
 
-        mean, part = self.others.together(first)
+        mean, part = self.others.run(first)
         kind = (len(mean), part.Y.shape[1], str(part.Y.dtype), bias)
         require_same(self.function, self.others, "features, outputs, dtype and bias", kind)
         if bias:
@@ -203,7 +203,7 @@ class StreamFit:
 
     def _triangle(self) -> tuple[Tensor, Tensor]:
         """R (p, p) and d (p, c), R^T R = S and R^T d = T, by QR factorisations of blocks of one more pass."""
-        R, p = self.others.together(self._own_triangle), len(self.moments.S)
+        R, p = self.others.run(self._own_triangle), len(self.moments.S)
         if self.others.count > 1:
             R = triangle(torch.cat([part.to(R) for part in self.others.gather(R.cpu())]))
         return R[:p, :p], R[:p, p:]
@@ -299,7 +299,7 @@ class StreamFit:
         return spread_of(T, machine.regs[0, 0], mean, self.per_weight.reshape(1, 1))
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
-        """What the machine would have said of every row, had it not seen it or its cluster.
+        """Held-out predictions of every row, by the machine trained without it or without its cluster.
 
         Args:
             clusters: integer labels (n,) on the host, in any order; None leaves every row out alone.
@@ -338,7 +338,7 @@ class StreamFit:
     def _called(self, name: str) -> Self:
         """The same; what is asked of other processes from now on carries the name."""
         self.others = self.others.named(self._call or f"StreamFit.{name}")
-        self.others.meet()
+        self.others.require_same_call()
         return self
 
     def blocks(self, what: str) -> Iterator[Block]:
@@ -370,7 +370,7 @@ class StreamFit:
         require_folders(self.function, self.others, out)
         partition = None
         if clusters is not None:
-            partition = self.others.together(lambda: self._partition(clusters))
+            partition = self.others.run(lambda: self._partition(clusters))
             require_own(self.function, self.others, partition)
         labels = None if partition is None else partition.labels
         _, Y, zeta = self.stream.graph
@@ -403,7 +403,7 @@ class StreamFit:
         with Sink(
             self.function, (*machines.offset.shape[:1], n, machines.offset.shape[1]), *kind, out, known
         ) as sink:
-            self.others.together(sink.open)
+            self.others.run(sink.open)
             if partition is None:
                 refitted = self._leave_one_out(machines, sink)
             else:
@@ -440,7 +440,7 @@ class StreamFit:
         n = sum(self.others.gather(self.stream.n))
         if n < 2:
             raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
-        seen = self.others.together(lambda: self._visit(machines, sink))
+        seen = self.others.run(lambda: self._visit(machines, sink))
         questions = [~(seen.low > machines.least).all(), ~(seen.low > 1 - LARGE).all()]
         step = None
         if not machines.refined:
@@ -450,11 +450,11 @@ class StreamFit:
         lost, large, *matters = (any(column) for column in zip(*answers, strict=True))
         if lost and self.expansion.kind != torch.float64:
             raise ImpreciseError
-        if large and machines.go_the_long_way():
+        if large and machines.drop_shortcuts():
             return self._leave_one_out(machines, sink)
         if step is not None:
             if any(matters):
-                self.others.together(lambda: self._correct(machines, sink, *step))
+                self.others.run(lambda: self._correct(machines, sink, *step))
             machines.move(*step)
         return refit(self, machines, sink, self._lost(machines, sink)) if lost else []
 
@@ -509,7 +509,7 @@ class StreamFit:
         """The machines, after a pass for a step of refinement if there was none yet."""
         if not machines.refined:
             with torch.no_grad():
-                machines.move(*self._step(machines, self.others.together(lambda: self._gradient(machines))))
+                machines.move(*self._step(machines, self.others.run(lambda: self._gradient(machines))))
         return machines
 
     def _gradient(self, machines: Machines) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ min over p of sum_i zeta_i |y_i - z_i^T p|^2 + p^T R p. With Omega = diag(zeta):
     P = Omega - Omega Z C^{-1} Z^T Omega,    a = P Y = Omega e.
 
 This P plays the part of the dual one (Note [dual form]; it is reg times it where both exist), so
-Note [held-out residual] holds as it stands. Here P_ii = zeta_i (1 - h_i) does cancel as h -> 1:
+Note [held-out residual] holds unchanged. Here P_ii = zeta_i (1 - h_i) does cancel as h -> 1:
 everything is computed in float64, and rows whose 1 - h is too small for that are refitted.
 
 An unpenalised bias takes features and targets about their weighted means, Note [moments], and adds
@@ -160,7 +160,7 @@ class Normal:
         """
         eigen = Eigen.of(self.S)
         limit = ILL_CONDITIONED_PATH * self.V.shape[-2] ** 0.5
-        if not guard.asks(eigen.condition(reg) < limit):
+        if not guard.read_flag(eigen.condition(reg) < limit):
             eigen = Eigen.of_rows(triangle(self.V))
         Q, mean = eigen.Q, None if self.mean is None else self.mean @ eigen.Q
         return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(eigen.w), mean, self.Z @ Q), eigen)
@@ -431,7 +431,7 @@ def _inverse(normal: Normal, R: Tensor, Y: Tensor, guard: Guard) -> tuple[Tensor
     """T with T C T^T = I, (..., p, p), the 1 - h that it can still tell from 0, (...), and p if known."""
     C, V = normal.S + R, normal.V
     T, estimate, info = inverse_factor(C)
-    if not values_visible(T) or guard.asks(estimate < ILL_CONDITIONED):
+    if not values_visible(T) or guard.read_flag(estimate < ILL_CONDITIONED):
         guard.require(info == 0, NOT_DEFINITE)
         return T, trusted(estimate), None
     with torch.no_grad():
