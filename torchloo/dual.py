@@ -326,7 +326,7 @@ def _cotangents(
             U = P @ abar
             Mbar = congruence(P, negative, partition)
             del P
-            add_product(Mbar, torch.cat([U, a], -1), torch.cat([a, U], -1), -0.5)
+            add_product(add_product(Mbar, U, a, -0.5), a, U, -0.5)
     return Mbar if ctx.needs_input_grad[0] else None, Mbar.diagonal(dim1=-2, dim2=-1), U
 
 

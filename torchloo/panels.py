@@ -26,12 +26,12 @@ __all__ = [
 
 # Widths of a panel: wide enough for full speed, narrow enough to leave out most of the triangle that is not
 # needed (scripts/bench/scale.py measures what is saved). Features of many rows have the first, kernel
-# matrices the second, and inverses of up to `_LARGE` rows the third. Panels begin at a multiple of what
-# registers hold.
-_NARROW, WIDE, _INVERTED, _ALIGNED = 104, 192, 64, 8
+# matrices the second. Panels begin at a multiple of what registers hold.
+_NARROW, WIDE, _ALIGNED = 104, 192, 8
 
-# Rows of a triangle from which on it is inverted by wide panels.
-_LARGE = 512
+# Rows of a triangle from which on its inverse has the second height of a panel, else the first; and the
+# width of the parts of a panel.
+_LARGE, _HEIGHTS, _PART = 512, (64, 160), 128
 
 # Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
 _CONDITION = 1e5
@@ -65,14 +65,14 @@ def triangular_inverse(L: Tensor) -> Tensor:
     n, graph = L.shape[-1], torch.is_grad_enabled() and L.requires_grad
     if n <= _NARROW or graph or not values_visible(L):  # no graph and no transform knows slices written to
         return _solved_triangle(L)
-    S, width = torch.zeros_like(L), _INVERTED if n <= _LARGE else WIDE
-    for start, stop in panels(n, width):
+    S = torch.zeros_like(L)
+    for start, stop in panels(n, _HEIGHTS[n > _LARGE]):
         S_JJ = _solved_triangle(L[..., start:stop, start:stop])
         S[..., start:stop, start:stop] = S_JJ
         if start == 0:
             continue
         X = -S_JJ @ L[..., start:stop, :start]  # (..., panel, start)
-        for left, right in panels(start, 2 * width):  # each skips the rows of S that are zero
+        for left, right in panels(start, _PART):  # each skips the rows of S that are zero
             panel = S[..., start:stop, left:right]
             torch.matmul(X[..., left:], S[..., left:start, left:right], out=panel)
     return S
