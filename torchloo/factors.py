@@ -51,7 +51,7 @@ def condition(L: Tensor, inverse: Tensor | None = None) -> Tensor:
     The norm of the inverse by a few steps of the power method, faster if the inverse of L is given; NaN if
     the factorisation failed.
     """
-    scale = L.square().sum(-1, keepdim=True).sqrt()
+    scale = torch.linalg.vector_norm(L, dim=-1, keepdim=True)
     start = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos()
     v = start.unsqueeze(-1).expand_as(scale)
     size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
@@ -123,6 +123,10 @@ class Eigen(NamedTuple):
         """The same by singular values, from R (..., p, p) with R^T R = S, where S is badly conditioned."""
         _, values, Qt = torch.linalg.svd(R)
         return cls(values.square().flip(-1), Qt.mT.flip(-1), True)
+
+    def beside_regs(self) -> "Eigen":
+        """The same with eigenvalues (..., 1, 1, p), for regularisations (..., R, c')."""
+        return self._replace(w=self.w[..., None, None, :])
 
     def condition(self, reg: Tensor) -> Tensor:
         """The condition number of S + reg I, for regularisations (*, ...)."""

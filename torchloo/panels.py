@@ -14,6 +14,7 @@ from torchloo.precision import full_precision
 __all__ = [
     "WIDE",
     "LowerInverse",
+    "add_matmul",
     "add_symmetric",
     "inner_products",
     "mirrored",
@@ -78,41 +79,46 @@ def triangular_inverse(L: Tensor) -> Tensor:
     return S
 
 
-def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
-    """Add V V^T or V diag(weight) V^T, for V (p, b) and weights (b,) of any sign, to the lower triangle of S.
+def add_matmul(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """M + factor left right, in place, for matrices with at most one axis in front; M may be wider."""
+    if M.dtype != left.dtype:
+        return M.add_(left @ right, alpha=factor)
+    add = M.addmm_ if M.ndim == 2 else M.baddbmm_
+    return add(left, right, alpha=factor)
 
-    At 0.6 of the work of a general product; S (p, p) may have a wider dtype. What is above its diagonal
-    afterwards has no meaning.
+
+def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
+    """Add V V^T or V diag(weight) V^T to the lower triangle of S (..., p, p), which may have a wider dtype.
+
+    V is (..., p, b) and weights (..., b) have any sign. At 0.6 of the work of a general product. What is
+    above the diagonal of S afterwards has no meaning.
     """
-    left = V if weight is None else V * weight.to(V.dtype)
-    for start, stop in panels(len(V)):
-        corner = S[start:stop, :stop]
-        if V.dtype == S.dtype:
-            corner.addmm_(left[start:stop], V[:stop].mT)
-        else:
-            corner += left[start:stop] @ V[:stop].mT
+    left = V if weight is None else V * weight.unsqueeze(-2).to(V.dtype)
+    for start, stop in panels(V.shape[-2]):
+        corner = S[..., start:stop, :stop]
+        add_matmul(corner, left[..., start:stop, :], V[..., :stop, :].mT)
 
 
 def room_like(V: Tensor, p: int) -> Tensor:
-    """Room for (p, b), laid out as V (p', b): features stand together, or those of each row do."""
-    b = V.shape[1]
-    if V.stride(0) == 1:
-        return V.new_empty(b, -(-p // _ALIGNED) * _ALIGNED)[:, :p].mT
-    return V.new_empty(p, b)
+    """Room for (..., p, b), laid out as V (..., p', b): features stand together, or those of each row do."""
+    *batch, _, b = V.shape
+    if V.stride(-2) == 1:
+        return V.new_empty(*batch, b, -(-p // _ALIGNED) * _ALIGNED)[..., :p].mT
+    return V.new_empty(*batch, p, b)
 
 
 def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
-    """T V for a lower triangular T (p, p) and V (p, b), at 0.6 of the work of a general product."""
-    for start, stop in panels(len(T)):
-        torch.mm(T[start:stop, :stop], V[:stop], out=out[start:stop])
+    """T V for a lower triangular T (..., p, p) and V (..., p, b), at 0.6 of the work of a general product."""
+    for start, stop in panels(T.shape[-1]):
+        torch.matmul(T[..., start:stop, :stop], V[..., :stop, :], out=out[..., start:stop, :])
     return out
 
 
 def times_upper(T: Tensor, V: Tensor) -> Tensor:
-    """T^T V for a lower triangular T (p, p) and V (p, b), likewise."""
-    out = room_like(V, len(V))
-    for start, stop in panels(len(T)):
-        torch.mm(T[start:, start:stop].mT, V[start:], out=out[start:stop])
+    """T^T V for a lower triangular T (..., p, p) and V (..., p, b), likewise."""
+    out = room_like(V, V.shape[-2])
+    for start, stop in panels(T.shape[-1]):
+        torch.matmul(T[..., start:, start:stop].mT, V[..., start:, :], out=out[..., start:stop, :])
     return out
 
 

@@ -25,6 +25,8 @@ number.
 Of a set that was refitted, P_LL^{-1} is known, and so is H = C_L^{-1} X_L^T. With
 E = (rbar a^T + a rbar^T) / 2 + diag(reg vbar), what it adds itself is -H E H^T to Q, 2 E H^T to ubar and
 -diag(E) / zeta^2 to zetabar; no 1 - h appears. The Q of the others acts on it as on all rows.
+
+A batch of problems is an axis in front of all others. Single problems alone have refitted sets.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,10 +37,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
-from torchloo.panels import add_symmetric, mirrored, room_like, times_upper
+from torchloo.panels import add_matmul, add_symmetric, mirrored, room_like, times_upper
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
-from torchloo.primal.machines import transposed
+from torchloo.primal.machines import inner, together, transposed
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -49,7 +51,7 @@ __all__ = ["HeldOutRows"]
 
 
 class HeldOutRows(Function):
-    """(regs, X, Y, weight, tensors) -> residuals (R, n, c), variances (R, n, c'), and other fields of a Sink.
+    """(regs, X, Y, weight, tensors) -> residuals (..., R, n, c), variances (..., R, n, c'), more of a Sink.
 
     Derivatives of order one; see Note [blockwise backward].
     """
@@ -133,23 +135,23 @@ def _by_autograd(
 
 
 class _Visit(NamedTuple):
-    """Rows on their way back, (..., b) all."""
+    """Rows on their way back."""
 
     rows: slice | Tensor
     """Numbers of the rows."""
     part: Block
     U: Tensor
-    """Rotated features, and ones for the bias, (p', b)."""
+    """Rotated features, and ones for the bias, (..., p', b)."""
     zeta: Tensor
-    """Weights, (b,)."""
+    """Weights, (..., 1, 1, b)."""
     a: Tensor
-    """a = P Y, (R, c, b)."""
+    """a = P Y, (..., R, c, b)."""
     abar: Tensor
-    """Its cotangent, (R, c, b)."""
+    """Its cotangent, (..., R, c, b)."""
     D: Tensor
-    """The diagonal of D, added up over the machines, (b,), of sets; (R, c', b) of rows alone."""
+    """The diagonal of D, added up over the machines, (..., b), of sets; (..., R, c', b) of rows alone."""
     DN: Tensor | None
-    """D N, added up over the machines, (p', b); None for rows alone, of which it is found when needed."""
+    """D N, added up over the machines, (..., p', b); None for rows alone, computed when needed."""
 
     def rows_on(self, like: Tensor) -> slice | Tensor:
         """The numbers of the rows, on the device of a tensor."""
@@ -185,9 +187,9 @@ class _Refit:
 def _inverse_blocks(
     X: Tensor, zeta: Tensor, f: Tensor, least: Tensor
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """P_LL^{-1} of sets of rows X (g, s, p') as functions: of x, and the diagonal of W diag(g) W, (g, s, 1).
+    """P_LL^{-1} of sets of rows X (..., g, s, p') as functions: of x, and diag(W diag(g) W), (..., g, s, 1).
 
-    By Note [leaving sets out]. Lost sets get some harmless W.
+    By Note [leaving sets out]; f (..., 1, 1, p'), least (..., 1). Lost sets get some harmless W.
     """
     B = X * zeta.sqrt() * f.sqrt()
     if X.shape[-2] <= X.shape[-1]:
@@ -227,25 +229,29 @@ class _Backward:
         self.t, self.v = torch.zeros_like(self.q), torch.zeros_like(self.q)
         self.regbar = torch.zeros_like(machines.regs)
         self.refits = [_Refit(self, one) for one in refitted]
-        self.lost = torch.zeros_like(self.variance, dtype=torch.bool)  # (R, n, c')
+        self.lost = torch.zeros_like(self.variance, dtype=torch.bool)  # (..., R, n, c')
         for one in self.refits:
             self.lost[one.r, one.rows.to(self.lost.device), one.j] = True
 
     def cotangents(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """r, rbar (R, c, b), diag(P_LL^{-1}) and reg vbar (R, c', b), in float64, of some rows."""
+        """r, rbar (..., R, c, b), diag(P_LL^{-1}) and reg vbar (..., R, c', b), in float64, of some rows."""
         regs = self.machines.regs.unsqueeze(-1)
         rows = rows.to(self.residuals.device) if isinstance(rows, Tensor) else rows
-        r, rbar, variance = (t[:, rows].mT.to(regs) for t in (self.residuals, self.rbar, self.variance))
-        inverse = variance / regs
-        g = torch.zeros_like(inverse) if self.vbar is None else self.vbar[:, rows].mT.to(regs) * regs
-        return r, rbar, inverse, g
+
+        def of(field: Tensor) -> Tensor:
+            return field[..., rows, :].mT.to(regs)
+
+        inverse = of(self.variance) / regs
+        g = torch.zeros_like(inverse) if self.vbar is None else of(self.vbar) * regs
+        return of(self.residuals), of(self.rbar), inverse, g
 
     def gather(self) -> None:
         """The first of the two passes, and what follows from its sums."""
         self.others.run(self._own_sums)
         self._penalty()
         self.Q, self.t = self.others.sums(self.Q, self.t)
-        self.v, self.total = -self.f * self.t, self.Q.sum((0, 1)) if len(self.each) > 1 else self.Q[0, 0]
+        self.v = -self.f * self.t
+        self.total = self.Q.sum((-4, -3)) if len(self.each) > 1 else self.Q[..., 0, 0, :, :]
         everyone = self.others.gather([(one.H.cpu(), one.EH.cpu()) for one in self.refits])
         flat = [(H.to(self.f), EH.to(self.f)) for pairs in everyone for H, EH in pairs]
         start = sum(H.shape[1] for pairs in everyone[: self.others.rank] for H, _ in pairs)
@@ -268,21 +274,21 @@ class _Backward:
     def _penalty(self) -> None:
         """Cotangents of regs and of the penalty (p, p) without reg: the share of this process."""
         machines, rotation = self.machines, self.machines.rotation
-        narrow, p = machines.narrow, len(rotation)
+        narrow, p = machines.narrow, rotation.shape[-1]
         gram = machines.times(narrow, narrow.mT, torch.empty_like(narrow)).to(rotation)
         has_gram = machines.expansion.gram is not None
         self.penalty = rotation.new_zeros(rotation.shape if has_gram else ())
         v = -self.f * self.t
         for r, j, outputs in self.each:
-            M = self.Q[r, j, :p, :p]
+            M = self.Q[..., r, j, :p, :p]
             for one in self.refits:
                 if (one.r, one.j) == (r, j):
                     M = M - one.H[:p] @ one.EH[:, :p]
-            left, right = v[r, outputs, :p], self.q[r, outputs, :p]
-            self.regbar[r, j] += (gram * M).sum() - ((left @ gram) * right).sum()
+            left, right = (t[..., r, outputs, :p] for t in (v, self.q))
+            self.regbar[..., r, j] += inner(gram, M) - inner(left @ gram, right)
             if has_gram:
                 outer = left.mT @ right
-                self.penalty += machines.regs[r, j] * (M - (outer + outer.mT) / 2)
+                self.penalty += machines.regs[..., r, j, None, None] * (M - (outer + outer.mT) / 2)
 
     def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
         """All rows; Q and regbar are added to where it is these that are gathered."""
@@ -307,20 +313,20 @@ class _Backward:
         return self.machines.rotated(part.X, ones=self.solved.moments.centre, k=k)
 
     def _flags(self, rows: slice | Tensor) -> Tensor | None:
-        """Whether rows were refitted, (R, c', b), if any were."""
+        """Whether rows were refitted, (..., R, c', b), if any were."""
         if not self.refits:
             return None
         rows = rows.to(self.lost.device) if isinstance(rows, Tensor) else rows
-        return self.lost[:, rows].mT.to(self.f.device)
+        return self.lost[..., rows, :].mT.to(self.f.device)
 
     def _single(self, part: Block, U: Tensor, gather: bool) -> _Visit:
         """Rows that are left out alone."""
-        zeta = part.weight.double()
+        zeta = part.zeta
         r, rbar, inverse, g = self.cotangents(part.rows)
         product = rbar * r
-        D = (product if inverse.shape[1] == r.shape[1] else product.sum(1, keepdim=True)) * -inverse
+        D = (product if inverse.shape[-2] == r.shape[-2] else product.sum(-2, keepdim=True)) * -inverse
         if self.vbar is not None:
-            D = D - inverse.square() * g  # (R, c', b)
+            D = D - inverse.square() * g  # (..., R, c', b)
         if (flags := self._flags(part.rows)) is not None:
             D = D.masked_fill(flags, 0.0)
         abar = rbar * inverse
@@ -328,20 +334,21 @@ class _Backward:
         if gather:
             if self.vbar is not None:
                 self.regbar += (g * inverse).sum(-1) / self.machines.regs
+            twice = zeta * weighted
             for k, j, _ in self.each:
-                add_symmetric(self.Q[k, j], U, zeta * weighted[k, j])
+                add_symmetric(self.Q[..., k, j, :, :], U, twice[..., k, j, :])
         return _Visit(part.rows, part, U, zeta, r / inverse, abar, D, None)
 
     def _times_rows(self, visit: _Visit) -> Tensor:
-        """D N (p', b), added up over the machines."""
+        """D N (..., p', b), added up over the machines."""
         if visit.DN is not None:
             return visit.DN
-        U, p = visit.U, len(self.machines.rotation)
-        f, scale = (t.flatten(0, 1).to(U.dtype) for t in (self.f, visit.zeta * visit.D))
+        U, p = visit.U, self.machines.rotation.shape[-1]
+        f, scale = (t.flatten(-3, -2).to(U.dtype) for t in (self.f, visit.zeta * visit.D))
         if not self.machines.triangular:
-            return torch.mm(f.mT, scale, out=room_like(U, len(U))).mul_(U)
+            return torch.matmul(f.mT, scale, out=room_like(U, U.shape[-2])).mul_(U)
         DN = U * scale
-        DN[p:] *= f[:, p:].mT  # f is 1 but for the bias
+        DN[..., p:, :] *= f[..., p:].mT  # f is 1 but for the bias
         return DN
 
     def _together(self, sets: PaddedSets, gather: bool) -> _Visit:
@@ -351,33 +358,36 @@ class _Backward:
         U, zeta = self._rotated(part).double(), part.weight.double()
         r, rbar, inverse, g = self.cotangents(rows)
         flags = self._flags(rows)
-        X = sets.laid_out(U).permute(1, 2, 0)  # (g, s, p')
-        z = sets.laid_out(zeta, zeta.min()).unsqueeze(-1)  # (g, s, 1)
-        r_sets, rbar_sets, g_sets = (sets.laid_out(t) for t in (r, rbar, g))  # (R, c, g, s)
+        X = sets.laid_out(U).movedim(-3, -1)  # (..., g, s, p')
+        z = sets.laid_out(zeta, zeta.min()).unsqueeze(-1)  # (..., g, s, 1)
+        r_sets, rbar_sets, g_sets = (sets.laid_out(t) for t in (r, rbar, g))  # (..., R, c, g, s)
         lost_sets = None if flags is None else sets.laid_out(flags)
         abar, a = torch.empty_like(r), torch.empty_like(r)
         diagonal, DN = torch.zeros_like(z), torch.zeros_like(X)
         for k, j, outputs in self.each:
-            lost = None if lost_sets is None else lost_sets[k, j][:, :1, None]
-            times, squares = _inverse_blocks(X, z, self.f[k, j], self.machines.least[k, j])
-            r_L, rbar_L = (t[k, outputs].permute(1, 2, 0) for t in (r_sets, rbar_sets))
-            N, abar_L = z * X * self.f[k, j], times(rbar_L)  # (g, s, p') and (g, s, c)
+            lost = None if lost_sets is None else lost_sets[..., k, j, :, :1, None]
+            f = self.f[..., k, j, None, None, :]
+            times, squares = _inverse_blocks(X, z, f, self.machines.least[..., k, j, None])
+            r_L, rbar_L = (t[..., k, outputs, :, :].movedim(-3, -1) for t in (r_sets, rbar_sets))
+            N, abar_L = z * X * f, times(rbar_L)  # (..., g, s, p') and (..., g, s, c)
             DN_L = -(abar_L @ (r_L.mT @ N) + r_L @ (abar_L.mT @ N)) / 2
             diagonal_L = -(abar_L * r_L).sum(-1, keepdim=True)
             if self.vbar is not None:
-                g_L = g_sets[k, j].unsqueeze(-1)
+                g_L = g_sets[..., k, j, :, :, None]
                 DN_L, diagonal_L = DN_L - times(g_L * times(N)), diagonal_L - squares(g_L)
             if lost is not None:  # those have a share of their own
                 DN_L, diagonal_L = DN_L.masked_fill(lost, 0.0), diagonal_L.masked_fill(lost, 0.0)
             DN += DN_L
             diagonal += diagonal_L
             a_L = z * r_L - N @ (X.mT @ (z * r_L))  # P_LL = Omega - N X^T Omega
-            abar[k, outputs], a[k, outputs] = (sets.taken(t.permute(2, 0, 1)) for t in (abar_L, a_L))
+            for found, of_sets in ((abar, abar_L), (a, a_L)):
+                found[..., k, outputs, :] = sets.taken(of_sets.movedim(-1, -3))
             if gather:
-                self.Q[k, j] += (N.mT @ DN_L).sum(0)
-                self.regbar[k, j] += (g[k, j] * inverse[k, j]).sum() / self.machines.regs[k, j]
-        D, DN_rows = sets.taken(diagonal[..., 0]), sets.taken(DN.permute(2, 0, 1))
-        return self._with_refits(_Visit(rows, part, U, zeta, a, abar, D, DN_rows))
+                self.Q[..., k, j, :, :] += (N.mT @ DN_L).sum(-3)
+                total = (g[..., k, j, :] * inverse[..., k, j, :]).sum(-1)
+                self.regbar[..., k, j] += total / self.machines.regs[..., k, j]
+        D, DN_rows = sets.taken(diagonal[..., 0]), sets.taken(DN.movedim(-1, -3))
+        return self._with_refits(_Visit(rows, part, U, part.zeta, a, abar, D, DN_rows))
 
     def _with_refits(self, visit: _Visit) -> _Visit:
         """A visit with a of refitted sets among its rows, and its cotangent, put in place."""
@@ -409,11 +419,11 @@ class _Backward:
             U, zeta, a = visit.U, visit.zeta, visit.a
             if v is None:  # the products have the dtype of the features
                 kind = U.dtype
-                v, total = self.v.flatten(0, 1).to(kind), self.total.to(kind)
-                vq = torch.cat([v, self.q.flatten(0, 1).to(kind)]).mT  # (p', 2 R c)
-            s = visit.abar + (v @ U).unflatten(0, self.v.shape[:2])  # (R, c, b)
+                v, total = self.v.to(kind), self.total.to(kind)
+                vq = torch.cat([v, self.q.to(kind)], -2).flatten(-3, -2).mT  # (..., p', 2 R c)
+            s = visit.abar + together(v, U)  # (..., R, c, b)
             weighted = zeta * s
-            UQ, DN = torch.mm(total, U, out=room_like(U, len(U))), self._times_rows(visit)
+            UQ, DN = torch.matmul(total, U, out=room_like(U, U.shape[-2])), self._times_rows(visit)
             among = list(self._refits_among(visit))
             if self.H is not None and self.EH is not None:
                 effect = self.EH @ U
@@ -421,17 +431,17 @@ class _Backward:
                     effect[one.start : one.start + len(at), at] = 0.0
                 UQ -= self.H @ effect
             if sent.weight is not None:
-                own = torch.sub(UQ, DN, alpha=2).mul_(U).sum(0)
-                diagonal = visit.D if visit.DN is not None else visit.D.sum((0, 1))
-                zetabar = diagonal + own + (s * a).sum((0, 1)) / zeta
+                own = torch.sub(UQ, DN, alpha=2).mul_(U).sum(-2)
+                diagonal = visit.D if visit.DN is not None else visit.D.sum((-3, -2))
+                zetabar = diagonal + own + (s * a / zeta).sum((-3, -2))
                 for one, at in among:
-                    zetabar[at] -= one.diagonal / zeta[at].square()
-                sent.weight[visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
-            ubar = UQ.sub_(DN).mul_(2 * zeta.to(kind))
-            ubar.addmm_(vq, torch.cat([a, -weighted]).flatten(0, 1).to(kind))
+                    zetabar[at] -= one.diagonal / zeta[0, 0, at].square()
+                sent.weight[..., visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
+            ubar = UQ.sub_(DN).mul_(2 * zeta[..., 0, :].to(kind))
+            add_matmul(ubar, vq, torch.cat([a, -weighted], -2).flatten(-3, -2).to(kind))
             for one, at in among:
                 ubar[:, at] += 2 * one.EH.mT
-            sent.add(visit, ubar, weighted.sum(0).mT)
+            sent.add(visit, ubar, weighted.sum(-3).mT)
 
 
 class _Sent:
@@ -450,14 +460,14 @@ class _Sent:
         self.expansion = machines.expansion
         self.machines, self.penalty = machines, work.penalty
         self.X = None if X is None else torch.zeros_like(X)
-        self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[:, 0]) if needs_weight else None
+        self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[..., 0]) if needs_weight else None
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         self.wanted = [t for t in self.tensors if t.requires_grad]
         self.found: list[Tensor | None] = [None for _ in self.wanted]
         self._evaluated: tuple[Block, Tensor, Tensor] | None = None
 
     def evaluated(self, part: Block) -> Tensor | None:
-        """Columns k (p, b) of a block with their graph, for `add`.
+        """Columns k (..., p, b) of a block with their graph, for `add`.
 
         None if nothing depends on them, or if they are rows.
         """
@@ -470,22 +480,22 @@ class _Sent:
         return k
 
     def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor) -> None:
-        """Cotangents (p', b) and (b, c) of the rows of a visit."""
+        """Cotangents (..., p', b) and (..., b, c) of the rows of a visit."""
         rows = visit.rows_on(self.Y)
-        self.Y[rows] = Ybar.to(self.Y)
+        self.Y[..., rows, :] = Ybar.to(self.Y)
         if self.X is None and not self.wanted:
             return
         if self._evaluated is None or self._evaluated[0] is not visit.part:
             self.evaluated(visit.part)
         evaluated, self._evaluated = self._evaluated, None
         forth = self.machines.forth.to(ubar.dtype)
-        ubar = ubar[: len(forth)]
-        columns = times_upper(forth, ubar) if self.machines.triangular else forth.mT @ ubar  # (p, b)
+        ubar = ubar[..., : forth.shape[-1], :]
+        columns = times_upper(forth, ubar) if self.machines.triangular else forth.mT @ ubar  # (..., p, b)
         if self.expansion.mask is not None:
             columns = columns * self.expansion.mask
         if evaluated is None:  # the rows are columns
             if self.X is not None:
-                self.X[rows] = columns.mT.to(self.X)
+                self.X[..., rows, :] = columns.mT.to(self.X)
             return
         _, x, k = evaluated
         inputs = [x, *self.wanted] if self.X is not None else self.wanted

@@ -40,21 +40,26 @@ class Shard(Rows):
 
 
 class Block(NamedTuple):
-    """Rows, looked at and found good."""
+    """Rows, looked at and found good; those of a batch of problems have one more axis in front."""
 
     start: int
     """Number of the first row, where they are consecutive."""
     X: Tensor
-    """Inputs, (b, *event)."""
+    """Inputs, (..., b, *event)."""
     Y: Tensor
-    """Targets, (b, c)."""
+    """Targets, (..., b, c)."""
     weight: Tensor
-    """Row weights, (b,); ones where none were given."""
+    """Row weights, (..., b); ones where none were given."""
 
     @property
     def rows(self) -> slice:
         """Where consecutive rows stand among all."""
-        return slice(self.start, self.start + len(self.X))
+        return slice(self.start, self.start + self.Y.shape[-2])
+
+    @property
+    def zeta(self) -> Tensor:
+        """Row weights in float64, with axes for regularisations and outputs, (..., 1, 1, b)."""
+        return self.weight.double()[..., None, None, :]
 
 
 class Source(ABC):
@@ -67,7 +72,9 @@ class Source(ABC):
     graph: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     """X, Y and weight of all rows with the graph that they belong to, where they are in memory."""
     known: tuple[Tensor, Tensor] | None = None
-    """Targets (n, c) and weights (n,) of all rows, where they are in memory."""
+    """Targets (..., n, c) and weights (..., n) of all rows, where they are in memory."""
+    batch: tuple[int, ...] = ()
+    """Shape of a batch of problems, of which blocks have one axis."""
 
     @property
     @abstractmethod
@@ -133,14 +140,18 @@ class RowSource(Rows, Source):
 
 
 class Memory(Source):
-    """Rows that are in memory, looked at already."""
+    """Rows that are in memory, looked at already: X (..., n, *event), Y (..., n, c) and weight (..., n)."""
 
     lasting = True
 
     def __init__(
         self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool, classes: Tensor | None = None
     ) -> None:
+        self.batch = weight.shape[:-1]
         self.graph = (X, Y, weight)
+        if len(self.batch) > 1:
+            last = len(self.batch) - 1
+            self.graph = (X.flatten(0, last), Y.flatten(0, last), weight.flatten(0, last))
         self.X, self.Y, self.weight = (t.detach() for t in self.graph)
         self.known = self.Y, self.weight
         self._flat, self._classes = flat, classes
@@ -148,7 +159,12 @@ class Memory(Source):
     @property
     def n(self) -> int:
         """Number of rows."""
-        return len(self.X)
+        return self.weight.shape[-1]
+
+    def problems(self, index: Tensor | int) -> "Memory":
+        """Some problems of a batch, (B',), or a single one, with the graph of their rows."""
+        X, Y, weight = (t[index] for t in self.graph if t is not None)
+        return Memory(X, Y, weight, self._flat, self._classes)
 
     @property
     def flat(self) -> bool:
@@ -162,17 +178,20 @@ class Memory(Source):
 
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time."""
-        if size >= len(self.X):
+        if size >= self.n:
             yield Block(0, self.X, self.Y, self.weight)
             return
-        for start in range(0, len(self.X), size):
-            rows = slice(start, start + size)
-            yield Block(start, self.X[rows], self.Y[rows], self.weight[rows])
+        for start in range(0, self.n, size):
+            yield self._rows(start, slice(start, start + size))
 
     def take(self, function: str, index: Tensor) -> Block:
         """The rows of an index (b,), in its order."""
-        index = index.to(self.X.device)
-        return Block(0, self.X[index], self.Y[index], self.weight[index])
+        return self._rows(0, index.to(self.X.device))
+
+    def _rows(self, start: int, rows: slice | Tensor) -> Block:
+        if self.batch:
+            return Block(start, self.X[:, rows], self.Y[:, rows], self.weight[:, rows])
+        return Block(start, self.X[rows], self.Y[rows], self.weight[rows])
 
     def spool(self, function: str, parts: Iterator[Block]) -> None:
         """Nothing is to be done."""

@@ -81,9 +81,9 @@ def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> Stre
     return _in_memory(machine, guard, inputs, expansion, Y, weight, reg, flat, others, classes)
 
 
-def explicit(Z: Tensor) -> tuple[Tensor, Expansion] | None:
-    """Rows that are features already, (n, p); None for a batch of them."""
-    return None if Z.ndim > 2 else (Z, Expansion(transposed, Z.shape[-1]))
+def explicit(Z: Tensor) -> tuple[Tensor, Expansion]:
+    """Rows that are features already, (..., n, p)."""
+    return Z, Expansion(transposed, Z.shape[-1])
 
 
 def solve_tensors(
@@ -99,19 +99,19 @@ def solve_tensors(
 ) -> StreamFit | None:
     """The machine solved from tensors by their features, where it has fewer of them than rows.
 
-    Z are the features of X where they are explicit, else None. None for batches of problems, for more
-    features than rows, and where values cannot be looked at.
+    Z are the features of X where they are explicit, else None. None for more features than rows, for batches
+    of problems without explicit features, and where values cannot be looked at.
     """
     if Z is not None and Z.shape[-1] + machine.has_bias >= Z.shape[-2]:
         return None
     one = X.ndim == -machine.row_axis and (weight is None or weight.ndim == 1) and machine.is_one(reg)
-    if not one or not values_visible(X, Y, machine.log_reg):
+    if (Z is None and not one) or not values_visible(X, Y, machine.log_reg):
         return None
     found = machine.features_of(guard, X, Y, weight) if Z is None else explicit(Z)
-    if found is None or found[1].count + machine.has_bias >= len(X):
+    if found is None or found[1].count + machine.has_bias >= X.shape[machine.row_axis]:
         return None
     several = isinstance(reg, Regs)
-    if clusters is not None and not several and found[1].count * len(X) <= _TOGETHER:
+    if clusters is not None and not several and found[1].count * X.shape[machine.row_axis] <= _TOGETHER:
         return None
     return _in_memory(machine, guard, *found, Y, weight, reg, flat, Peers(), None)
 
@@ -129,6 +129,8 @@ def _in_memory(
     classes: Tensor | None,
 ) -> StreamFit:
     problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
+    if problem.reg.ndim:
+        inputs = problem.expand(inputs)
     memory = Memory(inputs, problem.Y, problem.weight, flat, classes)
     reg = reg if isinstance(reg, Regs) else problem.reg
     return StreamFit(machine, guard, memory, expansion, reg, others)

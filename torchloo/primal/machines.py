@@ -8,7 +8,7 @@ centred features z becomes u = A^T z, the coefficients q = A^{-1} p = f * A^T T,
 
 For one regularisation A is the inverse transposed Cholesky factor and f = 1; for many of them, A holds
 the eigenvectors of S and f_k = 1 / (w_k + reg). All leverages and outputs of a block are then two thin
-products with u, and u is the only large one.
+products with u, and u is the only large one. A batch of problems is an axis in front of all others.
 
 Note [folding]
 The features of a sparse machine are z = L^{-1} k for a kernel column k, so u = (A^T L^{-1}) k - A^T mean:
@@ -40,7 +40,18 @@ from torchloo.panels import LowerInverse, room_like, times_lower
 from torchloo.primal.block import Block
 from torchloo.primal.moments import Moments
 
-__all__ = ["LARGE", "Expansion", "ImpreciseError", "Machines", "one_machine", "path_machines", "transposed"]
+__all__ = [
+    "LARGE",
+    "Expansion",
+    "ImpreciseError",
+    "Machines",
+    "ProblemsApartError",
+    "inner",
+    "one_machine",
+    "path_machines",
+    "together",
+    "transposed",
+]
 
 _FOLD = 1e-11
 
@@ -59,6 +70,14 @@ class ImpreciseError(Exception):
     """Products in float32 are not accurate enough; all is done again in float64."""
 
 
+class ProblemsApartError(Exception):
+    """Problems of a batch with rows or sets that are to be refitted; these are solved one by one."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(numbers)
+        self.numbers = numbers
+
+
 def transposed(X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """Columns of rows that are features already."""
     return X.mT
@@ -68,7 +87,7 @@ class Expansion:
     """How features come from inputs: z = L^{-1} k(x), or k(x) itself.
 
     Args:
-        evaluate: columns k (p, b) of inputs (b, d) and the tensors, differentiable in both.
+        evaluate: columns k (..., p, b) of inputs (..., b, d) and the tensors, differentiable in both.
         count: p, or 0 where it is not known before rows are.
         tensors: what k depends on beside the inputs.
         gram: K_zz (p, p) from the tensors, differentiable, where there is a factor.
@@ -119,7 +138,7 @@ class Expansion:
 
     @torch.no_grad()
     def columns(self, X: Tensor, k: Tensor | None = None) -> Tensor:
-        """k - origin (p, b) of inputs (b, d), of the dtype of products, which the caller may overwrite.
+        """k - origin (..., p, b) of inputs (..., b, d), of the dtype of products; may be overwritten.
 
         k is evaluated unless it is given.
         """
@@ -142,7 +161,7 @@ class Expansion:
         return room
 
     def begin(self, mean: Tensor, dtype: torch.dtype) -> Tensor:
-        """Take the mean (p, 1) of the first columns for the origin, which a bias absorbs: it saves digits.
+        """Take the mean (..., p, 1) of the first columns as origin, which a bias absorbs: it saves digits.
 
         It is a number of the dtype of the rows, so that nothing is rounded twice in the difference. The mean
         is that with the weights of the rows: heavy rows, whose differences to it matter most, are near it.
@@ -151,11 +170,11 @@ class Expansion:
         return self.origin
 
     def away(self, features: Tensor) -> Tensor:
-        """Features (p, 1) about the origin as they are without it."""
+        """Features (..., p, 1) about the origin as they are without it."""
         return features if self.origin is None else features + self.features(self.origin.clone())
 
     def whole(self, X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Z (n, p) of all rows, differentiable, in float64."""
+        """Z (..., n, p) of all rows, differentiable, in float64."""
         k = self.evaluate(X, tensors).double()
         if self.gram is None:
             return k.mT
@@ -172,7 +191,7 @@ class Expansion:
         return any(version is not None and tensor._version != version for tensor, version in pairs)
 
     def features(self, columns: Tensor) -> Tensor:
-        """Z (p, b) of columns (p, b), which the caller may overwrite."""
+        """Z (..., p, b) of columns (..., p, b), which the caller may overwrite."""
         return columns if self._inverse is None else self._inverse(columns)
 
 
@@ -182,29 +201,29 @@ class Machines:
 
     expansion: Expansion
     mean: Tensor
-    """Centre of the features, (p, 1)."""
+    """Centre of the features, (..., p, 1)."""
     rotation: Tensor
-    """A^T, (p, p)."""
+    """A^T, (..., p, p)."""
     triangular: bool
     """Whether A^T is lower triangular."""
     f: Tensor
-    """(R, c', p) with c' = 1, or c where every output has a regularisation of its own."""
+    """(..., R, c', p) with c' = 1, or c where every output has a regularisation of its own."""
     regs: Tensor
-    """(R, c')."""
+    """(..., R, c')."""
     q: Tensor
-    """Coefficients, (R, c, p)."""
+    """Coefficients, (..., R, c, p)."""
     offset: Tensor
-    """What is added to every output, (R, c)."""
+    """What is added to every output, (..., R, c)."""
     spread: Tensor
-    """Root mean square of the targets about the offset, (c,)."""
+    """Root mean square of the targets about the offset, (..., 1, c)."""
     least: Tensor
-    """Rows and sets whose 1 - h is below this are refitted, (R, c')."""
+    """Rows and sets whose 1 - h is below this are refitted, (..., R, c')."""
     refined: bool
     """Whether no step of refinement is needed, or it has been made."""
     rounding: Tensor
-    """How far f^{1/2} u may differ between two evaluations of the same kernel columns."""
+    """How far f^{1/2} u may differ between two evaluations of the same kernel columns, (...)."""
     folded: Tensor | None = None
-    """F of Note [folding], (p, p), where there is a factor."""
+    """F of Note [folding], (..., p, p), where there is a factor."""
     fold: bool = False
     """Whether it may be used."""
     moved: bool = False
@@ -223,69 +242,73 @@ class Machines:
     @property
     def each(self) -> list[tuple[int, int, slice]]:
         """All regularisations: r, j, and the outputs that share it."""
-        R, own = self.regs.shape
+        R, own = self.regs.shape[-2:]
         return [(r, j, self.outputs_of(j)) for r in range(R) for j in range(own)]
 
     def outputs_of(self, j: int) -> slice:
         """The outputs that have the regularisations (R,) of column j."""
-        return slice(None) if self.regs.shape[1] == 1 else slice(j, j + 1)
+        return slice(None) if self.regs.shape[-1] == 1 else slice(j, j + 1)
 
     def rotated(self, X: Tensor, fold: bool = True, ones: bool = False, k: Tensor | None = None) -> Tensor:
-        """u (p, b) of inputs (b, d), by two products unless `fold`; with one more row of ones if `ones`.
+        """u (..., p, b) of inputs (..., b, d), by two products unless `fold`; one more row of ones if `ones`.
 
         k are the columns of X, where they are known.
         """
         columns = self.expansion.columns(X, k)
-        p = len(self.rotation)
+        p = self.rotation.shape[-1]
         out = room_like(columns, p + ones)
-        out[p:] = 1.0
+        out[..., p:, :] = 1.0
+        u = out[..., :p, :]
         if fold and self.fold and self.folded is not None:
             shift = (self.rotation @ self.mean).to(columns.dtype)
-            self.times(self.folded.to(columns.dtype), columns, out[:p]).sub_(shift)
+            self.times(self.folded.to(columns.dtype), columns, u).sub_(shift)
         else:
             features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
-            self.times(self.narrow, features, out[:p])
+            self.times(self.narrow, features, u)
         return out
 
     def times(self, matrix: Tensor, V: Tensor, out: Tensor) -> Tensor:
         """The product with a matrix that is triangular if A^T is."""
-        return times_lower(matrix, V, out) if self.triangular else torch.mm(matrix, V, out=out)
+        return times_lower(matrix, V, out) if self.triangular else torch.matmul(matrix, V, out=out)
 
     def outputs(self, u: Tensor, q: Tensor) -> Tensor:
-        """q u, (R, c, b), for coefficients q (R, c, p), in float64."""
-        return (q.flatten(0, 1).to(u.dtype) @ u).unflatten(0, q.shape[:2]).double()
+        """q u, (..., R, c, b), for coefficients q (..., R, c, p), in float64."""
+        return together(q.to(u.dtype), u).double()
 
     def residuals(self, u: Tensor, part: Block) -> Tensor:
-        """Training residuals of a block, (R, c, b)."""
-        R, c = self.offset.shape
-        offset = self.offset[:1] if self.offset.stride(0) == 0 else self.offset  # one for all, until it moves
-        centred = part.Y.double().mT - offset.unsqueeze(-1)  # (R, c, b) or (1, c, b)
-        if u.dtype == torch.float64 and (c == 1 or len(centred) == R):
+        """Training residuals of a block, (..., R, c, b)."""
+        R, c = self.offset.shape[-2:]
+        shared = self.offset.stride(-2) == 0  # one for all, until it moves
+        offset = self.offset[..., :1, :] if shared else self.offset
+        centred = part.Y.double().mT.unsqueeze(-3) - offset.unsqueeze(-1)  # (..., R, c, b) or (..., 1, c, b)
+        if u.ndim == 2 and u.dtype == torch.float64 and (c == 1 or len(centred) == R):
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
         return centred - self.outputs(u, self.q)
 
     def sums(self, u: Tensor, e: Tensor) -> Tensor:
-        """e u^T, (R, c, p), for rows with residuals or the like, (R, c, b)."""
-        return (e.flatten(0, 1).to(u.dtype) @ u.mT).unflatten(0, e.shape[:2])
+        """e u^T, (..., R, c, p), for rows with residuals or the like, (..., R, c, b)."""
+        return together(e.to(u.dtype), u.mT)
 
     def norms(self, u: Tensor) -> Tensor:
-        """sum_k f_k u_k^2, (R, c', b), in float64."""
+        """sum_k f_k u_k^2, (..., R, c', b), in float64."""
         if self.triangular:  # then f is 1
-            return u.square().sum(0).double()[None, None]
-        return (self.f.flatten(0, 1).to(u.dtype) @ u.square()).unflatten(0, self.f.shape[:2]).double()
+            return u.square().sum(-2).double()[..., None, None, :]
+        return together(self.f.to(u.dtype), u.square()).double()
 
     def add_gradient(self, gradient: tuple[Tensor, Tensor], u: Tensor, weighted: Tensor) -> None:
-        """Add zeta e u^T and zeta e of a block to their sums, (R, c, p) and (R, c)."""
+        """Add zeta e u^T and zeta e of a block to their sums, (..., R, c, p) and (..., R, c)."""
         gradient[0].add_(self.sums(u, weighted))
         gradient[1].add_(weighted.sum(-1))
 
     def step(self, gradient: Tensor) -> Tensor:
-        """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (R, c, p)."""
-        penalty = self.q @ self.rotation @ self.rotation.mT if self.triangular else self.q
+        """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (..., R, c, p)."""
+        penalty = self.q
+        if self.triangular:
+            penalty = together(together(penalty, self.rotation), self.rotation.mT)
         return self.f * (gradient - self.regs.unsqueeze(-1) * penalty)
 
     def move(self, step: Tensor, shift: Tensor) -> None:
-        """Add to the coefficients, (R, c, p), and to the offset, (R, c)."""
+        """Add to the coefficients, (..., R, c, p), and to the offset, (..., R, c)."""
         self.q, self.offset = self.q + step, self.offset + shift
         self.refined = self.moved = True
 
@@ -296,11 +319,11 @@ class Machines:
         return shortcut
 
     def coefficients(self) -> Tensor:
-        """p = A q, (R, p, c)."""
-        return self.rotation.mT @ self.q.mT
+        """p = A q, (..., R, p, c)."""
+        return together(self.q, self.rotation).mT
 
     def turned(self, spread: Tensor) -> Tensor:
-        """A^{-1} V for V (p', s), whose last row, of the bias, stays as it is where there is one."""
+        """A^{-1} V for V (p', s) of a single problem; its last row, of the bias, stays as it is."""
         p = len(self.rotation)
         V = spread[:p]
         if self.triangular:
@@ -308,6 +331,16 @@ class Machines:
         else:
             V = self.rotation @ V
         return torch.cat([V, spread[p:]])
+
+
+def together(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The rows (..., R, c, p) of all machines times a matrix (..., p, b) that they share, by one product."""
+    return (rows.flatten(-3, -2) @ matrix).unflatten(-2, rows.shape[-3:-1])
+
+
+def inner(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of the products of the entries of two matrices (..., p, q), (...)."""
+    return (left.unsqueeze(-2) @ right.unsqueeze(-1)).sum((-3, -2, -1))
 
 
 def _machines(
@@ -319,20 +352,21 @@ def _machines(
     regs: Tensor,
     q: Tensor,
 ) -> tuple[Machines, Tensor]:
-    """Machines from A^T, f (R, c', p) and q (R, c, p), not yet refined, and whether they may fold."""
-    folded, fine = None, torch.ones_like(moments.weight, dtype=torch.bool)
-    differs = torch.zeros_like(moments.weight)
+    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and whether they may fold."""
+    folded, fine = None, torch.ones_like(moments.longest, dtype=torch.bool)
+    differs = torch.zeros_like(moments.longest)
+    spread = moments.spread.unsqueeze(-2)
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
-        rows = torch.linalg.vector_norm(folded, dim=1)  # (p,), |F_j|
-        leverage = (rows * f.amax((0, 1)).sqrt()).max()
-        outputs = ((rows * q).square().sum(-1).sqrt() / moments.spread).max()
+        rows = torch.linalg.vector_norm(folded, dim=-1)[..., None, None, :]  # (..., 1, 1, p), |F_j|
+        leverage = (rows * f.sqrt()).amax((-3, -2, -1))
+        outputs = (torch.linalg.vector_norm(rows * q, dim=-1) / spread).amax((-2, -1))
         eps = torch.finfo(expansion.kind).eps
         differs = eps * leverage * moments.longest
         rounding = torch.maximum(differs, eps * outputs * moments.longest)
         fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
-    offset = moments.mean_y.expand(len(regs), -1)
-    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, moments.spread)
+    offset = moments.mean_y.expand(*regs.shape[:-1], -1)
+    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, spread)
     machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
     return machines, fine
 
@@ -340,7 +374,7 @@ def _machines(
 def _is_well_conditioned(
     guard: Guard, moments: Moments, machines: Machines, fine: Tensor, estimate: Tensor, limit: float
 ) -> bool:
-    """Whether an estimate of the condition, () or (R, c'), is below a limit, in one look at the values.
+    """Whether an estimate of the condition, (..., R, c'), is below a limit, in one look at the values.
 
     Decides also whether there is a step of refinement, and folding, if that is fine. Products in float32 go
     without any remedy.
@@ -348,7 +382,8 @@ def _is_well_conditioned(
     narrow = machines.expansion.kind != torch.float64
     least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
     machines.least = least.expand_as(machines.regs)
-    settled = (estimate < _SETTLED * moments.count**0.5) & (moments.shift < _FAR)
+    near = moments.shift[..., None, None] < _FAR
+    settled = (estimate < _SETTLED * moments.count**0.5) & near
     questions = (estimate < (SINGLE if narrow else limit), settled, fine)
     well_conditioned, machines.refined, machines.fold = guard.read_flags(*questions)
     if narrow and not (well_conditioned and machines.fold):
@@ -369,26 +404,27 @@ def one_machine(
         guard: demands on the values.
         expansion: the features.
         moments: of all rows.
-        regs: the regularisation, (1, 1).
-        triangle: R (p, p) and d (p, c) with R^T R = S and R^T d = T, from the rows themselves, where S is
-            badly conditioned.
+        regs: the regularisation, (..., 1, 1).
+        triangle: R (..., p, p) and d (..., p, c) with R^T R = S and R^T d = T, from the rows themselves; for
+            a badly conditioned S.
     """
     C = moments.S.clone()
-    C.diagonal().add_(regs[0, 0])
-    f = torch.ones_like(C[None, :1])
+    C.diagonal(dim1=-2, dim2=-1).add_(regs[..., 0])
+    f = torch.ones_like(C[..., None, :1, :])
     rotation, estimate, info = inverse_factor(C)
-    q = (rotation @ moments.T).mT.unsqueeze(0)
+    q = (rotation @ moments.T).mT.unsqueeze(-3)
     machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
-    if _is_well_conditioned(guard, moments, machines, fine, estimate, ILL_CONDITIONED):
+    if _is_well_conditioned(guard, moments, machines, fine, estimate[..., None, None], ILL_CONDITIONED):
         guard.require(info == 0, NOT_DEFINITE)
         return machines
     R, d = triangle()
-    rows = torch.cat([R, regs.sqrt() * torch.eye(len(C), dtype=C.dtype, device=C.device)])
-    rotation, least, coef = inverse_factor_of(rows, torch.cat([d, torch.zeros_like(d)]), guard)
-    q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(0)
+    penalty = torch.diag_embed(regs[..., 0].sqrt().expand(C.shape[:-1]))
+    right = torch.nn.functional.pad(d, (0, 0, 0, C.shape[-1]))
+    rotation, least, coef = inverse_factor_of(torch.cat([R, penalty], -2), right, guard)
+    q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
     machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-    machines.fold, machines.least = guard.read_flag(fine), least.expand_as(regs)
+    machines.fold, machines.least = guard.read_flag(fine), least[..., None, None].expand_as(regs)
     return machines
 
 
@@ -399,22 +435,22 @@ def path_machines(
     regs: Tensor,
     triangle: Callable[[], tuple[Tensor, Tensor]],
 ) -> Machines:
-    """The machines of regularisations (R, 1), or (R, c) with one for each output; see `one_machine`."""
+    """The machines of regularisations (..., R, 1), or (..., R, c), one for each output; see `one_machine`."""
 
     def with_eigen(eigen: Eigen) -> tuple[Machines, Tensor]:
-        f = 1 / (eigen.w + regs.unsqueeze(-1))  # (R, c', p)
-        q = f * (moments.T.mT @ eigen.Q)
+        f = 1 / (eigen.w + regs.unsqueeze(-1))  # (..., R, c', p)
+        q = f * (moments.T.mT @ eigen.Q).unsqueeze(-3)
         return _machines(expansion, moments, eigen.Q.mT.contiguous(), False, f, regs, q)
 
     try:
-        eigen = Eigen.of(moments.S)
+        eigen = Eigen.of(moments.S).beside_regs()
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         raise
     machines, fine = with_eigen(eigen)
     limit = ILL_CONDITIONED_PATH * moments.count**0.5
     if not _is_well_conditioned(guard, moments, machines, fine, eigen.condition(regs), limit):
-        eigen = Eigen.of_rows(triangle()[0])
+        eigen = Eigen.of_rows(triangle()[0]).beside_regs()
         machines, fine = with_eigen(eigen)
         machines.fold, machines.least = guard.read_flag(fine), eigen.least(regs)
     return machines

@@ -7,13 +7,16 @@ unpenalised bias, these centred sums give the coefficients alone, and the bias i
 targets. Two sets of rows, the means d apart, join by adding their sums and w1 w2 / (w1 + w2) d d^T: no
 large numbers are subtracted, wherever the origin is. Without a bias the means stay zero.
 
-Features stand in columns (p, b), so that panels of features are contiguous.
+Features stand in columns (p, b), so that panels of features are contiguous. A batch of problems is an axis in
+front of all others.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchloo.panels import add_symmetric
+from torchloo.panels import add_matmul, add_symmetric
 from torchloo.primal.collective import Peers
 from torchloo.primal.seen import Seen
 
@@ -24,7 +27,7 @@ class Moments:
     """Total weight, means and centred sums of squares of rows; see Note [moments].
 
     Args:
-        like: a tensor of the device.
+        like: weights (..., b) of rows, for the device and the batch of problems.
         p: number of features.
         c: number of outputs.
         dtype: of the rows as they came.
@@ -33,23 +36,23 @@ class Moments:
 
     def __init__(self, like: Tensor, p: int, c: int, dtype: torch.dtype, centre: bool) -> None:
         self.centre, self.dtype = centre, dtype
-        like = like.double()
-        self.weight = like.new_zeros(())
-        self.mean_z, self.mean_y = like.new_zeros(p, 1), like.new_zeros(1, c)
-        self.S, self.T = like.new_zeros(p, p), like.new_zeros(p, c)  # of S, the lower triangle
-        self.squares = like.new_zeros(c)
-        self.longest = like.new_zeros(())
-        self.count = 0
-        self.seen = Seen()
+        self.count, self.seen = 0, Seen()
+        batch, zeros = like.shape[:-1], partial(like.new_zeros, dtype=torch.float64)
+        self.weight = zeros((*batch, 1, 1))
+        self.mean_z, self.mean_y = zeros((*batch, p, 1)), zeros((*batch, 1, c))
+        self.S, self.T = zeros((*batch, p, p)), zeros((*batch, p, c))  # of S, the lower triangle
+        self.squares = zeros((*batch, c))
+        self.longest = zeros(batch)
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
-        """Join rows with features Z (p, b), overwritten, targets Y (b, c) and weights zeta (b,)."""
-        first, weight = self.count == 0, zeta.sum()
-        self.count += len(zeta)
-        total, root = self.weight + weight, zeta.sqrt()
+        """Join rows with features Z (..., p, b), overwritten, targets (..., b, c) and weights (..., b)."""
+        first, zeta = self.count == 0, zeta.unsqueeze(-1)  # (..., b, 1)
+        self.count += Y.shape[-2]
+        weight, root = zeta.sum(-2, keepdim=True), zeta.sqrt()
+        total = self.weight + weight
         if self.centre:
-            mean_z = (Z @ zeta.unsqueeze(-1).to(Z.dtype)).double() / weight
-            mean_y = (zeta @ Y).unsqueeze(0) / weight
+            mean_z = (Z @ zeta.to(Z.dtype)).double() / weight
+            mean_y = zeta.mT @ Y / weight
             if first:
                 self.mean_z, self.mean_y = mean_z, mean_y
             else:
@@ -58,22 +61,19 @@ class Moments:
                 self.mean_z = self.mean_z + weight / total * apart_z
                 self.mean_y = self.mean_y + weight / total * apart_y
             Z, Y = Z.sub_(mean_z.to(Z.dtype)), Y - mean_y
-        self.weight, Z, Y = total, Z.mul_(root.to(Z.dtype)), Y * root.unsqueeze(-1)
+        self.weight, Z, Y = total, Z.mul_(root.mT.to(Z.dtype)), Y * root
         add_symmetric(self.S, Z)
-        if Z.dtype == self.T.dtype:
-            self.T.addmm_(Z, Y)
-        else:
-            self.T += Z @ Y.to(Z.dtype)
-        self.squares += Y.square().sum(0)
+        add_matmul(self.T, Z, Y.to(Z.dtype))
+        self.squares += Y.square().sum(-2)
 
     def _shift(self, z: Tensor, y: Tensor, weight: Tensor) -> None:
-        """Add weight d d^T for a difference of means d, z (p, 1) and y (1, c)."""
-        self.S.addmm_(z, weight * z.mT)
-        self.T.addmm_(z, weight * y)
-        self.squares += weight * y[0].square()
+        """Add weight d d^T for a difference of means d, z (..., p, 1) and y (..., 1, c)."""
+        add_matmul(self.S, z, weight * z.mT)
+        add_matmul(self.T, z, weight * y)
+        self.squares += (weight * y.square())[..., 0, :]
 
     def about(self, mean_z: Tensor, mean_y: Tensor) -> None:
-        """Take all sums about other means (p, 1) and (1, c)."""
+        """Take all sums about other means (..., p, 1) and (..., 1, c)."""
         self._shift(self.mean_z - mean_z, self.mean_y - mean_y, self.weight)
         self.mean_z, self.mean_y = mean_z, mean_y
 
@@ -90,12 +90,13 @@ class Moments:
 
     @property
     def spread(self) -> Tensor:
-        """Root mean square of the targets about their mean, (c,)."""
-        return (self.squares / self.weight).sqrt()
+        """Root mean square of the targets about their mean, (..., c)."""
+        return (self.squares / self.weight[..., 0]).sqrt()
 
     @property
     def shift(self) -> Tensor:
-        """How many times their spread, at most, features may be away from the origin; at least 1."""
-        spread = (self.S.diagonal() / self.weight).sqrt()
-        apart = self.mean_z[:, 0].abs() / spread
-        return torch.where(spread > 0, apart, 0.0).max() + 1
+        """How many times their spread, at most, features may be away from the origin; at least 1, (...)."""
+        squares = self.S.diagonal(dim1=-2, dim2=-1)
+        spread = (squares / self.weight[..., 0]).sqrt()
+        apart = self.mean_z[..., 0].abs() / spread
+        return torch.where(spread > 0, apart, 0.0).amax(-1) + 1

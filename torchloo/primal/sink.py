@@ -30,17 +30,20 @@ def require_folders(function: str, others: Peers, out: str | Path | None) -> Non
 class Sink:
     """Fields of a HeldOut of n rows, R regularisations and c outputs, filled block by block.
 
+    A batch of problems is an axis in front of all others.
+
     Files appear under their names when all is well at the end of the `with`. Otherwise nothing is left of
     them, nor of the folders made for them.
 
     Args:
         function: name that errors carry.
-        shape: (R, n, c).
+        shape: (..., R, n, c).
         own: c' = 1, or c where every output has a regularisation of its own and so a variance.
         dtype: of the targets.
         device: where tensors are made; files are on the host.
         folder: where files are made, or None.
-        known: targets (n, c) and weights (n,), where they are in memory; outputs are then left out too.
+        known: targets (..., n, c) and weights (..., n), where they are in memory; outputs are then left out
+            too.
     """
 
     outputs: Tensor | None
@@ -53,19 +56,19 @@ class Sink:
     def __init__(
         self,
         function: str,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         own: int,
         dtype: torch.dtype,
         device: torch.device,
         folder: str | Path | None,
         known: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        R, n, c = shape
+        *several, n, c = shape
         self._function, self._device = function, device
         self._fields = [
             Field("residuals", shape, dtype),
-            Field("variance", (R, n, own), dtype),
-            Field("refitted", (R, n), torch.bool),
+            Field("variance", (*several, n, own), dtype),
+            Field("refitted", (*several, n), torch.bool),
         ]
         if known is None:
             self._fields += [
@@ -98,12 +101,12 @@ class Sink:
         return [torch.from_numpy(array) for array in arrays]
 
     def write(self, part: Block, residuals: Tensor, variance: Tensor, rows: slice | Tensor) -> None:
-        """Held-out residuals (R, c, b) and variances (R, c', b) of a block of rows with their numbers."""
+        """Held-out residuals (..., R, c, b) and variances (..., R, c', b) of rows with these numbers."""
         to, dtype = self.residuals.device, self.residuals.dtype
         r = residuals.mT.to(to, dtype)
-        self.residuals[:, rows] = r
-        self.variance[:, rows] = variance.mT.to(to, dtype)
-        if self.outputs is not None:
+        self.residuals[..., rows, :] = r
+        self.variance[..., rows, :] = variance.mT.to(to, dtype)
+        if self.outputs is not None:  # of a stream, which has no batches
             Y = part.Y.to(to)
             self.outputs[:, rows] = Y - r
             self.targets[rows] = Y

@@ -6,6 +6,9 @@ and leverage h, and so its held-out residual e / (1 - h); see Note [primal form]
 step of iterative refinement needs: if that step could move a held-out output by more than `_SETTLED` of
 the spread of the targets, one more pass applies it, so the squared condition number of normal equations
 does no harm. Rows whose 1 - h is lost to rounding are refitted (Note [refits by triangles]) in two more.
+
+A batch of problems in memory goes through the same passes together, with one more axis in front. Problems
+with rows that are to be refitted leave the batch and are solved one by one.
 """
 
 import copy
@@ -21,13 +24,14 @@ from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut, assemble
 from torchloo.primal.backward import HeldOutRows
-from torchloo.primal.block import Block, Source
+from torchloo.primal.block import Block, Memory, Source
 from torchloo.primal.collective import Peers, require_own, require_same
 from torchloo.primal.machines import (
     LARGE,
     Expansion,
     ImpreciseError,
     Machines,
+    ProblemsApartError,
     one_machine,
     path_machines,
     transposed,
@@ -83,7 +87,7 @@ class StreamFit:
         others: Peers,
     ) -> None:
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
-        if isinstance(reg, Tensor) and reg.ndim:
+        if isinstance(reg, Tensor) and reg.shape != stream.batch:
             raise ValueError(
                 f"{self.function}: reg must be one number for a stream, got shape {tuple(reg.shape)}"
             )
@@ -103,11 +107,15 @@ class StreamFit:
     def _regularise(self, reg: Tensor | Regs) -> None:
         """Take one regularisation, those of a path, or one for each output."""
         self._path, self._solved = isinstance(reg, Regs) and reg.path, None
+        batch = self.moments.S.shape[:-2]
         if isinstance(reg, Tensor):
-            self.regs = reg.double().reshape(1, 1)
+            self.regs = reg.double().reshape(*batch, 1, 1)
             return
-        guard, outputs = self._guard, self.moments.T.shape[1]
-        self.regs = self.others.run(lambda: reg.checked(guard, outputs, self.moments.S))
+        guard, outputs, axes = self._guard, self.moments.T.shape[-1], len(self.stream.batch)
+        regs = self.others.run(lambda: reg.checked(guard, outputs, self.moments.S, axes))
+        self.regs = regs.movedim(0, -2)  # (..., R, c')
+        if axes:
+            self.regs = self.regs.expand(*self.stream.batch, -1, -1).flatten(0, axes - 1)
         if self.others.count > 1:
             self.others.run(guard.check)
             require_same(self.function, self.others, "regs", self.regs.tolist())
@@ -134,10 +142,10 @@ class StreamFit:
         regs, given = self.regs.detach(), (self._guard, self.expansion, self.moments)
         X, Y, _ = self.stream.graph
         if X is not None and self.expansion.evaluate is transposed:
-            self._guard.implied(self.moments.S.diagonal(), X)
+            self._guard.implied(self.moments.S.diagonal(dim1=-2, dim2=-1), X)
         if Y is not None:
             self._guard.implied(self.moments.squares, Y)
-        if self._path or regs.numel() > 1:
+        if self._path or regs.shape[-2:].numel() > 1:
             return path_machines(*given, regs, self._triangle)
         return one_machine(*given, regs, self._triangle)
 
@@ -153,16 +161,18 @@ class StreamFit:
         for part in self.stream.blocks(self.function, self.expansion.size, "normal equations"):
             columns, first = self._columns(part), moments is None
             if moments is None:
-                if columns.ndim != 2:
+                if columns.ndim != part.Y.ndim:
                     raise ValueError(
                         f"{self.function}: X must be (n, d), or (n, *event) with event_dim axes an input, as "
                         f"the kernel is told, got a block of shape {tuple(part.X.shape)}"
                     )
                 if bias and self.expansion.origin is None:
                     columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype).to(columns.dtype))
-                moments = Moments(part.weight, len(columns), part.Y.shape[1], part.Y.dtype, centre=bias)
+                p, c = columns.shape[-2], part.Y.shape[-1]
+                moments = Moments(part.weight, p, c, part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
-                moments.longest = torch.maximum(moments.longest, columns.square().sum(0).max().sqrt())
+                longest = torch.linalg.vector_norm(columns, dim=-2).amax(-1)
+                moments.longest = torch.maximum(moments.longest, longest)
             if not self.stream.lasting:
                 moments.seen.note(part)
             moments.add(self.expansion.features(columns), part.Y.double(), part.weight.double())
@@ -185,8 +195,8 @@ class StreamFit:
         if self.expansion.kind == torch.float64 or not several or self.others.count > 1 or least is None:
             return False
         C = moments.S * (n / moments.count)
-        C.diagonal().add_(least.to(C))
-        return not bool(condition(torch.linalg.cholesky_ex(C).L) < SINGLE)
+        C.diagonal(dim1=-2, dim2=-1).add_(least.to(C))
+        return not bool((condition(torch.linalg.cholesky_ex(C).L) < SINGLE).all())
 
     def _agree(self, bias: bool) -> None:
         """See that all processes have rows of one kind, and give their features one origin."""
@@ -203,19 +213,19 @@ class StreamFit:
 
     def _triangle(self) -> tuple[Tensor, Tensor]:
         """R (p, p) and d (p, c), R^T R = S and R^T d = T, by QR factorisations of blocks of one more pass."""
-        R, p = self.others.run(self._own_triangle), len(self.moments.S)
+        R, p = self.others.run(self._own_triangle), self.moments.S.shape[-1]
         if self.others.count > 1:
             R = triangle(torch.cat([part.to(R) for part in self.others.gather(R.cpu())]))
-        return R[:p, :p], R[:p, p:]
+        return R[..., :p, :p], R[..., :p, p:]
 
     def _own_triangle(self) -> Tensor:
         moments = self.moments
-        columns = sum(moments.T.shape)
-        R = moments.S.new_zeros(columns, columns)
+        *batch, p, c = moments.T.shape
+        R = moments.S.new_zeros(*batch, p + c, p + c)
         for part in self.blocks("orthogonal factor"):
             D = self.expansion.features(self.expansion.columns(part.X)).sub_(moments.mean_z)
             rows = torch.cat([D.mT, part.Y.double() - moments.mean_y], -1)
-            R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)]))
+            R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)], -2))
         return R
 
     def checked_for(self, machine: "LeastSquares") -> Self:
@@ -249,18 +259,26 @@ class StreamFit:
         They are refined by a pass if there was none yet.
         """
         coef = self._called("coef").refined(self._machine).coefficients()
-        return coef if self._path else coef[0]
+        return self._shaped(coef, 2)
 
     @property
     def centre(self) -> Tensor:
-        """The mean of the features, (1, p)."""
-        return self.expansion.away(self.moments.mean_z).mT
+        """The mean of the features, (..., 1, p)."""
+        mean = self.expansion.away(self.moments.mean_z).mT
+        return mean.unflatten(0, self.stream.batch) if self.stream.batch else mean
 
     @property
     def offset(self) -> Tensor:
         """Output at the mean of the features, (c,), or (R, c) of a path."""
         offset = self._called("offset").refined(self._machine).offset
-        return offset if self._path else offset[0]
+        return self._shaped(offset, 1)
+
+    def _shaped(self, values: Tensor, axes: int) -> Tensor:
+        """Values (..., R, *), with so many axes behind, as (R, *batch, *), without the R of a single one."""
+        values = values.movedim(-axes - 1, 0)
+        if self.stream.batch:
+            values = values.unflatten(1, self.stream.batch)
+        return values if self._path else values[0]
 
     @torch.no_grad()
     def __call__(self, X_new: Tensor) -> Tensor:
@@ -291,12 +309,13 @@ class StreamFit:
 
         None where every output has its own regularisation.
         """
-        if self.regs.numel() > 1:
+        if self.regs.shape[-2:].numel() > 1:
             return None
         machine = self._machine
-        T = machine.f[0, 0].sqrt().unsqueeze(-1) * machine.rotation
-        mean = torch.zeros_like(T[:1]) if self.moments.centre else None
-        return spread_of(T, machine.regs[0, 0], mean, self.per_weight.reshape(1, 1))
+        T = machine.f[..., 0, 0, :].sqrt().unsqueeze(-1) * machine.rotation
+        mean = torch.zeros_like(T[..., :1, :]) if self.moments.centre else None
+        spread = spread_of(T, machine.regs[..., 0, 0], mean, self.per_weight)
+        return spread.unflatten(0, self.stream.batch) if self.stream.batch else spread
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """Held-out predictions of every row, by the machine trained without it or without its cluster.
@@ -350,12 +369,14 @@ class StreamFit:
 
     @property
     def per_weight(self) -> Tensor:
-        """What the bias adds to z^T C^{-1} z: 1 / w, or 0 without one."""
+        """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / w, or 0 without one."""
         return self.moments.centre / self.moments.weight
 
     def with_bias(self, f: Tensor) -> Tensor:
-        """f (R, c', p) of Note [rotated features], and that of the bias, if there is one."""
-        return torch.cat([f, self.per_weight.expand_as(f[..., :1])], -1) if self.moments.centre else f
+        """f (..., R, c', p) of Note [rotated features], and that of the bias, if there is one."""
+        if not self.moments.centre:
+            return f
+        return torch.cat([f, self.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
 
     def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
         try:
@@ -365,32 +386,64 @@ class StreamFit:
             return self._left_out(clusters, out)
 
     def _left_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
-        machines = self._machine
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
         partition = None
         if clusters is not None:
             partition = self.others.run(lambda: self._partition(clusters))
             require_own(self.function, self.others, partition)
-        labels = None if partition is None else partition.labels
+        try:
+            residuals, variance, refitted, targets, weight, outputs = self._fields(partition, out)
+        except ProblemsApartError as apart:
+            residuals, variance, refitted = self._one_by_one(partition, apart.numbers)
+            targets, weight, outputs = None, None, None
         _, Y, zeta = self.stream.graph
+        targets, weight = targets if Y is None else Y, weight if zeta is None else zeta
+        assert targets is not None
+        assert weight is not None
+        if self.stream.batch:
+            targets, weight = (t.unflatten(0, self.stream.batch) for t in (targets, weight))
+        parts = (self._shaped(residuals, 2), self._shaped(variance, 2), self._shaped(refitted, 1))
+        labels = None if partition is None else partition.labels
+        outputs = None if outputs is None else self._shaped(outputs, 2)
+        return assemble(targets, weight, labels, parts, self.stream.flat, outputs)
+
+    def _one_by_one(self, partition: Partition | None, apart: list[int]) -> list[Tensor]:
+        """Residuals, variances and refitted rows of a batch, some problems of which are solved apart."""
+        others = [k for k in range(len(self.regs)) if k not in set(apart)]
+        parts = [self._of(k)._fields(partition, None)[:3] for k in apart]
+        found = [torch.stack(part) for part in zip(*parts, strict=True)]
+        if others:
+            rest = self._of(torch.tensor(others, device=self.regs.device))._fields(partition, None)
+            found = [torch.cat(pair) for pair in zip(found, rest[:3], strict=True)]
+        back = torch.tensor(apart + others, device=self.regs.device).argsort()
+        return [part[back] for part in found]
+
+    def _of(self, problems: Tensor | int) -> Self:
+        """The same for some problems of a batch, (B',), or for a single one."""
+        twin = copy.copy(self)
+        assert isinstance(self.stream, Memory)
+        twin.stream, twin.regs = self.stream.problems(problems), self.regs[problems]
+        twin.expansion = copy.copy(self.expansion)
+        twin.expansion.origin = None
+        with torch.no_grad():
+            twin._sum_up(self.moments.centre)
+        return twin
+
+    def _fields(
+        self, partition: Partition | None, out: str | Path | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The fields of a Sink, with a graph where there is one; targets and weights unless in memory."""
+        machines = self._machine
         inputs = (self.regs, *self.stream.graph, *self.expansion.tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
         if self.wants_graph:
-            fields = HeldOutRows.apply(self, machines, partition, *inputs)
-        else:
-            with torch.no_grad():
-                fields = self.run(machines, partition, out)[0].fields
-        residuals, variance, refitted, targets, weight, outputs = fields
-        if Y is not None:
-            targets, weight = Y, zeta
-        parts = (residuals, variance, refitted)
-        if not self._path:
-            residuals, variance, refitted, outputs = (None if t is None else t[0] for t in (*parts, outputs))
-        return assemble(targets, weight, labels, (residuals, variance, refitted), self.stream.flat, outputs)
+            return HeldOutRows.apply(self, machines, partition, *inputs)
+        with torch.no_grad():
+            return self.run(machines, partition, out)[0].fields
 
     def run(
         self, machines: Machines, partition: Partition | None, out: str | Path | None = None
@@ -398,11 +451,9 @@ class StreamFit:
         """All passes that leave rows or sets out: what they wrote, and what was refitted."""
         n = self.stream.n
         assert n is not None
-        kind = (machines.regs.shape[1], self.dtype, self.moments.S.device)
-        known = self.stream.known
-        with Sink(
-            self.function, (*machines.offset.shape[:1], n, machines.offset.shape[1]), *kind, out, known
-        ) as sink:
+        *several, c = machines.offset.shape
+        kind = (machines.regs.shape[-1], self.dtype, self.moments.S.device)
+        with Sink(self.function, (*several, n, c), *kind, out, self.stream.known) as sink:
             self.others.run(sink.open)
             if partition is None:
                 refitted = self._leave_one_out(machines, sink)
@@ -419,16 +470,17 @@ class StreamFit:
         weight: Tensor,
         tensors: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Residuals (R, n, c) and variances (R, n, c') of all rows at once, by differentiable operations."""
+        """Residuals (..., R, n, c) and variances of all rows at once, by differentiable operations."""
         guard = Guard(self.function)
         Z, bias = self.expansion.whole(X, tensors), self.moments.centre
         shifted, _ = centred(Z, weight.double(), bias)
-        sets = partition or Partition.single(len(X), X.device)
+        sets = partition or Partition.single(Y.shape[-2], X.device)
         groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
         normal = Normal.of(shifted, weight, bias)
-        of = normal.along(regs.double(), Y.double(), guard, lambda form: form.held_out(groups, guard)[:2])
+        regs = regs.double().movedim(-2, 0)  # (R, ..., c')
+        of = normal.along(regs, Y.double(), guard, lambda form: form.held_out(groups, guard)[:2])
         guard.check()
-        residuals, variances = (part.to(Y.dtype) for part in of)
+        residuals, variances = (part.to(Y.dtype).movedim(0, -3) for part in of)
         return residuals, variances
 
     def _partition(self, clusters: object) -> Partition:
@@ -452,6 +504,9 @@ class StreamFit:
             raise ImpreciseError
         if large and machines.drop_shortcuts():
             return self._leave_one_out(machines, sink)
+        if lost and self.stream.batch:
+            apart = ~(seen.low > machines.least).flatten(1).all(1)
+            raise ProblemsApartError(apart.nonzero()[:, 0].tolist())
         if step is not None:
             if any(matters):
                 self.others.run(lambda: self._correct(machines, sink, *step))
@@ -478,13 +533,13 @@ class StreamFit:
         gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
         worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
-        per_weight, self.kept = self.per_weight, []
+        per_weight, self.kept = self.per_weight.unsqueeze(-1), []
         for part in self.blocks("leave-one-out"):
-            zeta = part.weight.double()
+            zeta = part.zeta
             U = machines.rotated(part.X, ones=self.moments.centre)
-            u = U[: len(machines.rotation)]
+            u = U[..., : machines.rotation.shape[-1], :]
             self._keep(U)
-            norm = machines.norms(u)  # (R, c', b)
+            norm = machines.norms(u)  # (..., R, c', b)
             e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
             inverse = one.reciprocal()  # 1 / (1 - h)
@@ -501,9 +556,9 @@ class StreamFit:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
         regs = machines.regs.unsqueeze(-1)
         for part in self.blocks("correction"):
-            change = machines.outputs(machines.rotated(part.X), step) + shift.unsqueeze(-1)  # (R, c, b)
-            r, variance = (t[:, part.rows].to(change).mT for t in (sink.residuals, sink.variance))
-            sink.write(part, r - change * variance * part.weight.double() / regs, variance, part.rows)
+            change = machines.outputs(machines.rotated(part.X), step) + shift.unsqueeze(-1)  # (..., R, c, b)
+            r, variance = (t[..., part.rows, :].to(change).mT for t in (sink.residuals, sink.variance))
+            sink.write(part, r - change * variance * part.zeta / regs, variance, part.rows)
 
     def refined(self, machines: Machines) -> Machines:
         """The machines, after a pass for a step of refinement if there was none yet."""
@@ -516,11 +571,11 @@ class StreamFit:
         gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
         for part in self.blocks("refinement"):
             u = machines.rotated(part.X)
-            machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.weight.double()))
+            machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.zeta))
         return gradient
 
     def _step(self, machines: Machines, gradient: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What refinement adds to the coefficients, (R, c, p), and to the offset, (R, c)."""
+        """What refinement adds to the coefficients, (..., R, c, p), and to the offset, (..., R, c)."""
         by_feature, total = self.others.sums(*gradient)
         return machines.step(by_feature), total * self.per_weight
 
@@ -529,18 +584,19 @@ class StreamFit:
 
         By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
         """
-        length = (step.square() / machines.f).sum(-1).sqrt()  # (R, c)
+        length = (step.square() / machines.f).sum(-1).sqrt()  # (..., R, c)
         most = seen.worst[0] * length + seen.worst[1] * shift.abs()
-        change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (R, c, b)
+        change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
         for_all, for_last = _SETTLED[self.dtype]
         matters = (most > for_all * machines.spread).any()
         return matters | ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
 
 
 def _mean(columns: Tensor, part: Block) -> Tensor:
-    """The mean (p, 1) of the columns (p, b) of a block, with the weights of its rows, in float64."""
-    zeta = part.weight.double()
-    return (columns @ (zeta / zeta.sum()).unsqueeze(-1).to(columns.dtype)).double()
+    """The weighted mean (..., p, 1) of the columns (..., p, b) of a block, in float64."""
+    zeta = part.weight.double().unsqueeze(-1)
+    share = zeta / zeta.sum(-2, keepdim=True)
+    return (columns @ share.to(columns.dtype)).double()
 
 
 def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
@@ -553,12 +609,12 @@ class _Seen(NamedTuple):
     """What a pass for leave-one-out brings beside the rows."""
 
     gradient: tuple[Tensor, Tensor]
-    """sum zeta e u^T, (R, c, p), and sum zeta e, (R, c)."""
+    """sum zeta e u^T, (..., R, c, p), and sum zeta e, (..., R, c)."""
     low: Tensor
-    """The least 1 - h of all rows, (R, c')."""
+    """The least 1 - h of all rows, (..., R, c')."""
     worst: Tensor
-    """The largest (sum f u^2)^{1/2} / (1 - h) and 1 / (1 - h) of all rows, (2, R, c')."""
+    """The largest (sum f u^2)^{1/2} / (1 - h) and 1 / (1 - h) of all rows, (2, ..., R, c')."""
     u: Tensor
-    """Rotated features of the last block, (p, b)."""
+    """Rotated features of the last block, (..., p, b)."""
     one: Tensor
-    """Its 1 - h, (R, c', b)."""
+    """Its 1 - h, (..., R, c', b)."""
