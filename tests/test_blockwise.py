@@ -1,7 +1,9 @@
 """Gradients by blocks of rows: in memory, streamed, whatever the blocks, against all rows at once."""
 
 import copy
+import math
 
+import numpy as np
 import pytest
 import torch
 from counting import Counting
@@ -235,6 +237,89 @@ def test_second_derivatives_in_memory_are_those_of_all_rows_at_once(name):
         (first,) = torch.autograd.grad(tl.criteria.press(held_out).sum(), machine.log_reg, create_graph=True)
         found.append(torch.autograd.grad(first, machine.log_reg)[0])
     assert_close(received, expected)
+
+
+def batch_of_problems(shape, bad):
+    """Problems (*shape, n, d) of their own; those with the numbers `bad` have rows that must be refitted."""
+    count = math.prod(shape)
+    problems = [lonely() if k in bad else rows() for k in range(count)]
+    noise = randn(count, N, 4, seed=7)
+    stacked = [torch.stack(parts) for parts in zip(*problems, strict=True)]
+    stacked[0] = stacked[0] * (1 + 0.1 * noise)
+    return [t.unflatten(0, shape).requires_grad_() for t in stacked]
+
+
+BATCHES = pytest.mark.parametrize(
+    ("shape", "bad"),
+    [((5,), ()), ((2, 3), (1, 4)), ((3,), (0, 1, 2))],
+    ids=["regular", "some refitted", "all refitted"],
+)
+
+
+@every_set
+@BATCHES
+@pytest.mark.parametrize("block", [16, 10**6])
+@pytest.mark.parametrize("Machine", [tl.RLS, tl.LSSVM])
+def test_a_batch_of_problems_equals_single_ones(Machine, shape, bad, clusters, block, monkeypatch):
+    monkeypatch.setattr(Expansion, "size", block)
+    X, Y, weight = inputs = batch_of_problems(shape, bad)
+    machine = Machine(
+        tl.kernels.Linear(), 1e-5 * (1 + torch.arange(math.prod(shape))).reshape(shape).double()
+    )
+    received = machine.held_out(X, Y, clusters, weight)
+    assert received.refitted.flatten(0, -2).any(1).nonzero()[:, 0].tolist() == list(bad)
+    single = []
+    for k in np.ndindex(*shape):
+        one = _with_reg(Machine(tl.kernels.Linear()), machine.reg[k])
+        single.append(one.held_out(X[k], Y[k], clusters, weight[k]))
+    expected = [torch.stack(part).unflatten(0, shape) for part in zip(*(h[:3] for h in single), strict=True)]
+    variance = torch.stack([h.variance for h in single]).unflatten(0, shape)
+    expected = received._replace(
+        outputs=expected[0], residuals=expected[1], targets=expected[2], variance=variance
+    )
+    compare(received[:3], expected[:3], 1e-10)
+    compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-8)
+
+
+@every_set
+@pytest.mark.parametrize("per_output", [False, True])
+def test_a_path_of_a_batch_equals_those_of_single_problems(per_output, clusters):
+    X, Y, weight = inputs = batch_of_problems((2, 2), (3,))
+    regs = torch.logspace(-6, 1, 3, dtype=torch.float64)
+    regs = (torch.stack([regs, 2 * regs], 1) if per_output else regs).requires_grad_()
+    machine = tl.LSSVM(tl.kernels.Linear())
+    received = machine.path(X, Y, regs, clusters, weight)
+    assert received.residuals.shape == (3, 2, 2, N, 2)
+    paths = [machine.path(X[k], Y[k], regs, clusters, weight[k]) for k in np.ndindex(2, 2)]
+    fields = [torch.stack(part, 1).unflatten(1, (2, 2)) for part in zip(*(h[:2] for h in paths), strict=True)]
+    variance = torch.stack([h.variance for h in paths], 1).unflatten(1, (2, 2))
+    expected = received._replace(outputs=fields[0], residuals=fields[1], variance=variance)
+    compare(received[:2], expected[:2], 1e-9)
+    wanted = [*inputs, regs]
+    nothing = nn.ParameterList()
+    compare(gradients(nothing, received, wanted), gradients(nothing, expected, wanted), 1e-7)
+
+
+def test_second_derivatives_of_a_batch_are_those_of_all_rows_at_once():
+    X, Y, weight = batch_of_problems((3,), ())
+    machine = tl.LSSVM(tl.kernels.Linear(), 0.3)
+    hessians = []
+    for held_out in (machine.loo(X, Y, weight), machine.solve(X, Y, weight).held_out()):
+        loss = tl.criteria.press(held_out).sum()
+        (first,) = torch.autograd.grad(loss, X, create_graph=True)
+        hessians.append(torch.autograd.grad(first.square().sum(), [X, machine.log_reg]))
+    compare(hessians[0], hessians[1], 1e-8)
+
+
+def test_a_batch_takes_as_many_operations_as_one_problem():
+    counts = []
+    for batch in ((), (8,), (4, 4)):
+        X, Y = randn(*batch, N, 4).requires_grad_(), randn(*batch, N, 2, seed=1)
+        machine = tl.LSSVM(tl.kernels.Linear(), 0.3)
+        with Counting() as counting:
+            tl.criteria.press(machine.loo(X, Y)).sum().backward()
+        counts.append(counting.operations)
+    assert max(counts) <= 1.1 * counts[0]
 
 
 @pytest.mark.parametrize("search", ["gradient", "grid"])
