@@ -177,7 +177,7 @@ BAD = [
         "R indefinite",
         lambda g: F.ridge(g["X"], g["Y"], -100 * torch.eye(2).double()),
         ValueError,
-        "not positive def",
+        "R must be positive semi-definite",
     ),
     (
         "NaN in Z",

@@ -41,29 +41,33 @@ _REFIT_BELOW = 1e-4
 # by it then have 8 digits, and one to spare.
 _DIGITS = 1e9
 
+# Added to the condition number where a factorisation failed.
+_FAILED = 1e30
+
 # Steps of the power iteration that estimates the condition number.
 _STEPS = 3
 
 
-def condition(L: Tensor, inverse: Tensor | None = None) -> Tensor:
+def condition(L: Tensor, inverse: Tensor | None = None, diagonal: Tensor | None = None) -> Tensor:
     """An estimate of the condition number of A = L L^T (..., p, p), with its diagonal scaled to 1, (...).
 
-    The norm of the inverse by a few steps of the power method, faster if the inverse of L is given; NaN if
-    the factorisation failed.
+    The norm of the inverse by a few steps of the power method, faster if the inverse of L and the diagonal of
+    A, (..., p), are given.
     """
-    scale = torch.linalg.vector_norm(L, dim=-1, keepdim=True)
-    start = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos()
-    v = start.unsqueeze(-1).expand_as(scale)
-    size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
-    for _ in range(_STEPS):
-        v = scale * v / size
+    scale = torch.linalg.vector_norm(L, dim=-1) if diagonal is None else diagonal.sqrt()
+    scale = scale.unsqueeze(-1)
+    v = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos().unsqueeze(-1)
+    for _ in range(_STEPS):  # no vector of these grows beyond the range of numbers, unless the estimate does
+        before = v
+        v = scale * v
         if inverse is None:
             half = torch.linalg.solve_triangular(L, v, upper=False)
-            v = scale * torch.linalg.solve_triangular(L.mT, half, upper=True)
+            v = torch.linalg.solve_triangular(L.mT, half, upper=True)
         else:
-            v = scale * (inverse.mT @ (inverse @ v))
-        size = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
-    return size[..., 0, 0]
+            v = inverse.mT @ (inverse @ v)
+        v = scale * v
+    lengths = [torch.linalg.vector_norm(vector, dim=(-2, -1)) for vector in (v, before)]
+    return lengths[0] / lengths[1]
 
 
 def trusted(condition: Tensor) -> Tensor:
@@ -75,12 +79,13 @@ def trusted(condition: Tensor) -> Tensor:
     return lost.clamp(min=_REFIT_BELOW, max=max(_REFIT_BELOW, 0.5))
 
 
-def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """T = L^{-1} for C = L L^T (..., p, p), the condition number (...) of C, and `info` (...) of Cholesky."""
+def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor]:
+    """T = L^{-1} for C = L L^T (..., p, p), and the condition number (...) of C, huge if there is no L."""
     L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
     T = triangular_inverse(L)
     with torch.no_grad():
-        return T, condition(L, T), info
+        estimate = condition(L, T, C.diagonal(dim1=-2, dim2=-1))
+        return T, torch.add(estimate, info, alpha=_FAILED)
 
 
 def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,7 +40,7 @@ from torchloo.clusters import PaddedSets, Partition
 from torchloo.panels import add_matmul, add_symmetric, mirrored, room_like, times_upper
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
-from torchloo.primal.machines import inner, together, transposed
+from torchloo.primal.machines import together, transposed
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -176,7 +176,8 @@ class _Refit:
         U = torch.cat([machines.rotation @ one.X[:p], one.X[p:]])
         e = one.Y - U.mT @ work.q[one.r, self.outputs].mT  # (s, c)
         a = one.zeta.unsqueeze(-1) * e
-        _, rbar, _, g = work.cotangents(one.rows)
+        _, rbar, inverse, by_variance = work.cotangents(one.rows)
+        g = torch.zeros_like(inverse) if by_variance is None else by_variance
         rb, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
         self.abar = rb / one.zeta.unsqueeze(-1) + one.X.mT @ (one.spread @ rb)
         self.EH = (rb @ (a.mT @ self.H.mT) + a @ (rb.mT @ self.H.mT)) / 2 + g.unsqueeze(-1) * self.H.mT
@@ -226,31 +227,30 @@ class _Backward:
             self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
-        self.t, self.v = torch.zeros_like(self.q), torch.zeros_like(self.q)
-        self.regbar = torch.zeros_like(machines.regs)
+        self.t, self.regbar = torch.zeros_like(self.q), torch.zeros_like(machines.regs)
+        self.v = self.t  # until it is known
         self.refits = [_Refit(self, one) for one in refitted]
-        self.lost = torch.zeros_like(self.variance, dtype=torch.bool)  # (..., R, n, c')
+        if self.refits:
+            self.lost = torch.zeros_like(self.variance, dtype=torch.bool)  # (R, n, c')
         for one in self.refits:
             self.lost[one.r, one.rows.to(self.lost.device), one.j] = True
 
-    def cotangents(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """r, rbar (..., R, c, b), diag(P_LL^{-1}) and reg vbar (..., R, c', b), in float64, of some rows."""
+    def cotangents(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """r, rbar (..., R, c, b), diag(P_LL^{-1}) and reg vbar (..., R, c', b) of some rows, in float64."""
         regs = self.machines.regs.unsqueeze(-1)
         rows = rows.to(self.residuals.device) if isinstance(rows, Tensor) else rows
 
         def of(field: Tensor) -> Tensor:
             return field[..., rows, :].mT.to(regs)
 
-        inverse = of(self.variance) / regs
-        g = torch.zeros_like(inverse) if self.vbar is None else of(self.vbar) * regs
-        return of(self.residuals), of(self.rbar), inverse, g
+        g = None if self.vbar is None else of(self.vbar) * regs
+        return of(self.residuals), of(self.rbar), of(self.variance) / regs, g
 
     def gather(self) -> None:
         """The first of the two passes, and what follows from its sums."""
         self.others.run(self._own_sums)
         self._penalty()
-        self.Q, self.t = self.others.sums(self.Q, self.t)
-        self.v = -self.f * self.t
+        self.Q, self.v = self.others.sums(self.Q, self.v)
         self.total = self.Q.sum((-4, -3)) if len(self.each) > 1 else self.Q[..., 0, 0, :, :]
         everyone = self.others.gather([(one.H.cpu(), one.EH.cpu()) for one in self.refits])
         flat = [(H.to(self.f), EH.to(self.f)) for pairs in everyone for H, EH in pairs]
@@ -277,16 +277,19 @@ class _Backward:
         narrow, p = machines.narrow, rotation.shape[-1]
         gram = machines.times(narrow, narrow.mT, torch.empty_like(narrow)).to(rotation)
         has_gram = machines.expansion.gram is not None
-        self.penalty = rotation.new_zeros(rotation.shape if has_gram else ())
-        v = -self.f * self.t
+        self.penalty = torch.zeros_like(rotation) if has_gram else None
+        self.v = -self.f * self.t
+        room = gram if len(self.each) == 1 else torch.empty_like(gram)
         for r, j, outputs in self.each:
             M = self.Q[..., r, j, :p, :p]
             for one in self.refits:
                 if (one.r, one.j) == (r, j):
                     M = M - one.H[:p] @ one.EH[:, :p]
-            left, right = (t[..., r, outputs, :p] for t in (v, self.q))
-            self.regbar[..., r, j] += inner(gram, M) - inner(left @ gram, right)
-            if has_gram:
+            left, right = (t[..., r, outputs, :p] for t in (self.v, self.q))
+            by_solution = ((left @ gram) * right).sum((-2, -1))
+            by_leverage = torch.mul(gram, M, out=room).sum((-2, -1))
+            self.regbar[..., r, j] += by_leverage - by_solution
+            if self.penalty is not None:
                 outer = left.mT @ right
                 self.penalty += machines.regs[..., r, j, None, None] * (M - (outer + outer.mT) / 2)
 
@@ -325,14 +328,14 @@ class _Backward:
         r, rbar, inverse, g = self.cotangents(part.rows)
         product = rbar * r
         D = (product if inverse.shape[-2] == r.shape[-2] else product.sum(-2, keepdim=True)) * -inverse
-        if self.vbar is not None:
+        if g is not None:
             D = D - inverse.square() * g  # (..., R, c', b)
         if (flags := self._flags(part.rows)) is not None:
             D = D.masked_fill(flags, 0.0)
         abar = rbar * inverse
         weighted = zeta * D
         if gather:
-            if self.vbar is not None:
+            if g is not None:
                 self.regbar += (g * inverse).sum(-1) / self.machines.regs
             twice = zeta * weighted
             for k, j, _ in self.each:
@@ -360,7 +363,8 @@ class _Backward:
         flags = self._flags(rows)
         X = sets.laid_out(U).movedim(-3, -1)  # (..., g, s, p')
         z = sets.laid_out(zeta, zeta.min()).unsqueeze(-1)  # (..., g, s, 1)
-        r_sets, rbar_sets, g_sets = (sets.laid_out(t) for t in (r, rbar, g))  # (..., R, c, g, s)
+        r_sets, rbar_sets = sets.laid_out(r), sets.laid_out(rbar)  # (..., R, c, g, s)
+        g_sets = None if g is None else sets.laid_out(g)
         lost_sets = None if flags is None else sets.laid_out(flags)
         abar, a = torch.empty_like(r), torch.empty_like(r)
         diagonal, DN = torch.zeros_like(z), torch.zeros_like(X)
@@ -372,7 +376,7 @@ class _Backward:
             N, abar_L = z * X * f, times(rbar_L)  # (..., g, s, p') and (..., g, s, c)
             DN_L = -(abar_L @ (r_L.mT @ N) + r_L @ (abar_L.mT @ N)) / 2
             diagonal_L = -(abar_L * r_L).sum(-1, keepdim=True)
-            if self.vbar is not None:
+            if g_sets is not None:
                 g_L = g_sets[..., k, j, :, :, None]
                 DN_L, diagonal_L = DN_L - times(g_L * times(N)), diagonal_L - squares(g_L)
             if lost is not None:  # those have a share of their own
@@ -384,8 +388,8 @@ class _Backward:
                 found[..., k, outputs, :] = sets.taken(of_sets.movedim(-1, -3))
             if gather:
                 self.Q[..., k, j, :, :] += (N.mT @ DN_L).sum(-3)
-                total = (g[..., k, j, :] * inverse[..., k, j, :]).sum(-1)
-                self.regbar[..., k, j] += total / self.machines.regs[..., k, j]
+        if gather and g is not None:
+            self.regbar += (g * inverse).sum(-1) / self.machines.regs
         D, DN_rows = sets.taken(diagonal[..., 0]), sets.taken(DN.movedim(-1, -3))
         return self._with_refits(_Visit(rows, part, U, part.zeta, a, abar, D, DN_rows))
 
@@ -515,6 +519,7 @@ class _Sent:
             with torch.enable_grad():
                 Kzz = self.expansion.gram(self.tensors)
                 F = self.machines.forth
+                assert self.penalty is not None
                 bar = F.mT @ self.penalty @ F
                 if self.expansion.mask is not None:
                     bar = bar * self.expansion.mask * self.expansion.mask.mT

@@ -25,7 +25,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchloo.blocks import NOT_DEFINITE
 from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
@@ -46,7 +45,6 @@ __all__ = [
     "ImpreciseError",
     "Machines",
     "ProblemsApartError",
-    "inner",
     "one_machine",
     "path_machines",
     "together",
@@ -338,11 +336,6 @@ def together(rows: Tensor, matrix: Tensor) -> Tensor:
     return (rows.flatten(-3, -2) @ matrix).unflatten(-2, rows.shape[-3:-1])
 
 
-def inner(left: Tensor, right: Tensor) -> Tensor:
-    """The sum of the products of the entries of two matrices (..., p, q), (...)."""
-    return (left.unsqueeze(-2) @ right.unsqueeze(-1)).sum((-3, -2, -1))
-
-
 def _machines(
     expansion: Expansion,
     moments: Moments,
@@ -353,8 +346,8 @@ def _machines(
     q: Tensor,
 ) -> tuple[Machines, Tensor]:
     """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and whether they may fold."""
-    folded, fine = None, torch.ones_like(moments.longest, dtype=torch.bool)
-    differs = torch.zeros_like(moments.longest)
+    differs = moments.longest  # 0 where there is no factor
+    folded, fine = None, differs == 0
     spread = moments.spread.unsqueeze(-2)
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
@@ -411,11 +404,10 @@ def one_machine(
     C = moments.S.clone()
     C.diagonal(dim1=-2, dim2=-1).add_(regs[..., 0])
     f = torch.ones_like(C[..., None, :1, :])
-    rotation, estimate, info = inverse_factor(C)
+    rotation, estimate = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(-3)
     machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
     if _is_well_conditioned(guard, moments, machines, fine, estimate[..., None, None], ILL_CONDITIONED):
-        guard.require(info == 0, NOT_DEFINITE)
         return machines
     R, d = triangle()
     penalty = torch.diag_embed(regs[..., 0].sqrt().expand(C.shape[:-1]))

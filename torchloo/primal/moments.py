@@ -38,11 +38,10 @@ class Moments:
         self.centre, self.dtype = centre, dtype
         self.count, self.seen = 0, Seen()
         batch, zeros = like.shape[:-1], partial(like.new_zeros, dtype=torch.float64)
-        self.weight = zeros((*batch, 1, 1))
-        self.mean_z, self.mean_y = zeros((*batch, p, 1)), zeros((*batch, 1, c))
+        self.weight, self.longest = zeros((*batch, 1, 1)), zeros(batch)
         self.S, self.T = zeros((*batch, p, p)), zeros((*batch, p, c))  # of S, the lower triangle
-        self.squares = zeros((*batch, c))
-        self.longest = zeros(batch)
+        self.mean_z, self.mean_y = torch.zeros_like(self.T[..., :1]), torch.zeros_like(self.T[..., :1, :])
+        self.squares = torch.zeros_like(self.T[..., 0, :])
 
     def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
         """Join rows with features Z (..., p, b), overwritten, targets (..., b, c) and weights (..., b)."""

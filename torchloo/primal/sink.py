@@ -102,13 +102,12 @@ class Sink:
 
     def write(self, part: Block, residuals: Tensor, variance: Tensor, rows: slice | Tensor) -> None:
         """Held-out residuals (..., R, c, b) and variances (..., R, c', b) of rows with these numbers."""
-        to, dtype = self.residuals.device, self.residuals.dtype
-        r = residuals.mT.to(to, dtype)
-        self.residuals[..., rows, :] = r
-        self.variance[..., rows, :] = variance.mT.to(to, dtype)
+        for field, values in ((self.residuals, residuals.mT), (self.variance, variance.mT)):
+            field[..., rows, :] = values if isinstance(rows, slice) else values.to(field)  # a copy converts
         if self.outputs is not None:  # of a stream, which has no batches
+            to, dtype = self.residuals.device, self.residuals.dtype
             Y = part.Y.to(to)
-            self.outputs[:, rows] = Y - r
+            self.outputs[:, rows] = Y - residuals.mT.to(to, dtype)
             self.targets[rows] = Y
             self.weight[rows] = part.weight.to(to)
 

@@ -370,7 +370,8 @@ class StreamFit:
     @property
     def per_weight(self) -> Tensor:
         """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / w, or 0 without one."""
-        return self.moments.centre / self.moments.weight
+        weight = self.moments.weight
+        return weight.reciprocal() if self.moments.centre else torch.zeros_like(weight)
 
     def with_bias(self, f: Tensor) -> Tensor:
         """f (..., R, c', p) of Note [rotated features], and that of the bias, if there is one."""
@@ -495,7 +496,7 @@ class StreamFit:
         seen = self.others.run(lambda: self._visit(machines, sink))
         questions = [~(seen.low > machines.least).all(), ~(seen.low > 1 - LARGE).all()]
         step = None
-        if not machines.refined:
+        if seen.gradient is not None:
             step = self._step(machines, seen.gradient)
             questions.append(self._matters(machines, *step, seen))
         answers = self.others.gather(torch.stack(questions).tolist())  # one synchronisation
@@ -530,8 +531,10 @@ class StreamFit:
 
     def _visit(self, machines: Machines, sink: Sink) -> "_Seen":
         """The second pass of Note [passes]."""
-        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
-        worst = machines.regs.new_zeros(2, *machines.regs.shape)
+        gradient, worst = None, None
+        if not machines.refined:
+            gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
+            worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
         per_weight, self.kept = self.per_weight.unsqueeze(-1), []
         for part in self.blocks("leave-one-out"):
@@ -543,14 +546,14 @@ class StreamFit:
             e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
             low = torch.minimum(low, one.amin(-1))
             inverse = one.reciprocal()  # 1 / (1 - h)
-            if not machines.refined:
+            if gradient is not None and worst is not None:
                 worst = torch.maximum(
                     worst, torch.stack([(norm.sqrt_() * inverse).amax(-1), inverse.amax(-1)])
                 )
                 machines.add_gradient(gradient, u, e * zeta)
             r = e.mul_(inverse)
             sink.write(part, r, inverse.mul_(machines.regs.unsqueeze(-1) / zeta), part.rows)
-        return _Seen(gradient, low, worst, u, one)
+        return _Seen(low, gradient, worst, u, one)
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
@@ -585,6 +588,7 @@ class StreamFit:
         By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
         """
         length = (step.square() / machines.f).sum(-1).sqrt()  # (..., R, c)
+        assert seen.worst is not None
         most = seen.worst[0] * length + seen.worst[1] * shift.abs()
         change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
         for_all, for_last = _SETTLED[self.dtype]
@@ -608,12 +612,12 @@ def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
 class _Seen(NamedTuple):
     """What a pass for leave-one-out brings beside the rows."""
 
-    gradient: tuple[Tensor, Tensor]
-    """sum zeta e u^T, (..., R, c, p), and sum zeta e, (..., R, c)."""
     low: Tensor
     """The least 1 - h of all rows, (..., R, c')."""
-    worst: Tensor
-    """The largest (sum f u^2)^{1/2} / (1 - h) and 1 / (1 - h) of all rows, (2, ..., R, c')."""
+    gradient: tuple[Tensor, Tensor] | None
+    """sum zeta e u^T, (..., R, c, p), and sum zeta e, (..., R, c); None if nothing is to be refined."""
+    worst: Tensor | None
+    """The largest (sum f u^2)^{1/2} / (1 - h) and 1 / (1 - h) of all rows, (2, ..., R, c'), likewise."""
     u: Tensor
     """Rotated features of the last block, (..., p, b)."""
     one: Tensor
