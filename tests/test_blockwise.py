@@ -19,11 +19,6 @@ RAGGED = torch.tensor([0] * 25 + [1] * 9 + [2] * 3 + [3] * 3 + list(range(10, 10
 CLUSTERS = {"rows": None, "ragged": RAGGED, "halves": torch.arange(N) % 2}
 
 
-@pytest.fixture(autouse=True)
-def _clusters_by_blocks_too(monkeypatch):
-    monkeypatch.setattr("torchloo.primal.front._TOGETHER", 0)
-
-
 def randn(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 

@@ -353,13 +353,19 @@ def test_to_moves_parameters_and_coefficients(case):
 
 
 @every_machine
-def test_autocast_leaves_solves_alone(case):
+@pytest.mark.parametrize("clusters", [None, RAGGED], ids=["rows", "clusters"])
+def test_autocast_leaves_solves_alone(case, clusters):
     X, Y, weight = (t.float() for t in problem(N))
     Y = case.targets(Y)
-    expected = case.make(0.1).lco(X, Y, RAGGED, weight).outputs
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        received = case.make(0.1).lco(X, Y, RAGGED, weight).outputs
-    assert torch.equal(received, expected)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            machine = case.make(0.1)
+            outputs = machine.held_out(X, Y, clusters, weight).outputs
+            predicted = machine.fit(X, Y, weight)(X)
+        gradient = torch.autograd.grad(outputs.square().sum(), getattr(machine, "log_" + case.penalty))
+        found.append((outputs, *gradient, predicted))
+    assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @every_machine

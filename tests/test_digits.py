@@ -159,13 +159,6 @@ def compare_path(problem, regs):
             assert_refitted(problem, regs[r], received.outputs[r], received.targets[r])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _clusters_by_blocks_too():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchloo.primal.front._TOGETHER", 0)
-        yield
-
-
 anything = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 

@@ -57,11 +57,6 @@ def _along(machine):
     return machine.reg.detach() * torch.tensor([1.0, 10.0])
 
 
-@pytest.fixture(autouse=True)
-def _clusters_by_blocks_too(monkeypatch):
-    monkeypatch.setattr("torchloo.primal.front._TOGETHER", 0)
-
-
 @pytest.fixture
 def in_float64(monkeypatch):
     """A function that calls another with all products in float64."""

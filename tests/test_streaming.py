@@ -337,7 +337,7 @@ def test_the_input_is_left_alone():
 @pytest.mark.parametrize("graph", [False, True])
 def test_memory_does_not_grow_with_the_rows(graph, monkeypatch):
     # With a graph, features are kept for the backward within a budget: here of half the limit below.
-    monkeypatch.setattr("torchloo.primal.solved._KEPT", 1_000_000)
+    monkeypatch.setattr("torchloo.primal.solved.KEPT", 1_000_000)
     machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=2.0), reg=1.0, basis=50)
 
     def peak(n):

@@ -165,7 +165,7 @@ class LeastSquares(KernelMachine):
             return solve_rows(self, X, y, weight, reg).held_out(clusters)
         guard, Y, flat = self.checked_targets(X, y)
         Z = self._features(X)
-        rows = solve_tensors(self, guard, X, Z, Y, weight, flat, clusters, reg)
+        rows = solve_tensors(self, guard, X, Z, Y, weight, flat, reg)
         if rows is not None:
             return rows.held_out(clusters)
         if Z is None:
@@ -259,7 +259,7 @@ class LeastSquares(KernelMachine):
     def _fit(self, X: Tensor, y: Any, weight: Tensor | None) -> None:
         guard, Y, flat = self.checked_targets(X, y)
         Z = self._features(X)
-        rows = solve_tensors(self, guard, X, Z, Y, weight, flat, None, self._penalty)
+        rows = solve_tensors(self, guard, X, Z, Y, weight, flat, self._penalty)
         if rows is not None:
             self._keep(rows)
             return

@@ -38,6 +38,7 @@ from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
 from torchloo.panels import add_matmul, add_symmetric, mirrored, room_like, times_upper
+from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.machines import together, transposed
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     from torchloo.primal.refit import Refitted
     from torchloo.primal.solved import StreamFit
 
-__all__ = ["HeldOutRows"]
+__all__ = ["KEPT", "HeldOutRows"]
+
+# Numbers of rotated features, 200 MiB in float64, that may be kept for the backward.
+KEPT = 25 << 20
 
 
 class HeldOutRows(Function):
@@ -83,6 +87,7 @@ class HeldOutRows(Function):
         return residuals, variance, flags, *own, None
 
     @staticmethod
+    @in_full_precision
     def backward(  # noqa: D102
         ctx: Any, rbar: Tensor | None, vbar: Tensor | None, *_: Any
     ) -> tuple[Any, ...]:
@@ -227,6 +232,8 @@ class _Backward:
             self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
+        n, width = self.residuals.shape[-2], self.f.shape[:-3].numel() * self.f.shape[-1]
+        self.keeps_sets = solved.stream.lasting and 2 * n * width <= KEPT  # features, and D N
         self.t, self.regbar = torch.zeros_like(self.q), torch.zeros_like(machines.regs)
         self.v = self.t  # until it is known
         self.refits = [_Refit(self, one) for one in refitted]
@@ -306,9 +313,17 @@ class _Backward:
             return
         n = self.solved.stream.n
         assert n is not None
-        for group in self.partition.padded(n, self.f.numel()).groups:
-            for sets in group.split(max(1, self.solved.size // group.shape[1])):
-                yield self._together(PaddedSets(sets, n), gather)
+        groups = self.partition.padded(n, self.f.numel()).groups
+        chunks = [
+            sets for group in groups for sets in group.split(max(1, self.solved.size // group.shape[1]))
+        ]
+        for number, sets in enumerate(chunks):
+            visit = self.visited.get(number)
+            if visit is None:
+                visit = self._together(PaddedSets(sets, n), gather)
+                if self.keeps_sets:
+                    self.visited[number] = visit
+            yield visit
 
     def _rotated(self, part: Block) -> Tensor:
         """U (p', b); in the second pass, columns with a graph are evaluated first and serve for both."""
@@ -367,27 +382,30 @@ class _Backward:
         g_sets = None if g is None else sets.laid_out(g)
         lost_sets = None if flags is None else sets.laid_out(flags)
         abar, a = torch.empty_like(r), torch.empty_like(r)
-        diagonal, DN = torch.zeros_like(z), torch.zeros_like(X)
+        diagonal, DN = torch.zeros_like(z), None
         for k, j, outputs in self.each:
             lost = None if lost_sets is None else lost_sets[..., k, j, :, :1, None]
             f = self.f[..., k, j, None, None, :]
             times, squares = _inverse_blocks(X, z, f, self.machines.least[..., k, j, None])
             r_L, rbar_L = (t[..., k, outputs, :, :].movedim(-3, -1) for t in (r_sets, rbar_sets))
             N, abar_L = z * X * f, times(rbar_L)  # (..., g, s, p') and (..., g, s, c)
-            DN_L = -(abar_L @ (r_L.mT @ N) + r_L @ (abar_L.mT @ N)) / 2
+            both = torch.cat([abar_L, r_L], -1)  # (..., g, s, 2 c)
+            swapped = torch.cat([r_L, abar_L], -1) * -0.5
+            DN_L = both @ (swapped.mT @ N)
             diagonal_L = -(abar_L * r_L).sum(-1, keepdim=True)
             if g_sets is not None:
                 g_L = g_sets[..., k, j, :, :, None]
                 DN_L, diagonal_L = DN_L - times(g_L * times(N)), diagonal_L - squares(g_L)
             if lost is not None:  # those have a share of their own
                 DN_L, diagonal_L = DN_L.masked_fill(lost, 0.0), diagonal_L.masked_fill(lost, 0.0)
-            DN += DN_L
-            diagonal += diagonal_L
+            DN = DN_L if DN is None else DN + DN_L
+            diagonal = diagonal + diagonal_L
             a_L = z * r_L - N @ (X.mT @ (z * r_L))  # P_LL = Omega - N X^T Omega
             for found, of_sets in ((abar, abar_L), (a, a_L)):
                 found[..., k, outputs, :] = sets.taken(of_sets.movedim(-1, -3))
             if gather:
-                self.Q[..., k, j, :, :] += (N.mT @ DN_L).sum(-3)
+                self.Q[..., k, j, :, :] += N.flatten(-3, -2).mT @ DN_L.flatten(-3, -2)
+        assert DN is not None
         if gather and g is not None:
             self.regbar += (g * inverse).sum(-1) / self.machines.regs
         D, DN_rows = sets.taken(diagonal[..., 0]), sets.taken(DN.movedim(-1, -3))

@@ -68,6 +68,8 @@ def shared_labels(function: str, others: Peers, own: Tensor | None, rows: int) -
 
 def require_own(function: str, others: Peers, partition: Partition) -> None:
     """Raise, in all processes, if a cluster has rows in two of them, or holds all rows of all."""
+    if others.count == 1:
+        return
     assert partition.labels is not None
     seen: dict[int, int] = {}
     for rank, labels in enumerate(others.gather(partition.labels.unique().tolist())):

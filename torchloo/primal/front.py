@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["explicit", "solve_rows", "solve_tensors"]
 
-# Rows times features up to which clusters, of whatever sizes, are left out all at once: each size is a batch.
-_TOGETHER = 1 << 22
-
 
 def solve_rows(
     machine: "LeastSquares", rows: Rows | StreamFit, y: object, weight: object, reg: Tensor | Regs
@@ -94,7 +91,6 @@ def solve_tensors(
     Y: Tensor,
     weight: Tensor | None,
     flat: bool,
-    clusters: object | None,
     reg: Tensor | Regs,
 ) -> StreamFit | None:
     """The machine solved from tensors by their features, where it has fewer of them than rows.
@@ -109,9 +105,6 @@ def solve_tensors(
         return None
     found = machine.features_of(guard, X, Y, weight) if Z is None else explicit(Z)
     if found is None or found[1].count + machine.has_bias >= X.shape[machine.row_axis]:
-        return None
-    several = isinstance(reg, Regs)
-    if clusters is not None and not several and found[1].count * X.shape[machine.row_axis] <= _TOGETHER:
         return None
     return _in_memory(machine, guard, *found, Y, weight, reg, flat, Peers(), None)
 

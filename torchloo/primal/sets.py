@@ -32,7 +32,7 @@ def leave_out_sets(
     """Write the held-out rows of all clusters."""
     visit = _Visit(solved, solved.refined(machines), sink)
     solved.others.run(lambda: _visits(visit, partition))
-    large = any(solved.others.gather(bool(visit.worst * (1 - LARGE) > 1)))
+    large = any(solved.others.gather(visit.has_large))
     if large and machines.drop_shortcuts():
         return leave_out_sets(solved, machines, partition, sink)
     if solved.expansion.kind != torch.float64 and any(solved.others.gather(visit.found_lost)):
@@ -90,6 +90,7 @@ class _Visit:
         self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
         self.f = solved.with_bias(machines.f)  # (..., R, c', p')
         self.worst = self.f.new_zeros(())  # the largest 1 / (1 - h) of all sets but those that are lost
+        self.has_large = False  # whether some leverage is large
 
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (..., p', b), residuals (..., R, c, b) and weights (..., b)."""
@@ -106,7 +107,8 @@ class _Visit:
 
     def find_lost(self) -> None:
         """Take note of all sets that are lost, in one look at the values, or two if there are some."""
-        some = torch.stack([lost.any() for lost, *_ in self._judged]).tolist()
+        questions = [lost.any() for lost, *_ in self._judged]
+        *some, self.has_large = torch.stack([*questions, self.worst * (1 - LARGE) > 1]).tolist()
         for (lost, first, rows_of, small), found in zip(self._judged, some, strict=True):
             if not found:
                 continue
@@ -165,7 +167,9 @@ class _Visit:
         else:
             unit = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
             r_L, inverse, lost = leave_out_large(B, scale, e_L, least, unit)
-        self._judged.append((lost | self._differs(B, scale, inverse), first, sets.__getitem__, few))
+        if self.solved.expansion.factor is not None:
+            lost = lost | self._differs(B, scale, inverse)
+        self._judged.append((lost, first, sets.__getitem__, few))
         self._weigh(inverse * scale.square())
         r_L = r_L[..., 0] if own else r_L.squeeze(-4).movedim(-1, -3)  # (..., r, c, g, s)
         return sets.taken(r_L), regs.unsqueeze(-1) * sets.taken(inverse[..., 0])

@@ -23,7 +23,8 @@ from torchloo.clusters import Partition
 from torchloo.factors import SINGLE, condition, triangle
 from torchloo.guards import Guard, full_dtype, require_inputs
 from torchloo.held_out import HeldOut, assemble
-from torchloo.primal.backward import HeldOutRows
+from torchloo.precision import in_full_precision
+from torchloo.primal.backward import KEPT, HeldOutRows
 from torchloo.primal.block import Block, Memory, Source
 from torchloo.primal.collective import Peers, require_own, require_same
 from torchloo.primal.machines import (
@@ -52,9 +53,6 @@ __all__ = ["StreamFit"]
 # which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
 _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
 
-# Numbers of rotated features, 200 MiB in float64, that may be kept for the backward.
-_KEPT = 25 << 20
-
 
 class StreamFit:
     """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
@@ -77,6 +75,7 @@ class StreamFit:
     kept: list[Tensor | None]
     _solved: Machines | None
 
+    @in_full_precision
     def __init__(
         self,
         machine: "LeastSquares",
@@ -126,6 +125,7 @@ class StreamFit:
         self._solved = None
 
     @property
+    @in_full_precision
     def _machine(self) -> Machines:
         """The machine of its own regularisation, or several of them, solved when first asked for."""
         if self._solved is None:
@@ -253,6 +253,7 @@ class StreamFit:
         return self.stream.block or self.expansion.size
 
     @property
+    @in_full_precision
     def coef(self) -> Tensor:
         """Coefficients (p, c) of the features about their mean, (R, p, c) of a path.
 
@@ -268,6 +269,7 @@ class StreamFit:
         return mean.unflatten(0, self.stream.batch) if self.stream.batch else mean
 
     @property
+    @in_full_precision
     def offset(self) -> Tensor:
         """Output at the mean of the features, (c,), or (R, c) of a path."""
         offset = self._called("offset").refined(self._machine).offset
@@ -280,6 +282,7 @@ class StreamFit:
             values = values.unflatten(1, self.stream.batch)
         return values if self._path else values[0]
 
+    @in_full_precision
     @torch.no_grad()
     def __call__(self, X_new: Tensor) -> Tensor:
         """Outputs (q,) or (q, c) at new inputs (q, d): values, without a graph.
@@ -304,6 +307,7 @@ class StreamFit:
         return outputs[:, 0] if self.stream.flat else outputs
 
     @property
+    @in_full_precision
     def spread(self) -> Tensor | None:
         """S (p', p + 1) with the variance |S (z, 1)|^2 at features z about the centre.
 
@@ -379,6 +383,7 @@ class StreamFit:
             return f
         return torch.cat([f, self.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
 
+    @in_full_precision
     def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
         try:
             return self._left_out(clusters, out)
@@ -517,7 +522,7 @@ class StreamFit:
     def _keep(self, U: Tensor) -> None:
         """Keep rotated features of a block for the backward, unless there are too many."""
         if self.wants_graph:
-            room = _KEPT - sum(block.numel() for block in self.kept if block is not None)
+            room = KEPT - sum(block.numel() for block in self.kept if block is not None)
             self.kept.append(U if U.numel() <= room else None)
 
     def _lost(self, machines: Machines, sink: Sink) -> Lost:
