@@ -39,12 +39,9 @@ from torchloo.autograd import apply, in_forward_mode
 from torchloo.clusters import Partition
 from torchloo.factors import (
     ILL_CONDITIONED,
-    ILL_CONDITIONED_PATH,
-    Eigen,
     inverse_factor,
     inverse_factor_of,
     root_of,
-    triangle,
     trusted,
     with_derivatives,
 )
@@ -55,7 +52,7 @@ from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
 from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Normal", "Primal", "Rotated", "centred", "primal", "ridge_penalty", "spread_of"]
+__all__ = ["Normal", "Primal", "centred", "primal", "ridge_penalty", "spread_of"]
 
 
 def _columns(x: Tensor, like: Tensor) -> Tensor:
@@ -73,14 +70,9 @@ def _times(V: Tensor, x: Tensor) -> Tensor:
     return product.unflatten(-1, (-1, x.shape[-1])).movedim(-2, 0).unflatten(0, x.shape[:extra])
 
 
-def _by(T: Tensor, B: Tensor) -> Tensor:
-    """T B for a matrix T (..., p, p), or a diagonal one, which comes as a vector (..., p)."""
-    return T.unsqueeze(-1) * B if T.ndim < B.ndim else T @ B
-
-
 def _solve(T: Tensor, B: Tensor) -> Tensor:
     """C^{-1} B for T C T^T = I."""
-    return _by(T.mT if T.ndim == B.ndim else T, _by(T, B))
+    return T.mT @ (T @ B)
 
 
 def _refined(V: Tensor, R: Tensor, Y: Tensor, right: Tensor, T: Tensor) -> Tensor:
@@ -152,70 +144,29 @@ class Normal:
         """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / sum zeta."""
         return 1 / self.root.square().sum(-2, keepdim=True)
 
-    def rotated(self, reg: Tensor, guard: Guard) -> "Rotated":
-        """The same where the normal matrices of all regularisations are diagonal; reg (...) is the least.
-
-        Where eigenvalues of S are known too badly for it, they are singular values of the rows, squared.
-        """
-        eigen = Eigen.of(self.S)
-        limit = ILL_CONDITIONED_PATH * self.V.shape[-2] ** 0.5
-        if not guard.read_flag(eigen.condition(reg) < limit):
-            eigen = Eigen.of_rows(triangle(self.V))
-        Q, mean = eigen.Q, None if self.mean is None else self.mean @ eigen.Q
-        return Rotated(Normal(self.V @ Q, self.root, torch.diag_embed(eigen.w), mean, self.Z @ Q), eigen)
-
-    def solve(
-        self,
-        R: Tensor,
-        reg: Tensor,
-        Y: Tensor,
-        guard: Guard,
-        inverse: tuple[Tensor, Tensor] | None = None,
-    ) -> "Primal":
+    def solve(self, R: Tensor, reg: Tensor, Y: Tensor, guard: Guard) -> "Primal":
         """The machine of a penalty R (..., p, p) and targets (..., n, c); see `primal`.
 
-        Both may have more axes in front than the rows have. The inverse, where it is known, is T with
-        T C T^T = I, (..., p, p) or diagonal (..., p), and the 1 - h that it can still tell from 0, (...).
+        Both may have more axes in front than the rows have.
         """
-        if inverse is None:
-            T, least, known = _inverse(self, R, Y, guard)
-        else:
-            (T, least), known = inverse, None
+        T, least, known = _inverse(self, R, Y, guard)
         return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y, known))
 
     def along(
-        self,
-        regs: Tensor,
-        Y: Tensor,
-        guard: Guard,
-        of: Callable[["Primal"], tuple[Tensor, ...]],
-        rotated: "Rotated | None" = None,
+        self, regs: Tensor, Y: Tensor, guard: Guard, of: Callable[["Primal"], tuple[Tensor, ...]]
     ) -> list[Tensor]:
         """The results of a function for machines of regularisations (R, ..., c'), tensors (R, ..., c) each.
 
         c' is 1, or c where every output has its own. The function takes a Primal with axes (R, ...), or
-        (R, c, ...) of single outputs. `rotated` is that of which these are the normal equations, if any.
+        (R, c, ...) of single outputs.
         """
         per_output = regs.shape[-1] > 1
         if per_output:
             reg, Y = regs.movedim(-1, 1), Y.movedim(-1, 0).unsqueeze(-1)  # (R, c, ...), (c, ..., n, 1)
         else:
             reg = regs[..., 0]  # (R, ...)
-        inverse = None if rotated is None else rotated.inverse(reg)
-        parts = of(self.solve(ridge_penalty(reg, self.V), reg, Y, guard, inverse))
+        parts = of(self.solve(ridge_penalty(reg, self.V), reg, Y, guard))
         return [part.movedim(1, -1)[..., 0, :] if per_output else part for part in parts]
-
-
-@dataclass(frozen=True)
-class Rotated:
-    """Normal equations in the coordinates of the eigenvectors of S."""
-
-    normal: Normal
-    eigen: Eigen
-
-    def inverse(self, reg: Tensor) -> tuple[Tensor, Tensor]:
-        """What `Normal.solve` takes, for regularisations (*, ...)."""
-        return (self.eigen.w + reg.unsqueeze(-1)).rsqrt(), self.eigen.least(reg)
 
 
 def _share(root: Tensor) -> Tensor:
@@ -265,7 +216,7 @@ class Primal:
     """Penalty, (..., p, p)."""
     reg: Tensor
     T: Tensor
-    """T C T^T = I, (..., p, p), or (..., p) if T is diagonal."""
+    """T C T^T = I, (..., p, p)."""
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
     Y: Tensor
@@ -301,7 +252,7 @@ class Primal:
 
     def _whitened(self, rows: Tensor) -> Tensor:
         """Rows (..., m, p) times T^T."""
-        return rows * self.T.unsqueeze(-2) if self.T.ndim == self.reg.ndim + 1 else rows @ self.T.mT
+        return rows @ self.T.mT
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""

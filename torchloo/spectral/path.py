@@ -17,7 +17,7 @@ from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Normal, Primal, Rotated, centred
+from torchloo.primal.whole import Normal, Primal, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
@@ -378,38 +378,23 @@ def from_features(
 
 @dataclass
 class ByFeatures(Forms):
-    """Machines with fewer features than rows: the regularisations are one more axis of the primal form.
-
-    Without a graph, the features are rotated once so that the normal matrix is diagonal for every
-    regularisation; with a graph, it is factorised for each of them.
-    """
+    """Machines with fewer features than rows: the regularisations are one more axis of the primal form."""
 
     normal: Normal
 
-    @functools.cached_property
-    def _rotated(self) -> Rotated | None:
-        tensors = (self.normal.S, self.regs, self.problem.Y)
-        graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if graph or not values_visible(*tensors):
-            return None
-        return self.normal.rotated(self.regs.amin(0).amin(-1), self.problem.guard)
-
     def along(self, of: Callable[[Primal], tuple[Tensor, ...]]) -> list[Tensor]:
         """The results of a function for primal forms, tensors (R, ..., c), a few regularisations at once."""
-        rotated = self._rotated
-        normal = self.normal if rotated is None else rotated.normal
+        normal = self.normal
         guard, Y = self.problem.guard, self.problem.Y.double()
         R, own = len(self.regs), self.regs.shape[-1]
         regs = self.regs.expand(R, *self.problem.reg.shape, own)
         width = max(1, _TOGETHER // (normal.V.numel() * own))
-        chunks = [normal.along(some, Y, guard, of, rotated) for some in regs.split(width)]
+        chunks = [normal.along(some, Y, guard, of) for some in regs.split(width)]
         return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
     def weighed(self) -> tuple[Tensor, Tensor]:
         """Coefficients of the features, (..., p, c), and the offset (..., c)."""
         coef, offset = self.along(lambda form: (form.coef, form.offset))
-        if self._rotated is not None:
-            coef = self._rotated.eigen.Q @ coef
         return self._shaped(coef), self._shaped(offset)
 
 
