@@ -171,7 +171,7 @@ class StreamFit:
                 p, c = columns.shape[-2], part.Y.shape[-1]
                 moments = Moments(part.weight, p, c, part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
-                longest = torch.linalg.vector_norm(columns, dim=-2).amax(-1)
+                longest = columns.square().sum(-2).amax(-1).sqrt()
                 moments.longest = torch.maximum(moments.longest, longest)
             if not self.stream.lasting:
                 moments.seen.note(part)
