@@ -167,32 +167,31 @@ def _clusters_by_blocks_too():
 
 
 anything = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+few = settings(anything, max_examples=200, derandomize=True)
+many = settings(anything, max_examples=2000)
+few_and_many = pytest.mark.parametrize(
+    "examples", [pytest.param(few, id="few"), pytest.param(many, id="many", marks=pytest.mark.slow)]
+)
 
 
-@settings(anything, max_examples=200, derandomize=True)
-@given(problems())
-def test_held_out_outputs_are_those_of_the_refit_to_rounding(problem):
-    compare(*problem)
+@few_and_many
+def test_held_out_outputs_are_those_of_the_refit_to_rounding(examples):
+    @examples
+    @given(problems())
+    def check(problem):
+        compare(*problem)
+
+    check()
 
 
-@pytest.mark.slow
-@settings(anything, max_examples=2000)
-@given(problems())
-def test_held_out_outputs_are_those_of_many_refits_to_rounding(problem):
-    compare(*problem)
+@few_and_many
+def test_outputs_along_a_path_are_those_of_the_refit_to_rounding(examples):
+    @examples
+    @given(paths())
+    def check(path):
+        compare_path(*path)
 
-
-@settings(anything, max_examples=200, derandomize=True)
-@given(paths())
-def test_outputs_along_a_path_are_those_of_the_refit_to_rounding(path):
-    compare_path(*path)
-
-
-@pytest.mark.slow
-@settings(anything, max_examples=2000)
-@given(paths())
-def test_outputs_along_a_path_are_those_of_many_refits_to_rounding(path):
-    compare_path(*path)
+    check()
 
 
 def randn(*shape, seed=0):

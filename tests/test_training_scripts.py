@@ -1,6 +1,6 @@
 """The scripts that train networks: a quick run of each, and what their numbers mean."""
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -12,11 +12,11 @@ import torch
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def module(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+@pytest.fixture
+def module(monkeypatch):
+    """Loads a script by its name."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_quick_run_prints_a_table_and_draws_a_picture(tmp_path, script, rows):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_scores_of_known_probabilities():
+def test_scores_of_known_probabilities(module):
     script = module("train_features")
     right = torch.tensor([True, True, True, False])  # three of four right, at a confidence of 0.75
     logits = torch.zeros(4, 10)
@@ -53,7 +53,7 @@ def test_scores_of_known_probabilities():
     assert script.scores(lambda X: 100 * logits, test)[2] == pytest.approx(0.25, abs=1e-6)
 
 
-def test_tasks_are_sinusoids_with_noise():
+def test_tasks_are_sinusoids_with_noise(module):
     script = module("train_episodes")
     tasks = script.draw_tasks(50, 200, torch.Generator().manual_seed(0), "cpu")
     x, y, clean = tasks.x[..., 0], tasks.y, tasks.clean
@@ -63,7 +63,7 @@ def test_tasks_are_sinusoids_with_noise():
     assert (y - clean).std().item() == pytest.approx(script.NOISE, rel=0.05)
 
 
-def test_the_plain_head_is_regularised_least_squares():
+def test_the_plain_head_is_regularised_least_squares(module):
     script = module("train_episodes")
     torch.manual_seed(0)
     head, tasks = script.R2D2(), script.draw_tasks(3, 20, torch.Generator().manual_seed(0), "cpu")
