@@ -4,7 +4,7 @@
 
 A task is a sinusoid a sin(x + phase) with a in [0.1, 5], phase in [0, pi] and x in [-5, 5], seen at some
 points with noise of standard deviation 0.1. A network of two hidden layers makes 40 features of x; a ridge
-regression on them, solved anew for every task, is the head. The network and the head's regularisation are
+regression on them, solved for every task, is the head. The network and the head's regularisation are
 trained by Adam on batches of tasks with 1000 points in all, from the same weights, by
 
 R2D2           the squared error at 10 query points of a ridge regression of 10 support points, written in
@@ -61,7 +61,7 @@ class Tasks(NamedTuple):
 
 
 def draw_tasks(count: int, points: int, generator: torch.Generator, device: str) -> Tasks:
-    """Tasks with so many points each."""
+    """`count` tasks with `points` points each."""
     amplitude, phase = torch.rand(2, count, 1, generator=generator)
     x = 10 * torch.rand(count, points, generator=generator) - 5
     clean = (0.1 + 4.9 * amplitude) * (x + torch.pi * phase).sin()
@@ -142,7 +142,7 @@ def error(head: Head, tasks: Tasks, shots: int) -> float:
 
 
 class Training(NamedTuple):
-    """What came of one training."""
+    """The result of one training."""
 
     curve: Tensor
     """Steps, seconds and error with 10 points, (looks, 3)."""

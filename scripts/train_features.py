@@ -79,7 +79,7 @@ def split(labels: int, seed: int, device: str) -> tuple[Rows, Rows]:
 
 
 def minibatches(rows: Rows, steps: int, seed: int) -> Iterator[Rows]:
-    """All rows where they are few, else some, drawn anew for every step."""
+    """All rows where they are few, else some, drawn again for every step."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         order = torch.randperm(len(rows.X), generator=generator)

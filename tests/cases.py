@@ -44,7 +44,7 @@ class Case:
         signs = Y.sign()
         axis = -2
         first, second = signs.select(axis, 0), signs.select(axis, 1)
-        first.fill_(1.0), second.fill_(-1.0)  # both classes, whatever was drawn
+        first.fill_(1.0), second.fill_(-1.0)  # both classes
         third, fourth = signs.select(axis, 2), signs.select(axis, 3)
         third.fill_(1.0), fourth.fill_(-1.0)
         return signs

@@ -1,4 +1,4 @@
-"""Gradients by blocks of rows: in memory, streamed, whatever the blocks, against all rows at once."""
+"""Gradients by blocks of rows: in memory or streamed, in blocks of any size, against all rows at once."""
 
 import copy
 

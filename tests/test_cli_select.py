@@ -673,7 +673,7 @@ def test_a_messy_table_goes_through_without_a_report(folder, capsys, monkeypatch
     assert run("select", "messy.csv", *words, "--missing", "mean", "--no-report") == 0
     out = capsys.readouterr().out
     assert "missing values imputed by the mean (text: the most frequent value) in 'x', 'shop'" in out
-    assert "dates, taken as days since 1970: 'day'" in out
+    assert "dates, converted to days since 1970: 'day'" in out
     assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt"]
     messy.assign(more="?").drop(columns=["good", "grade"]).to_csv("new.csv", index=False)
     assert run("predict", "out/model.pt", "new.csv") == 2

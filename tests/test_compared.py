@@ -298,7 +298,7 @@ def test_a_callback_may_stop_the_search(search):
     chosen = select(
         [tl.RLS(K.RBF()), tl.RLS(K.Matern())], X, y, search=search, callback=lambda step: step.number == 3
     )
-    assert len(chosen.table) == 1  # the other was not come to
+    assert len(chosen.table) == 1  # the other was not reached
     assert chosen.table[0]["stopped"] == "callback"
     assert chosen.evaluations == (25 if search == "grid" else 3)
     assert chosen.value == min(step.value for step in chosen.history)

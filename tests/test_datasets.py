@@ -258,7 +258,7 @@ def test_ida_gives_predefined_and_own_splits():
     X, y, X_test, y_test = datasets.ida("splice", DATA, split=19, own=True, dtype=torch.float32)
     assert (X.shape, len(y_test)) == ((1000, 60), 2175)
     assert X.dtype == torch.float32
-    with pytest.raises(ValueError, match="ida: split must be under 0 for splice"):
+    with pytest.raises(ValueError, match="ida: split must be below 0 for splice"):
         datasets.ida("splice", DATA)
     with pytest.raises(ValueError, match="ida: name must be an IDA set"):
         datasets.ida("boston", DATA)

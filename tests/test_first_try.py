@@ -225,7 +225,7 @@ def test_a_messy_table_with_missing_values(tmp_path, monkeypatch, capsys):
     assert cli.main([*command, "--missing", "mean", "--time-budget", "60"]) == 0
     said = capsys.readouterr().out
     assert "read as Windows-1252" in said
-    assert "dates, taken as days since 1970: 'sold on'" in said
+    assert "dates, converted to days since 1970: 'sold on'" in said
     assert cli.main(["predict", "houses-torchloo/model.pt", "houses.csv"]) == 0
     predicted = pd.read_csv("predictions.csv")
     assert predicted.columns.tolist() == ["row", "prediction", "lower", "upper"]

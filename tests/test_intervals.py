@@ -159,7 +159,7 @@ def test_sparse_rows_have_the_intervals_of_dense_ones():
         ({"machine": tl.SVC(tl.kernels.RBF())}, TypeError, "least-squares machine, got SVC"),
         ({"y": torch.ones(N).long()}, TypeError, "class labels"),
         ({"X": tl.Stream(torch.ones(N, 3), torch.ones(N))}, TypeError, "X must be a tensor"),
-        ({"groups": [0] * N}, ValueError, "groups and groups_new must come together"),
+        ({"groups": [0] * N}, ValueError, "groups and groups_new must be given together"),
         (
             {"groups": [0] * N, "groups_new": [0]},
             ValueError,

@@ -1,4 +1,4 @@
-"""Sets that overlap: `lso` equals delete-and-refit, whatever is left out; and what `h_block` leaves out."""
+"""Sets that overlap: `lso` equals delete-and-refit for any sets; and what `h_block` leaves out."""
 
 import functools
 

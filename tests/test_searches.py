@@ -313,7 +313,7 @@ def test_a_failed_factorisation_makes_its_candidate_infinite_and_no_other():
     others = torch.arange(7) != 3
     torch.testing.assert_close(values[others], expected[others], rtol=1e-9, atol=0)
     assert list(objective.failures) == [1]
-    assert "take a larger reg" in str(objective.failures[1])
+    assert "use a larger reg" in str(objective.failures[1])
 
 
 def test_a_path_with_a_failed_regularisation_keeps_the_others():

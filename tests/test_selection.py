@@ -348,7 +348,7 @@ def test_ard_starts_alike_whatever_the_units():
 def test_no_solution_anywhere_names_the_remedy():
     X = torch.ones(8, 2, dtype=torch.float32)
     y = torch.arange(8, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"select: no candidate could be evaluated: .*take a larger reg"):
+    with pytest.raises(ValueError, match=r"select: no candidate could be evaluated: .*use a larger reg"):
         select(tl.RLS(K.RBF()), X, y, bounds={"reg": (1e-30, 1e-29)})
 
 

@@ -145,7 +145,7 @@ def test_an_interrupt_keeps_the_splits_that_were_searched():
 
 
 def once_interrupted(after):
-    """PRESS that is interrupted once, when it has been asked for so many times."""
+    """PRESS that is interrupted once, after a number of calls."""
     first, calls = interrupted_press(after), iter(range(1 << 20))
 
     def criterion(held_out):

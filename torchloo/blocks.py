@@ -24,7 +24,7 @@ __all__ = ["NOT_DEFINITE", "Root", "solve_blocks"]
 
 NOT_DEFINITE = (
     "the regularised matrix is not positive definite to working precision; "
-    "take a larger reg, float64, or a positive semi-definite kernel"
+    "use a larger reg, float64, or a positive semi-definite kernel"
 )
 
 # The least squared Cholesky pivot, with the diagonal scaled to 1, of a well conditioned block.

@@ -103,8 +103,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     Args:
         held_out: of leave-one-out or leave-cluster-out, with targets of two classes, a positive and a
             negative value, or of several classes, one positive column in each row.
-        weight: as in criteria; None for equal weights, so that the probabilities are those of the class
-            frequencies in the data, whatever the training weights.
+        weight: as in criteria; None for equal weights, so that the probabilities follow the class
+            frequencies in the data, regardless of the training weights.
 
     Returns:
         `Platt` for two classes: ``calibrate(machine.loo(X, y))(machine(X_new))`` are the probabilities of

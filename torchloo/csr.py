@@ -48,7 +48,7 @@ def _entries(X: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lines(counts: Tensor) -> Tensor:
-    """The number of the row of every entry, for rows with so many entries (n,)."""
+    """The row number of every entry, given the number of entries of each row (n,)."""
     numbers = torch.arange(len(counts), device=counts.device)
     return torch.repeat_interleave(numbers, counts)
 

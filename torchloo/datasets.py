@@ -284,7 +284,7 @@ def ida(
     splits = arrays["train_own" if own else "train"]
     if whole_number("ida", "split", split, 0) >= len(splits):
         remedy = "" if own else "; own=True has more"
-        raise ValueError(f"ida: split must be under {len(splits)} for {name}, got {split}{remedy}")
+        raise ValueError(f"ida: split must be below {len(splits)} for {name}, got {split}{remedy}")
     train_rows = splits[split].astype(np.int64)
     if own:
         test_rows = np.setdiff1d(np.arange(len(y)), train_rows)

@@ -32,7 +32,7 @@ def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
     Args:
         held_out: of leave-one-out or leave-cluster-out, outputs (..., n) or (..., n, c).
         metric: one of tl.criteria, its name, or a callable of a HeldOut, which is minimised, or maximised if
-            higher is better. By default the error rate, of each class against the rest.
+            higher is better. By default the error rate, for several classes that of each one-vs-rest column.
 
     Returns:
         Shifts, of batch shape (...), or (..., c), each optimal for the metric of its column.

@@ -190,7 +190,7 @@ def _search_groups(outer: OuterLoop, pairs: list[Split], plan: Search, deadline:
     with tqdm(total=len(pairs), desc="splits", unit="split", disable=quiet) as bar:
         for group in groups:
             if generator is not None and state is not None:
-                generator.set_state(state)  # every split starts from the same state, whatever its group
+                generator.set_state(state)  # every split starts from the same state, in any group
             before = len(rows)
             try:
                 reasons = outer.run({k: pairs[k] for k in group}, rows, deadline)

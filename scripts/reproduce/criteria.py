@@ -1,7 +1,7 @@
 """Cawley (2006), "Leave-one-out cross-validation based model selection criteria for weighted LS-SVMs".
 
 Tables II to VI and Figure 1 on ADA, HIVA and SYLVA: five criteria, with and without weights in training and
-in selection, and five kernels, 70 experiments in all. Every experiment chooses its hyper-parameters anew in
+in selection, and five kernels, 70 experiments in all. Every experiment chooses its hyper-parameters again in
 every split, shifts its outputs by the threshold that is best in leave-one-out, and is tested on the tenth of
 the rows that was left out.
 

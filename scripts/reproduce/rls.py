@@ -3,8 +3,8 @@
     python scripts/reproduce/rls.py --data DATA [--quick] [--jobs 2] [--out reproduction] [--splits 10]
 
 Figure 1: Kendall's tau_b within clusters by leave-one-out (LOO) and leave-cluster-out (LCO) over lambda =
-2^-15 to 2^14, and on clusters that were not learned from. The paper's parses of 200 sentences could not be
-had; the same is done on Parkinsons (subjects), vowel (speakers), school (schools), MQ2008 (queries, its
+2^-15 to 2^14, and on clusters that were not learned from. The paper's parses of 200 sentences are not
+available; the same is done on Parkinsons (subjects), vowel (speakers), school (schools), MQ2008 (queries, its
 official folds), `datasets.clustered` and made-up parses. As in the paper, 100 clusters, or half of those
 there are (50 of those that are made up), of at most 20 rows are learned from, and as many others are
 tested on.
@@ -375,11 +375,12 @@ def error_row(found: dict[str, Any], name: str, kernel: str, count: int) -> dict
     each = torch.arange(count)
     for way in ("LOO", "LCO"):
         best = curve[way].argmin(-1)
-        said, true = curve[way][each, best].mean().item(), curve["test"][each, best].mean().item()
+        estimate = curve[way][each, best].mean().item()
+        true = curve["test"][each, best].mean().item()
         row |= {
-            f"{way} says": said,
+            f"{way} estimate": estimate,
             f"{way}'s choice, new clusters": true,
-            f"{way}: true / said": true / said,
+            f"{way}: true / estimate": true / estimate,
         }
     return row
 

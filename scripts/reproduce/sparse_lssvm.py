@@ -7,7 +7,7 @@ Motorcycle: dense and sparse fits (Figure 1), explicit and fast leave-one-out (F
 times of explicit and fast leave-one-out against the number of rows (Figure 4).
 
 The hyper-parameters that the paper prints cannot be what they are called; `readings` tries every reading of
-them. Times are CPU seconds of one process of one thread, whatever --jobs says.
+them. Times are CPU seconds of one process of one thread, for any --jobs.
 """
 
 import argparse

@@ -8,8 +8,8 @@ of the squared errors relative to k_ii,
 
 is the mean over i of r_i, the diagonal of the residual of the normalised kernel matrix
 k_ij / sqrt(k_ii k_jj). Scaling vectors does not change their span: everything here works on the normalised
-matrix, where all rows have the same weight whatever their length. A row with k_ii = 0 is reconstructed by
-any basis: it has r_i = 0 and is never chosen. With L (k, n) the factor, L^T L = K_:S K_SS^{-1} K_S: and
+matrix, where all rows have the same weight, independent of their length. A row with k_ii = 0 is reconstructed
+by any basis: it has r_i = 0 and is never chosen. With L (k, n) the factor, L^T L = K_:S K_SS^{-1} K_S: and
 r = 1 - the column sums of L^2; adding a vector adds a row to L.
 
 Note [least pivot]

@@ -1,7 +1,7 @@
 """Performance measures of the command: a few for each task, and their values for a trivial predictor.
 
-A measure is called like a criterion of tl.criteria, with a HeldOut, and returns one number. It is unweighted,
-whatever the training weights.
+A measure is called like a criterion of tl.criteria, with a HeldOut, and returns one number. It does not use
+the training weights.
 """
 
 from collections.abc import Callable

@@ -91,7 +91,7 @@ def prepare(
     )
     notes += [*drop_notes, *fill_notes, *input_notes]
     if dates:
-        notes.append(f"dates, taken as days since 1970: {listed(dates, 20)}")
+        notes.append(f"dates, converted to days since 1970: {listed(dates, 20)}")
     if standardise:
         centre, scale = raw.mean(0), raw.std(0, ddof=1)
     else:

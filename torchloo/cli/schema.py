@@ -178,7 +178,7 @@ class Schema:
         _require_distinct("names of columns", [*names, self.target, *self.ignored])
         _require_distinct("labels", self.labels)
         if not names or len(self.labels) == 1:
-            raise ValueError("schema: there must be a column at least, and no single label")
+            raise ValueError("schema: there must be at least one column, and labels must be none or several")
         for name, values in (("centre", self.centre), ("scale", self.scale)):
             if len(values) != len(self.inputs) or not np.isfinite(values).all():
                 raise ValueError(f"schema: {name} must be {len(self.inputs)} finite numbers")
@@ -227,7 +227,7 @@ def _column(plain: object) -> Column:
         column = replace(column, levels=_sequence(f"levels of {name!r}", levels, str))
         _require_distinct(f"levels of {name!r}", levels)
         if len(levels) < 2:
-            raise ValueError(f"schema: levels of {name!r} must be two at least, got {len(levels)}")
+            raise ValueError(f"schema: levels of {name!r} must be at least two, got {len(levels)}")
     _require_fill(column)
     return column
 

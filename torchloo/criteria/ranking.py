@@ -142,7 +142,7 @@ def kendall_tau(
     cluster, sizes = cluster.to(device), sizes.to(device)
     tau, defined = pairs.tau_b(rows.targets, rows.outputs, cluster, sizes)  # (..., c, k)
     count = defined.sum(-1)
-    rows.guard.require(count > 0, "targets must differ within one cluster at least, all are tied")
+    rows.guard.require(count > 0, "targets must differ within at least one cluster, got only ties")
     rows.guard.check()
     return rows.over_outputs((tau.sum(-1) / count).to(rows.outputs.dtype))
 

@@ -111,7 +111,8 @@ class Kernel(nn.Module):
             module = known.make.__module__
             if module != choice.make.__module__:
                 raise ValueError(
-                    f"{cls.__name__}: choices must have new names, got {choice.name}, which {module} has"
+                    f"{cls.__name__}: names of choices must not be in use, got {choice.name}, which is "
+                    f"defined in {module}"
                 )
             KERNELS[choice.name] = choice
 

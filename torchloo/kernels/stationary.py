@@ -121,7 +121,7 @@ class RBF(_Stationary):
 
     @classmethod
     def from_rate(cls, eta: Values, *, features: Features = None, event_dim: int = 1) -> Self:
-        """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
+        """exp(-eta |x - z|^2) (Cawley 2006, eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
         lengthscale = (2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt()
         return cls(lengthscale, features=features, event_dim=event_dim)
 

@@ -176,6 +176,6 @@ def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | 
     is_index = columns.ndim == 1 and not columns.is_floating_point()
     if not is_index or not bool(((columns >= 0) & (columns < d)).all()):
         raise ValueError(
-            f"validate: standardise must be True, False or numbers of columns under {d}, got {standardise!r}"
+            f"validate: standardise must be True, False or column numbers below {d}, got {standardise!r}"
         )
     return columns.long()
