@@ -3,10 +3,10 @@
 import copy
 import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_folder import DATA, needs_data
 from cases import relative
 from torch.testing import assert_close
 
@@ -15,7 +15,6 @@ from torchloo import csr
 from torchloo.kernels import RBF, Boolean, Linear, Matern, Polynomial, Precomputed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 def rows(n=40, d=60, part=0.1, seed=0, dtype=torch.float64):
@@ -245,7 +244,7 @@ def test_bad_input_is_told(call, kind, message):
         call(X)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data beside the repository")
+@needs_data
 def test_hiva_is_the_same():
     X, y, _, _ = tl.datasets.benchmark("hiva", DATA)
     X, y = X[:600], y[:600]

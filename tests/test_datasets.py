@@ -1,19 +1,13 @@
 import inspect
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from benchmark_folder import DATA, needs_data
 from torch.testing import assert_close
 
 from torchloo import datasets
-
-DATA = Path(os.environ.get("TORCHLOO_DATA", Path(__file__).parents[2] / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not (DATA / "ida").is_dir(), reason="needs the benchmark folder: set TORCHLOO_DATA to its path"
-)
 
 GENERATORS = [datasets.twonorm, datasets.ringnorm, datasets.waveform, datasets.annulus]
 FEATURES = [20, 20, 21, 2]

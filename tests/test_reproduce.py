@@ -4,7 +4,6 @@ import argparse
 import csv
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_folder import DATA, needs_data
 
 import torchloo as tl
 from torchloo.svm.smo.rounds import smo
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts" / "reproduce"
-DATA = Path(os.environ.get("TORCHLOO_DATA", ROOT.parent / "shared" / "data"))
 
 
 @pytest.fixture
@@ -259,7 +258,7 @@ def test_coefficients_a_rounding_off_their_bounds_cost_no_columns(solver):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data")
+@needs_data
 def test_every_script_runs_in_its_quick_form(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     papers = importlib.import_module("all").scripts()
