@@ -249,7 +249,11 @@ def _rank(level: float, n: int) -> int:
 
 
 def _groups(
-    function: str, groups: object | None, groups_new: object | None, n: int, q: int
+    function: str,
+    groups: object | None,
+    groups_new: object | None,
+    n: int,
+    q: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The training rows and the new rows of every group of new rows; without groups, all of them."""
     if (groups is None) != (groups_new is None):

@@ -41,7 +41,11 @@ class Selector:
 
     @torch.no_grad()
     def __call__(
-        self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
+        self,
+        kernel: Kernel,
+        X: Tensor,
+        y: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> Basis:
         """Choose among the rows of X (..., n, d); only `pruned` uses y (..., n) or (..., n, c) and weight.
 

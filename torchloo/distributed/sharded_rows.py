@@ -62,7 +62,11 @@ def _shared(
 
 
 def fit(
-    machine: M, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
+    machine: M,
+    X: Tensor | Rows,
+    y: Tensor | None = None,
+    weight: Tensor | None = None,
+    group: Any = None,
 ) -> M:
     """Fit the machine, in every process, to the rows of all processes; arguments as in `loo`."""
     return machine.fit(_shared("distributed.fit", machine, X, y, weight, group))
@@ -167,7 +171,8 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
     require_same("distributed.gather", processes, "whether there are clusters, other axes and dtype", kind)
 
     def of_all(values: Tensor) -> Tensor:
-        return processes.rows(values.movedim(rows, 0).contiguous(), shared=True).movedim(0, rows)
+        rows_first = values.movedim(rows, 0).contiguous()
+        return processes.rows(rows_first, shared=True).movedim(0, rows)
 
     clusters = held_out.clusters
     return HeldOut(

@@ -54,7 +54,8 @@ class Linear(_OfInner):
 
     def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """X itself, or its features; sparse rows made dense."""
-        return csr.dense(self._embed("X", X)).to(dtype or full_dtype(X.dtype))
+        features = csr.dense(self._embed("X", X))
+        return features.to(dtype or full_dtype(X.dtype))
 
 
 class Polynomial(_OfInner):
@@ -72,7 +73,12 @@ class Polynomial(_OfInner):
     offset = Positive("the weight of the lower powers of the inputs")
 
     def __init__(
-        self, degree: int = 2, offset: Values = 1.0, *, features: Features = None, event_dim: int = 1
+        self,
+        degree: int = 2,
+        offset: Values = 1.0,
+        *,
+        features: Features = None,
+        event_dim: int = 1,
     ) -> None:
         super().__init__(features=features, event_dim=event_dim)
         if not is_whole(degree) or degree < 1:

@@ -48,7 +48,8 @@ class _Stationary(Kernel):
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
-        scale, d = self.lengthscale.double(), X.shape[-1]
+        scale = self.lengthscale.double()
+        d = X.shape[-1]
         columns = X if Z is None else Z
         batch_shapes = {
             "lengthscale": scale.shape[:-1],
@@ -71,7 +72,12 @@ class _Stationary(Kernel):
         return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
 
     def _sparse_distance(
-        self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
+        self,
+        X: Tensor,
+        Z: Tensor | None,
+        scale: Tensor,
+        factor: float,
+        direct: bool,
     ) -> Tensor:
         """The same from |x|^2 + |z|^2 - 2 x . z; sparse rows cannot be centred, as zeros must stay zeros."""
         one_lengthscale = scale.numel() == 1 and scale.ndim < 3
@@ -84,7 +90,8 @@ class _Stationary(Kernel):
         Z64 = None if Z is None else Z.double()
         left = csr.square_length(X64)
         right = left if Z64 is None else csr.square_length(Z64)
-        square = left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)
+        squares = left.unsqueeze(-1) + right.unsqueeze(-2)
+        square = squares - 2 * csr.inner(X64, Z64)
         square = square.clamp_(min=0)
         if Z is None:
             square.fill_diagonal_(0)
