@@ -60,7 +60,8 @@ def grid() -> Iterator[tl.LSSVM]:
 def one_seed(rows: int, seed: int, device: str) -> list[tuple[float, float]]:
     """Root mean squared errors for every buffer: the estimate that was least, and the future one."""
     X, y = (values.to(device) for values in series(rows + GAP + FUTURE, seed))
-    past, later = slice(None, rows), slice(rows + GAP, None)
+    past = slice(None, rows)
+    later = slice(rows + GAP, None)
     future = []
     for machine in grid():
         error = machine.fit(X[past], y[past])(X[later]) - y[later]

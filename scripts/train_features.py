@@ -173,7 +173,8 @@ def scores(trained: Logits, test: Rows) -> list[float]:
     right = (predicted == test.digits).float()
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
     gap = torch.zeros(BINS, device=right.device).index_add(0, bins, confidence - right)
-    return [right.mean().item(), log_loss.item(), (gap.abs().sum() / len(right)).item()]
+    calibration_error = gap.abs().sum() / len(right)
+    return [right.mean().item(), log_loss.item(), calibration_error.item()]
 
 
 def measure(sizes: list[int], seeds: list[int], steps: int, device: str) -> dict[tuple[int, str], Tensor]:

@@ -26,7 +26,9 @@ def options(description: str, quick: str, picture: Path) -> argparse.Namespace:
 
 def adam(weights: Iterable[Tensor], logs: Iterable[Tensor], log_rate: float) -> torch.optim.Adam:
     """Adam for weights and, at a rate of their own, for logarithms of positive numbers."""
-    return torch.optim.Adam([{"params": list(weights), "lr": RATE}, {"params": list(logs), "lr": log_rate}])
+    of_weights = {"params": list(weights), "lr": RATE}
+    of_logs = {"params": list(logs), "lr": log_rate}
+    return torch.optim.Adam([of_weights, of_logs])
 
 
 def mean_and_error(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,9 +36,11 @@ class Set(NamedTuple):
 def load(folder: Path, name: str, most: int = 100) -> Set:
     """A set with at most `most` splits, and never more than the papers have: 100, of image and splice 20."""
     file = np.load(folder / "ida" / f"{name}.npz", allow_pickle=False)
-    rows, most = np.arange(len(file["y"])), min(most, len(file["train_own"]))
+    rows = np.arange(len(file["y"]))
+    most = min(most, len(file["train_own"]))
     pairs = list(zip(file["train"], file["test"], strict=True))
     pairs += [(train, np.setdiff1d(rows, train)) for train in file["train_own"]]
     splits = [tuple(torch.from_numpy(part).long() for part in pair) for pair in pairs[:most]]
-    X, y = torch.from_numpy(file["X"]), torch.from_numpy(file["y"]).double()
+    X = torch.from_numpy(file["X"])
+    y = torch.from_numpy(file["y"]).double()
     return Set(X, y, splits, min(most, len(file["train"])))
