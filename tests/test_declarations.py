@@ -47,7 +47,8 @@ class NotLifted(Laplace):
 
     def _evaluate(self, X, Z):
         Z = X if Z is None else Z
-        return torch.exp(-(X.unsqueeze(-2) - Z.unsqueeze(-3)).abs().sum(-1) / self.width)
+        distance = (X.unsqueeze(-2) - Z.unsqueeze(-3)).abs().sum(-1)
+        return torch.exp(-distance / self.width)
 
 
 class OneByOne(NotLifted):
@@ -127,7 +128,8 @@ def test_parameters_that_are_declared_to_batch_do(name):
     assert space.batched
     theta = space.vector() + torch.tensor([[0.0], [0.3], [-0.4]], dtype=DOUBLE)
     together = space.call(theta, "solve", X, X[:, 0]).outputs
-    assert_close(together, torch.stack([space.call(own, "solve", X, X[:, 0]).outputs for own in theta]))
+    expected = torch.stack([space.call(own, "solve", X, X[:, 0]).outputs for own in theta])
+    assert_close(together, expected)
 
 
 def search(kernel, **options):

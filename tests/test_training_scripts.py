@@ -56,7 +56,9 @@ def test_scores_of_known_probabilities(module):
 def test_tasks_are_sinusoids_with_noise(module):
     script = module("train_episodes")
     tasks = script.draw_tasks(50, 200, torch.Generator().manual_seed(0), "cpu")
-    x, y, clean = tasks.x[..., 0], tasks.y, tasks.clean
+    x = tasks.x[..., 0]
+    y = tasks.y
+    clean = tasks.clean
     design = torch.stack([x.sin(), x.cos()], -1)
     fitted = design @ torch.linalg.lstsq(design, clean.unsqueeze(-1)).solution
     torch.testing.assert_close(fitted[..., 0], clean, rtol=1e-3, atol=1e-3)
@@ -66,8 +68,11 @@ def test_tasks_are_sinusoids_with_noise(module):
 def test_the_plain_head_is_regularised_least_squares(module):
     script = module("train_episodes")
     torch.manual_seed(0)
-    head, tasks = script.R2D2(), script.draw_tasks(3, 20, torch.Generator().manual_seed(0), "cpu")
-    support, query = tasks.x[:, :10], tasks.x[:, 10:]
+    head = script.R2D2()
+    tasks = script.draw_tasks(3, 20, torch.Generator().manual_seed(0), "cpu")
+    support = tasks.x[:, :10]
+    query = tasks.x[:, 10:]
     machine = script.tl.RLS(script.tl.kernels.Linear(features=head.features), reg=1.0)
     expected = machine.solve(support, tasks.y[:, :10])(query)
-    torch.testing.assert_close(head(support, tasks.y[:, :10], query), expected, rtol=1e-3, atol=1e-3)
+    received = head(support, tasks.y[:, :10], query)
+    torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-3)
