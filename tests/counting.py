@@ -30,11 +30,7 @@ class _HostReads(TorchFunctionMode):
         self.count = 0
 
     def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.count += getattr(function, "__name__", "") in ("tolist", "numpy", "__array__")
         return function(*args, **(kwargs or {}))
@@ -72,11 +68,7 @@ class Counting(TorchDispatchMode):
         self._reads.__exit__(*raised)
 
     def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Any = None,
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__

@@ -234,12 +234,7 @@ class Diagnosis:
 
 @torch.no_grad()
 def diagnose(
-    machine: Any,
-    X: Tensor,
-    y: Tensor,
-    clusters: object | None = None,
-    *,
-    weight: Tensor | None = None,
+    machine: Any, X: Tensor, y: Tensor, clusters: object | None = None, *, weight: Tensor | None = None
 ) -> Diagnosis:
     """Leverage, studentised held-out residuals, Cook's distance and suspect labels; Note [diagnosis].
 

@@ -118,11 +118,7 @@ class all(_InOrder):  # noqa: N801
     m: None = field(default=None, init=False)
 
     def __call__(
-        self,
-        kernel: Kernel,
-        X: Tensor,
-        y: Tensor | None = None,
-        weight: Tensor | None = None,
+        self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Basis:
         """All rows of X (..., n, d), or the first ones until the error is small enough."""
         chosen = super().__call__(kernel, X, y, weight)

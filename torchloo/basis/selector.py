@@ -41,11 +41,7 @@ class Selector:
 
     @torch.no_grad()
     def __call__(
-        self,
-        kernel: Kernel,
-        X: Tensor,
-        y: Tensor | None = None,
-        weight: Tensor | None = None,
+        self, kernel: Kernel, X: Tensor, y: Tensor | None = None, weight: Tensor | None = None
     ) -> Basis:
         """Choose among the rows of X (..., n, d); only `pruned` uses y (..., n) or (..., n, c) and weight.
 

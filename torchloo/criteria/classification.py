@@ -39,11 +39,7 @@ __all__ = [
     counterpart="multiclass_error",
 )
 def error_rate(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    average: Average = None,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
     """Rate of held-out errors: sum_i w_i [f_i on the wrong side] / sum_i w_i.
 
@@ -65,11 +61,7 @@ def error_rate(
     counterpart="balanced_multiclass_error",
 )
 def balanced_error_rate(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    average: Average = None,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
     """Mean of the error rates of the two classes: `error_rate` under the weights of `balanced_weight`.
 
@@ -186,11 +178,7 @@ def smooth_error(
     targets="signs",
 )
 def hinge(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    average: Average = None,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
     """Held-out hinge loss: sum_i w_i max(0, 1 - t_i f_i).
 
@@ -209,11 +197,7 @@ def hinge(
     targets="signs",
 )
 def squared_hinge(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    average: Average = None,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
     """Held-out squared hinge loss: sum_i w_i max(0, 1 - t_i f_i)^2.
 

@@ -46,11 +46,7 @@ def _fraction_of_pairs(
     smooth="smooth_wmw",
 )
 def auc(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    average: Average = None,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
     """Area under the ROC curve: the fraction of (positive, negative) pairs with f_+ > f_-, ties half.
 
@@ -68,11 +64,7 @@ def auc(
     smooth="smooth_wmw",
 )
 def wmw(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    average: Average = None,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, average: Average = None
 ) -> Tensor:
     """Modified Wilcoxon-Mann-Whitney statistic: the fraction of pairs ranked wrongly, 1 - `auc`.
 

@@ -71,11 +71,7 @@ def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_out
     mean_over_rows=True,
 )
 def cross_entropy(
-    held_out: HeldOut,
-    weight: Weight = "own",
-    per_output: bool = False,
-    *,
-    scale: Tensor | float = 1.0,
+    held_out: HeldOut, weight: Weight = "own", per_output: bool = False, *, scale: Tensor | float = 1.0
 ) -> Tensor:
     """Held-out log loss of the softmax of scaled outputs: sum_i w_i (-log p_i) / sum_i w_i.
 

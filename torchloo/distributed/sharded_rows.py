@@ -62,11 +62,7 @@ def _shared(
 
 
 def fit(
-    machine: M,
-    X: Tensor | Rows,
-    y: Tensor | None = None,
-    weight: Tensor | None = None,
-    group: Any = None,
+    machine: M, X: Tensor | Rows, y: Tensor | None = None, weight: Tensor | None = None, group: Any = None
 ) -> M:
     """Fit the machine, in every process, to the rows of all processes; arguments as in `loo`."""
     return machine.fit(_shared("distributed.fit", machine, X, y, weight, group))

@@ -73,12 +73,7 @@ class Polynomial(_OfInner):
     offset = Positive("the weight of the lower powers of the inputs")
 
     def __init__(
-        self,
-        degree: int = 2,
-        offset: Values = 1.0,
-        *,
-        features: Features = None,
-        event_dim: int = 1,
+        self, degree: int = 2, offset: Values = 1.0, *, features: Features = None, event_dim: int = 1
     ) -> None:
         super().__init__(features=features, event_dim=event_dim)
         if not is_whole(degree) or degree < 1:

@@ -72,12 +72,7 @@ class _Stationary(Kernel):
         return squared_distance(left, right, direct=direct, factor=factor, dtype=X.dtype)
 
     def _sparse_distance(
-        self,
-        X: Tensor,
-        Z: Tensor | None,
-        scale: Tensor,
-        factor: float,
-        direct: bool,
+        self, X: Tensor, Z: Tensor | None, scale: Tensor, factor: float, direct: bool
     ) -> Tensor:
         """The same from |x|^2 + |z|^2 - 2 x . z; sparse rows cannot be centred, as zeros must stay zeros."""
         one_lengthscale = scale.numel() == 1 and scale.ndim < 3
