@@ -60,7 +60,8 @@ def grid() -> Iterator[tl.LSSVM]:
 def one_seed(rows: int, seed: int, device: str) -> list[tuple[float, float]]:
     """Root mean squared errors for every buffer: the estimate that was least, and the future one."""
     X, y = (values.to(device) for values in series(rows + GAP + FUTURE, seed))
-    past, later = slice(None, rows), slice(rows + GAP, None)
+    past = slice(None, rows)
+    later = slice(rows + GAP, None)
     future = []
     for machine in grid():
         error = machine.fit(X[past], y[past])(X[later]) - y[later]
@@ -68,7 +69,8 @@ def one_seed(rows: int, seed: int, device: str) -> list[tuple[float, float]]:
     found = []
     for buffer in BUFFERS:
         sets = tl.splits.h_block(torch.arange(rows), buffer)
-        estimates = [tl.criteria.mse(machine.lso(X[past], y[past], sets)).sqrt().item() for machine in grid()]
+        held_out = [machine.lso(X[past], y[past], sets) for machine in grid()]
+        estimates = [tl.criteria.mse(each).sqrt().item() for each in held_out]
         best = min(range(len(estimates)), key=estimates.__getitem__)
         found.append((estimates[best], future[best]))
     return found
@@ -88,8 +90,8 @@ def draw(estimates: Tensor, future: Tensor, out: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     places = range(len(BUFFERS))
     for values, name, colour in (
-        (future, "future error of the machine chosen", "tab:orange"),
-        (estimates, "what cross-validation said of it", "tab:blue"),
+        (future, "future error of the selected machine", "tab:orange"),
+        (estimates, "its cross-validation estimate", "tab:blue"),
     ):
         low, middle, high = quartiles(values)
         axes.plot(places, middle, "o-", color=colour, label=name)
@@ -123,8 +125,9 @@ def main() -> None:
     print(f"{seeds} series of {rows} rows; medians of root mean squared errors")
     print(f"{'buffer':>8}{'estimate':>10}{'future':>10}{'ratio':>8}")
     for k, buffer in enumerate(BUFFERS):
-        said, was = (quartiles(values[:, k])[1].item() for values in (estimates, future))
-        print(f"{buffer:>8}{said:>10.3f}{was:>10.3f}{was / said:>8.2f}")
+        estimate = quartiles(estimates[:, k])[1].item()
+        error = quartiles(future[:, k])[1].item()
+        print(f"{buffer:>8}{estimate:>10.3f}{error:>10.3f}{error / estimate:>8.2f}")
     draw(estimates, future, args.out)
     print(f"wrote {args.out}")
 

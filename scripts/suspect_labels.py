@@ -39,7 +39,8 @@ def main() -> None:
     flipped = order[: round(options.share * len(y))]
     y[flipped] = -y[flipped]
 
-    machine = tl.select(tl.LSSVM(tl.kernels.RBF()), X, y, "smooth_error", progress=False).machine
+    chosen = tl.select(tl.LSSVM(tl.kernels.RBF()), X, y, "smooth_error", progress=False)
+    machine = chosen.machine
     found = tl.diagnose(machine, X, y)
     print(f"{len(y)} rows, {len(flipped)} labels flipped; {machine}")
     print(f"{'suspects':<34}{'rows':>6}{'precision':>11}{'recall':>9}")

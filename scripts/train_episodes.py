@@ -4,7 +4,7 @@
 
 A task is a sinusoid a sin(x + phase) with a in [0.1, 5], phase in [0, pi] and x in [-5, 5], seen at some
 points with noise of standard deviation 0.1. A network of two hidden layers makes 40 features of x; a ridge
-regression on them, solved anew for every task, is the head. The network and the head's regularisation are
+regression on them, solved for every task, is the head. The network and the head's regularisation are
 trained by Adam on batches of tasks with 1000 points in all, from the same weights, by
 
 R2D2           the squared error at 10 query points of a ridge regression of 10 support points, written in
@@ -23,21 +23,24 @@ the median of the seeds, and their range.
 Needs matplotlib (extra cli).
 """
 
-import argparse
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib as mpl
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from training import adam, cells, options, panels
 
 import torchloo as tl
 
-SHOTS, POINTS, NOISE, WIDTH = 10, 1000, 0.1, 40
-STEPS, EVERY = 2000, 100
-RATE, LOG_RATE = 2e-3, 2e-2  # of weights, and of logarithms of positive numbers
+SHOTS = 10  # points of a new task
+POINTS = 1000  # of all tasks of a batch
+NOISE = 0.1
+WIDTH = 40
+STEPS = 2000
+EVERY = 100  # steps between two points of the curve
+LOG_RATE = 2e-2  # of logarithms of positive numbers
 COLOURS = {"R2D2": "#edae49", "query": "#d1495b", "leave-one-out": "#00798c", "LOO of 11": "#5b2a86"}
 
 
@@ -58,7 +61,7 @@ class Tasks(NamedTuple):
 
 
 def draw_tasks(count: int, points: int, generator: torch.Generator, device: str) -> Tasks:
-    """Tasks with so many points each."""
+    """`count` tasks with `points` points each."""
     amplitude, phase = torch.rand(2, count, 1, generator=generator)
     x = 10 * torch.rand(count, points, generator=generator) - 5
     clean = (0.1 + 4.9 * amplitude) * (x + torch.pi * phase).sin()
@@ -87,11 +90,13 @@ class R2D2(Head):
     def __init__(self) -> None:
         super().__init__()
         self.features = network()
-        self.log_reg, self.log_scale = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        self.log_reg = nn.Parameter(torch.zeros(()))
+        self.log_scale = nn.Parameter(torch.zeros(()))
         self.shift = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, y: Tensor, x_new: Tensor) -> Tensor:
-        Z, Z_new = self.features(x), self.features(x_new)
+        Z = self.features(x)
+        Z_new = self.features(x_new)
         ridge = self.log_reg.exp() * torch.eye(x.shape[-2], device=x.device)
         a = torch.linalg.solve(Z @ Z.mT + ridge, y.unsqueeze(-1))
         return self.log_scale.exp() * (Z_new @ (Z.mT @ a))[..., 0] + self.shift
@@ -137,7 +142,7 @@ def error(head: Head, tasks: Tasks, shots: int) -> float:
 
 
 class Training(NamedTuple):
-    """What came of one training."""
+    """The result of one training."""
 
     curve: Tensor
     """Steps, seconds and error with 10 points, (looks, 3)."""
@@ -153,9 +158,11 @@ def train(name: str, seed: int, steps: int, test: Tasks, bar: "tqdm[None]") -> T
     head = HEADS[name]().to(test.x.device)
     logs = [p for path, p in head.named_parameters() if path.rpartition(".")[2].startswith("log_")]
     weights = [p for p in head.parameters() if all(p is not log for log in logs)]
-    optimiser = torch.optim.Adam([{"params": weights, "lr": RATE}, {"params": logs, "lr": LOG_RATE}])
+    optimiser = adam(weights, logs, LOG_RATE)
     generator = torch.Generator().manual_seed(seed)
-    count, seconds, curve = POINTS // head.points, 0.0, [[0, 0.0, error(head, test, SHOTS)]]
+    count = POINTS // head.points
+    seconds = 0.0
+    curve = [[0, 0.0, error(head, test, SHOTS)]]
     for step in range(1, steps + 1):
         tasks = draw_tasks(count, head.points, generator, str(test.x.device))
         start = time.perf_counter()
@@ -179,45 +186,40 @@ def table(results: dict[str, list[Training]]) -> str:
     ]
     for name, trainings in results.items():
         errors = torch.stack([training.errors for training in trainings])
-        spread = errors.std(0) / len(errors) ** 0.5
-        cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(errors.mean(0), spread, strict=True)]
-        rate, points = sum(t.tasks for t in trainings) / len(trainings), HEADS[name].points
-        lines.append(f"| {name} | {points} | {' | '.join(cells)} | {rate:.0f} | {rate * points:.0f} |")
+        rate = sum(training.tasks for training in trainings) / len(trainings)
+        points = HEADS[name].points
+        lines.append(f"| {name} | {points} | {cells(errors)} | {rate:.0f} | {rate * points:.0f} |")
     return "\n".join(lines)
 
 
 def draw(results: dict[str, list[Training]], path: Path) -> None:
     """The error over steps and over seconds: the median of the seeds, and from the least to the largest."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+    figure, axes = panels(2, (9, 3.4), sharey=True)
     for column, (axis, label) in enumerate(zip(axes, ("steps", "seconds of training"), strict=True)):
         for name, trainings in results.items():
             curves = torch.stack([training.curve for training in trainings])  # (seeds, looks, 3)
-            place, errors = curves[..., column].mean(0), curves[..., 2]
-            axis.plot(place, errors.median(0).values, color=COLOURS[name], linewidth=1.8, label=name)
-            axis.fill_between(place, *errors.aminmax(dim=0), color=COLOURS[name], alpha=0.12, linewidth=0)
+            place = curves[..., column].mean(0)
+            errors = curves[..., 2]
+            colour = COLOURS[name]
+            axis.plot(place, errors.median(0).values, color=colour, linewidth=1.8, label=name)
+            axis.fill_between(place, *errors.aminmax(dim=0), color=colour, alpha=0.12, linewidth=0)
         axis.set(xlabel=label, yscale="log", xlim=(0, None))
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
     axes[0].set_ylabel("error from 10 points of new tasks")
     axes[1].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
-    parser.add_argument("--quick", action="store_true", help="two seeds, few steps")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="the picture")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__.partition("\n")[0], "two seeds, few steps", Path(__file__).with_suffix(".png")
+    )
     count, steps = (2, EVERY) if arguments.quick else (5, STEPS)
     seeds = range(arguments.seed, arguments.seed + count)
     test = draw_tasks(1000, 5 * SHOTS, torch.Generator().manual_seed(1 << 20), arguments.device)
+    results = {}
     with tqdm(total=len(HEADS) * count * steps, unit="step") as bar:
-        results = {name: [train(name, seed, steps, test, bar) for seed in seeds] for name in HEADS}
+        for name in HEADS:
+            results[name] = [train(name, seed, steps, test, bar) for seed in seeds]
     print(table(results))
     draw(results, arguments.out)
     print(f"picture: {arguments.out}")

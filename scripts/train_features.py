@@ -19,24 +19,27 @@ calibration error (ECE, 15 bins) on the test rows, and seconds of training. The 
 Needs scikit-learn and matplotlib (extras sklearn and cli).
 """
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib as mpl
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
+from training import adam, cells, mean_and_error, options, panels
 
 import torchloo as tl
 
-CLASSES, TEST, BATCH, STEPS, BINS = 10, 797, 250, 300, 15
+CLASSES = 10
+TEST = 797  # rows to test on
+BATCH = 250  # rows of a minibatch
+STEPS = 300
+BINS = 15  # of the expected calibration error
 EVERY = 20  # steps between the weights that a validation set chooses among
-RATE, LOG_RATE = 2e-3, 5e-2  # of weights, and of logarithms of positive numbers
+LOG_RATE = 5e-2  # of logarithms of positive numbers
 METRICS = ("accuracy", "log loss", "ECE")
 COLOURS = {"cross-entropy": "#d1495b", "early stopping": "#edae49", "leave-one-out": "#00798c"}
 
@@ -56,6 +59,10 @@ class Rows(NamedTuple):
     X: Tensor
     digits: Tensor
 
+    def some(self, which: Tensor | slice) -> "Rows":
+        """Those that an index selects."""
+        return Rows(self.X[which], self.digits[which])
+
 
 Logits = Callable[[Tensor], Tensor]
 """Images (n, 1, 8, 8) -> logits (n, 10) of the probabilities of the digits."""
@@ -67,16 +74,16 @@ def split(labels: int, seed: int, device: str) -> tuple[Rows, Rows]:
     X = torch.tensor(data.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
     digits = torch.tensor(data.target, device=device)
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed)).to(device)
-    train, test = order[TEST:][:labels], order[:TEST]
-    return Rows(X[train], digits[train]), Rows(X[test], digits[test])
+    rows = Rows(X, digits)
+    return rows.some(order[TEST:][:labels]), rows.some(order[:TEST])
 
 
 def minibatches(rows: Rows, steps: int, seed: int) -> Iterator[Rows]:
-    """All rows where they are few, else some, drawn anew for every step."""
+    """All rows where they are few, else some, drawn again for every step."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        some = torch.randperm(len(rows.X), generator=generator)[:BATCH].to(rows.X.device)
-        yield Rows(rows.X[some], rows.digits[some])
+        order = torch.randperm(len(rows.X), generator=generator)
+        yield rows.some(order[:BATCH].to(rows.X.device))
 
 
 def descend(
@@ -92,9 +99,7 @@ def descend(
 
     `look` is called with the number of every step, after it.
     """
-    optimiser = torch.optim.Adam(
-        [{"params": list(weights), "lr": RATE}, {"params": list(logs), "lr": LOG_RATE}]
-    )
+    optimiser = adam(weights, logs, LOG_RATE)
     for step, batch in enumerate(minibatches(rows, steps, seed), 1):
         optimiser.zero_grad()
         loss(batch).backward()
@@ -118,17 +123,20 @@ def cross_entropy(rows: Rows, steps: int, seed: int) -> Logits:
 def early_stopping(rows: Rows, steps: int, seed: int) -> Logits:
     """A linear layer, trained on four fifths of the rows; the others choose among its weights on the way."""
     count = len(rows.X) // 5
-    others, own = (Rows(*(t[part] for t in rows)) for part in (slice(count), slice(count, None)))
+    validation = rows.some(slice(count))
+    training = rows.some(slice(count, None))
     model, loss = linear_model(rows.X.device)
-    best, state = torch.inf, model.state_dict()
+    best = torch.inf
+    state = model.state_dict()
 
     @torch.no_grad()
     def look(step: int) -> None:
         nonlocal best, state
-        if step % EVERY == 0 and (now := loss(others).item()) < best:
-            best, state = now, copy.deepcopy(model.state_dict())
+        if step % EVERY == 0 and (now := loss(validation).item()) < best:
+            best = now
+            state = copy.deepcopy(model.state_dict())
 
-    descend(loss, model.parameters(), own, steps, seed, look=look)
+    descend(loss, model.parameters(), training, steps, seed, look=look)
     model.load_state_dict(state)
     return model
 
@@ -165,7 +173,8 @@ def scores(trained: Logits, test: Rows) -> list[float]:
     right = (predicted == test.digits).float()
     bins = (confidence * BINS).long().clamp(max=BINS - 1)
     gap = torch.zeros(BINS, device=right.device).index_add(0, bins, confidence - right)
-    return [right.mean().item(), log_loss.item(), (gap.abs().sum() / len(right)).item()]
+    calibration_error = gap.abs().sum() / len(right)
+    return [right.mean().item(), log_loss.item(), calibration_error.item()]
 
 
 def measure(sizes: list[int], seeds: list[int], steps: int, device: str) -> dict[tuple[int, str], Tensor]:
@@ -188,40 +197,29 @@ def measure(sizes: list[int], seeds: list[int], steps: int, device: str) -> dict
     return results
 
 
-def with_error(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over the seeds and its standard error."""
-    return values.mean(0), values.std(0) / len(values) ** 0.5
-
-
 def table(results: dict[tuple[int, str], Tensor]) -> str:
     """The results in Markdown."""
     lines = ["| labels | trained by | accuracy | log loss | ECE | seconds |", "|---|---|---|---|---|---|"]
     for (labels, name), values in results.items():
-        mean, error = with_error(values)
-        cells = [f"{m:.3f} ± {e:.3f}" for m, e in zip(mean[:3], error[:3], strict=True)]
-        lines.append(f"| {labels} | {name} | {' | '.join(cells)} | {mean[3]:.1f} |")
+        seconds = values[:, 3].mean()
+        lines.append(f"| {labels} | {name} | {cells(values[:, :3])} | {seconds:.1f} |")
     return "\n".join(lines)
 
 
 def draw(results: dict[tuple[int, str], Tensor], path: Path) -> None:
     """One panel for each metric."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator
 
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
+    figure, axes = panels(3, (10, 3.2))
     sizes = sorted({labels for labels, _ in results})
     for k, (axis, metric) in enumerate(zip(axes, METRICS, strict=True)):
         for shift, name in zip((0.94, 1.0, 1.06), METHODS, strict=True):
-            mean, error = (
-                torch.stack(t) for t in zip(*(with_error(results[s, name]) for s in sizes), strict=True)
-            )
+            by_size = torch.stack([results[size, name][:, k] for size in sizes], 1)
+            mean, error = mean_and_error(by_size)
             places = [size * shift for size in sizes]
             style = {"color": COLOURS[name], "marker": "o", "markersize": 4, "capsize": 3}
-            axis.errorbar(places, mean[:, k], error[:, k], label=name, **style)
+            axis.errorbar(places, mean, error, label=name, **style)
         axis.set(xscale="log", xlabel="labelled rows", title=metric, xticks=sizes, xticklabels=sizes)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
         if metric != "accuracy":
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -232,12 +230,8 @@ def draw(results: dict[tuple[int, str], Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
-    parser.add_argument("--quick", action="store_true", help="one size, two seeds, few steps")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"), help="the picture")
-    arguments = parser.parse_args()
+    quick = "one size, two seeds, few steps"
+    arguments = options(__doc__.partition("\n")[0], quick, Path(__file__).with_suffix(".png"))
     sizes, count, steps = ([50], 2, EVERY) if arguments.quick else ([50, 200, 1000], 10, STEPS)
     seeds = list(range(arguments.seed, arguments.seed + count))
     results = measure(sizes, seeds, steps, arguments.device)

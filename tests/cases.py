@@ -43,9 +43,11 @@ class Case:
             return Y
         signs = Y.sign()
         axis = -2
-        first, second = signs.select(axis, 0), signs.select(axis, 1)
-        first.fill_(1.0), second.fill_(-1.0)  # both classes, whatever was drawn
-        third, fourth = signs.select(axis, 2), signs.select(axis, 3)
+        first = signs.select(axis, 0)
+        second = signs.select(axis, 1)
+        first.fill_(1.0), second.fill_(-1.0)  # both classes
+        third = signs.select(axis, 2)
+        fourth = signs.select(axis, 3)
         third.fill_(1.0), fourth.fill_(-1.0)
         return signs
 
@@ -69,7 +71,10 @@ def gram(X: Tensor, Z: Tensor, kernel: str) -> Tensor:
     K = torch.empty(len(X), len(Z), dtype=X.dtype)
     for i, x in enumerate(X):
         for j, z in enumerate(Z):
-            K[i, j] = x @ z if kernel == "linear" else torch.exp(-((x - z) ** 2).sum() / (2 * 1.3**2))
+            if kernel == "linear":
+                K[i, j] = x @ z
+            else:
+                K[i, j] = torch.exp(-((x - z) ** 2).sum() / (2 * 1.3**2))
     return K
 
 
@@ -83,7 +88,8 @@ def _dense_at(solve, kernel):
 
 def _kfd_at(X, Y, reg, weight, kept, X_new):
     T = reference.code(Y, weight)
-    return reference.solve_kfd(gram(X, X, "rbf")[kept], T[kept], reg, weight[kept])(gram(X_new, X, "rbf"))
+    predict = reference.solve_kfd(gram(X, X, "rbf")[kept], T[kept], reg, weight[kept])
+    return predict(gram(X_new, X, "rbf"))
 
 
 def _sparse_at(X, Y, reg, weight, kept, X_new):
@@ -102,7 +108,8 @@ def _sparse(X, Y, reg, weight, clusters):
 
 
 def _svc(X, Y, reg, weight, clusters):
-    K, box = gram(X, X, "rbf"), weight / reg
+    K = gram(X, X, "rbf")
+    box = weight / reg
     return torch.from_numpy(reference_svm.held_out(K.numpy(), Y.numpy(), box.numpy(), clusters))
 
 
@@ -144,7 +151,11 @@ MACHINES = [
 
 
 def problem(
-    n: int = 12, d: int = 3, c: int = 2, batch: tuple[int, ...] = (), seed: int = 0
+    n: int = 12,
+    d: int = 3,
+    c: int = 2,
+    batch: tuple[int, ...] = (),
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """X (..., n, d), Y (..., n, c) and weights (..., n), the basis apart from one another."""
     generator = torch.Generator().manual_seed(seed)

@@ -122,7 +122,9 @@ def classes():
     """Labels of which no process has all."""
     results = {}
     for name in ("sparse", "lssvm"):
-        part, X, labels = own(), rows()[0], class_labels()
+        part = own()
+        X = rows()[0]
+        labels = class_labels()
         stream = tl.Stream(X[part], labels[part], block=7, progress=False)
         batches = tl.Stream([(X[part], labels[part])], progress=False)
         make = MACHINES[name]
@@ -143,7 +145,8 @@ def classes():
 
 def gathered():
     """One loss of all rows, computed alike in both processes."""
-    machine, part = MACHINES["sparse"](), own()
+    machine = MACHINES["sparse"]()
+    part = own()
     X, Y, weight = (t[part] for t in rows())
     X.requires_grad_()
     held_out = tl.distributed.gather(tl.distributed.lco(machine, X, Y, clusters()[part], weight))
@@ -219,7 +222,8 @@ def added():
 
 def calls(X, Y, second):
     """What process 1 calls in another way; each is raised in both processes."""
-    make, stream = MACHINES["lssvm"], tl.Stream(X, Y, progress=False)
+    make = MACHINES["lssvm"]
+    stream = tl.Stream(X, Y, progress=False)
     labels = clusters()[own()]
     narrow = tl.Stream(X, Y[:, 0] if second else Y, progress=False)
     empty = slice(0, 0 if second else None)

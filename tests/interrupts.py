@@ -9,7 +9,7 @@ import torchloo as tl
 
 
 def interrupted_press(calls: int) -> Callable[[tl.HeldOut], Tensor]:
-    """PRESS that is interrupted, as by Ctrl-C, once it has been asked for so many times."""
+    """PRESS that is interrupted, as by Ctrl-C, after a number of calls."""
     asked = count(1)
 
     def criterion(held_out: tl.HeldOut) -> Tensor:

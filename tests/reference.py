@@ -20,7 +20,8 @@ def solve_lssvm(K, Y, reg, weight):
     system[:n, :n] = K + torch.diag(reg / weight)
     system[:n, n] = 1
     system[n, :n] = 1
-    solution = torch.linalg.solve(system, torch.cat([Y, torch.zeros(1, Y.shape[1], dtype=K.dtype)]))
+    right = torch.cat([Y, torch.zeros(1, Y.shape[1], dtype=K.dtype)])
+    solution = torch.linalg.solve(system, right)
     return lambda K_new: K_new @ solution[:n] + solution[n]
 
 
@@ -51,7 +52,8 @@ def solve_kfd(K, T, reg, weight):
 
 def variance_of_kernel(K, k_new, own, reg, weight, bias):
     """k(x,x) - k^T M^{-1} k, and what an unpenalised bias adds to it, at one point after the other."""
-    M, one = K + torch.diag(reg / weight), torch.ones(len(K), dtype=K.dtype)
+    M = K + torch.diag(reg / weight)
+    one = torch.ones(len(K), dtype=K.dtype)
     found = []
     for k, k_xx in zip(k_new, own, strict=True):
         v = k_xx - k @ torch.linalg.solve(M, k)

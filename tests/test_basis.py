@@ -32,14 +32,18 @@ def error(K, chosen):
     total = 0.0
     for i in range(len(K)):
         if K[i, i] > 0:
-            total += 1 - (K[S, i] @ torch.linalg.solve(K[S][:, S], K[S, i]) / K[i, i]).item()
+            length = K[S, i] @ torch.linalg.solve(K[S][:, S], K[S, i])  # squared, of the best approximation
+            total += 1 - (length / K[i, i]).item()
     return total / len(K)
 
 
 def left_of(K, chosen):
     """The diagonal of K - K_:S K_SS^{-1} K_S:."""
     S = [int(j) for j in chosen]
-    return (K - K[:, S] @ torch.linalg.solve(K[S][:, S], K[S])).diagonal() if S else K.diagonal().clone()
+    if not S:
+        return K.diagonal().clone()
+    explained = K[:, S] @ torch.linalg.solve(K[S][:, S], K[S])
+    return (K - explained).diagonal()
 
 
 MAKERS = {
@@ -137,7 +141,8 @@ def test_rpcholesky_draws_each_pair_as_often_as_drawing_one_by_one(kernel, monke
 def test_pruned_keeps_the_largest_coefficients_round_after_round():
     X, Y, weight = problem(25)
     K = RBF(0.9)(X).detach()
-    left, order = list(range(25)), []
+    left = list(range(25))
+    order = []
     while len(left) > 1:
         outputs = reference.solve_lssvm(K[left][:, left], Y[left], 0.3, weight[left])
         unit = torch.eye(len(left), dtype=K.dtype)
@@ -201,7 +206,8 @@ def test_copies_are_not_chosen_and_end_the_choice(name):
 
 
 def test_all_counts_copies_and_rows_without_length_but_gains_nothing_by_them():
-    A, B = points(64), points(6, seed=1)
+    A = points(64)
+    B = points(6, seed=1)
     X = torch.cat([A[:1] * 0, A, A, A, B])  # a whole block of copies among them
     kernel = tl.kernels.Linear(features=torch.nn.Linear(2, 80, bias=False).double())
     chosen = basis.all()(kernel, X)
@@ -232,7 +238,8 @@ def test_neighbours_in_a_bad_order_spoil_no_error(name, lengthscale):
         S = chosen.indices[:k]
         w, V = torch.linalg.eigh(K[S][:, S])
         kept = w > 1e-13 * w[-1]
-        truth = 1 - ((K[:, S] @ V[:, kept]) / w[kept].sqrt()).square().sum(1).mean()
+        features = (K[:, S] @ V[:, kept]) / w[kept].sqrt()
+        truth = 1 - features.square().sum(1).mean()
         assert chosen.errors[k - 1] > truth - 1e-5
         assert name == "all" or chosen.errors[k - 1] < truth + 1e-5  # all: of rows that can be told apart
 
@@ -262,7 +269,9 @@ def test_rows_without_length_are_never_chosen_and_count_as_reconstructed(name):
     chosen = MAKERS[name](2)(tl.kernels.Linear(), X, X[:, 0])
     assert not {0, 7} & set(chosen.indices.tolist())
     K = X @ X.T
-    assert_close(chosen.errors[1].item(), error(K, chosen.indices[:2]), rtol=0, atol=1e-13)
+    received = chosen.errors[1].item()
+    expected = error(K, chosen.indices[:2])
+    assert_close(received, expected, rtol=0, atol=1e-13)
 
 
 def test_lengths_do_not_matter():
@@ -287,14 +296,16 @@ def test_a_batch_equals_its_loop(name):
                 size = len(alone.indices)
                 assert chosen.size[i, j] == size
                 assert_close(chosen.indices[i, j, :size], alone.indices)
-                assert_close(chosen.errors[i, j, :size], alone.errors, rtol=0, atol=1e-13)
+                received = chosen.errors[i, j, :size]
+                assert_close(received, alone.errors, rtol=0, atol=1e-13)
                 assert (chosen.indices[i, j, size:] == alone.indices[-1]).all()
                 assert (chosen.errors[i, j, size:] == chosen.errors[i, j, size - 1]).all()
 
 
 @every_selector
 def test_a_batch_of_kernels_on_one_set_of_points(name):
-    X, lengths = points(25), torch.tensor([[0.3], [1.0]], dtype=torch.float64)
+    X = points(25)
+    lengths = torch.tensor([[0.3], [1.0]], dtype=torch.float64)
     chosen = MAKERS[name](5)(RBF(lengths), X, X[:, 0])
     for k, length in enumerate(lengths):
         alone = MAKERS[name](5)(RBF(length), X, X[:, 0])
@@ -321,7 +332,8 @@ def test_the_generator_decides(make):
 
 @every_selector
 def test_a_selector_survives_copies_and_pickle(name):
-    X, selector = points(), MAKERS[name](5)
+    X = points()
+    selector = MAKERS[name](5)
     expected = selector(RBF(), X, X[:, 0]).indices
     for twin in (copy.deepcopy(selector), pickle.loads(pickle.dumps(selector))):
         assert twin == selector
@@ -356,7 +368,9 @@ def test_features_are_computed_once_and_change_nothing_else(kernel):
     calls.clear()
     deep = copy.deepcopy(kernel)
     deep.features = net
-    assert_close(basis.pivoted(10)(deep, X).indices, basis.pivoted(10)(kernel, F).indices)
+    received = basis.pivoted(10)(deep, X).indices
+    expected = basis.pivoted(10)(kernel, F).indices
+    assert_close(received, expected)
     assert len(calls) == 1
 
 
@@ -367,7 +381,8 @@ def test_a_given_matrix_is_chosen_from_and_left_as_it_was(name):
     before = K.clone()
     for kernel in (tl.kernels.Precomputed(),):
         chosen = MAKERS[name](7)(kernel, K, X[:, 0])
-        assert_close(chosen.indices, MAKERS[name](7)(RBF(0.7), X, X[:, 0]).indices)
+        expected = MAKERS[name](7)(RBF(0.7), X, X[:, 0]).indices
+        assert_close(chosen.indices, expected)
     assert_close(K, before, rtol=0, atol=0)
 
 
@@ -414,11 +429,19 @@ def test_a_machine_takes_a_selector(name):
     machine = tl.SparseLSSVM(RBF(0.8), 0.1, basis=selector)
     Z = X[selector(machine.kernel, X, Y, weight).indices]
     fixed = tl.SparseLSSVM(RBF(0.8), 0.1, basis=Z)
-    assert_close(machine.loo(X, Y, weight).outputs, fixed.loo(X, Y, weight).outputs)
-    assert_close(machine.solve(X, Y, weight).coef, fixed.solve(X, Y, weight).coef)
+    received = machine.loo(X, Y, weight).outputs
+    expected = fixed.loo(X, Y, weight).outputs
+    assert_close(received, expected)
+    received = machine.solve(X, Y, weight).coef
+    expected = fixed.solve(X, Y, weight).coef
+    assert_close(received, expected)
     regs = torch.tensor([0.1, 1.0], dtype=X.dtype)
-    assert_close(machine.path(X, Y, regs, None, weight)[0], fixed.path(X, Y, regs, None, weight)[0])
-    assert_close(machine.fit(X, Y, weight)(X), fixed.fit(X, Y, weight)(X))
+    received = machine.path(X, Y, regs, None, weight)[0]
+    expected = fixed.path(X, Y, regs, None, weight)[0]
+    assert_close(received, expected)
+    received = machine.fit(X, Y, weight)(X)
+    expected = fixed.fit(X, Y, weight)(X)
+    assert_close(received, expected)
     assert_close(machine.support, Z)
 
 
@@ -427,7 +450,8 @@ def test_loo_with_a_selector_is_exact_for_the_basis_it_chose():
     selector = basis.rpcholesky(7, generator=seeded())
     machine = tl.SparseLSSVM(RBF(1.3), 0.1, basis=selector)
     Z = X[selector(machine.kernel, X).indices]
-    Kzz, Kxz = machine.kernel(Z).detach(), machine.kernel(X, Z).detach()
+    Kzz = machine.kernel(Z).detach()
+    Kxz = machine.kernel(X, Z).detach()
     expected = reference.sparse_lssvm(Kzz, Kxz, Y, 0.1, weight, None)
     assert relative(machine.loo(X, Y, weight).outputs.detach(), expected) < 1e-8
 
@@ -438,7 +462,8 @@ def test_machine_of_a_batch_whose_problems_stop_at_different_sizes():
     machine = tl.SparseLSSVM(RBF(0.4), 0.1, basis=basis.pivoted(15))
     outputs = machine.loo(X, Y).outputs
     for i in range(2):
-        assert_close(outputs[i], machine.loo(X[i], Y[i]).outputs, rtol=1e-8, atol=1e-9)
+        expected = machine.loo(X[i], Y[i]).outputs
+        assert_close(outputs[i], expected, rtol=1e-8, atol=1e-9)
     assert machine.fit(X, Y).dropped.tolist() == [0, 5]
 
 
@@ -453,7 +478,8 @@ def test_gradients_reach_inputs_through_the_rows_chosen():
         return tl.functional.sparse_lssvm(kernel(Z), kernel(X, Z), Y, machine.reg).held_out().outputs
 
     X.requires_grad_()
-    received, expected = (f(X).square().sum() for f in (lambda X: machine.loo(X, Y).outputs, with_rows))
+    received = machine.loo(X, Y).outputs.square().sum()
+    expected = with_rows(X).square().sum()
     assert_close(*(torch.autograd.grad(value, X)[0] for value in (received, expected)))
     assert torch.autograd.gradcheck(lambda X: machine.loo(X, Y).outputs, X)
 
@@ -471,7 +497,8 @@ def test_gradients_in_a_trainable_basis_are_exact():
 
 def test_descent_of_press_in_the_basis_beats_the_rows_it_began_with():
     X, y = tl.datasets.motorcycle()
-    X, y = (X - X.mean()) / X.std(), (y - y.mean()) / y.std()
+    X = (X - X.mean()) / X.std()
+    y = (y - y.mean()) / y.std()
     kernel = RBF(0.4)
     rows = X[::12][:5]  # early times only
     machine = tl.SparseLSSVM(kernel, 1e-3, basis=torch.nn.Parameter(rows.clone()))
@@ -489,8 +516,11 @@ def test_descent_of_press_in_the_basis_beats_the_rows_it_began_with():
 
 def test_a_machine_of_all_rows_is_the_dense_one():
     X, Y, weight = problem(30)
-    sparse, full = tl.SparseLSSVM(RBF(0.8), 0.1, basis=basis.all()), tl.LSSVM(RBF(0.8), 0.1)
-    assert_close(sparse.loo(X, Y, weight).outputs, full.loo(X, Y, weight).outputs, rtol=1e-7, atol=1e-8)
+    sparse = tl.SparseLSSVM(RBF(0.8), 0.1, basis=basis.all())
+    full = tl.LSSVM(RBF(0.8), 0.1)
+    received = sparse.loo(X, Y, weight).outputs
+    expected = full.loo(X, Y, weight).outputs
+    assert_close(received, expected, rtol=1e-7, atol=1e-8)
 
 
 def test_a_fitted_machine_with_a_selector_survives_its_state():
@@ -508,11 +538,14 @@ def test_a_fitted_machine_with_a_selector_survives_its_state():
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse rows"])
 def test_choices_do_not_depend_on_the_default_device(name, sparse):
     X = points(40)
-    kernel, rows = RBF(0.8), X.to_sparse_csr() if sparse else X
+    kernel = RBF(0.8)
+    rows = X.to_sparse_csr() if sparse else X
     machine = tl.SparseLSSVM(kernel, basis=MAKERS[name](6))
-    expected, held_out = MAKERS[name](6)(kernel, rows, X[:, 0]), machine.loo(rows, X[:, 0])
+    expected = MAKERS[name](6)(kernel, rows, X[:, 0])
+    held_out = machine.loo(rows, X[:, 0])
     with torch.device("meta"):  # what torch.set_default_device sets
-        received, again = MAKERS[name](6)(kernel, rows, X[:, 0]), machine.loo(rows, X[:, 0])
+        received = MAKERS[name](6)(kernel, rows, X[:, 0])
+        again = machine.loo(rows, X[:, 0])
     assert torch.equal(received.indices, expected.indices)
     assert_close(received.errors, expected.errors)
     assert_close(again.outputs, held_out.outputs)

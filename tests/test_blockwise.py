@@ -1,4 +1,4 @@
-"""Gradients by blocks of rows: in memory, streamed, whatever the blocks, against all rows at once."""
+"""Gradients by blocks of rows: in memory or streamed, in blocks of any size, against all rows at once."""
 
 import copy
 import math
@@ -95,7 +95,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("basis", [None, 100], ids=["linear", "sparse"])
 def test_fit_on_tensors_goes_over_blocks_and_equals_solve(basis):
-    X, Y, weight = randn(20_000, 20), randn(20_000, 2, seed=1), 0.5 + randn(20_000, seed=2).abs()
+    X = randn(20_000, 20)
+    Y = randn(20_000, 2, seed=1)
+    weight = 0.5 + randn(20_000, seed=2).abs()
     if basis is None:
         machine = tl.LSSVM(tl.kernels.Linear(), reg=0.3)
     else:
@@ -108,7 +110,8 @@ def test_fit_on_tensors_goes_over_blocks_and_equals_solve(basis):
     assert_close(machine(X_new), solved(X_new).detach(), rtol=1e-9, atol=1e-10)
     rows_new = X_new - solved.features.centre if basis is None else machine.kernel(X_new, X[:basis])
     expected = solved.variance_at(rows_new, None).detach()
-    assert_close(machine.predictive(X_new)[1].detach(), expected, rtol=1e-9, atol=1e-12)
+    received = machine.predictive(X_new)[1].detach()
+    assert_close(received, expected, rtol=1e-9, atol=1e-12)
 
 
 @every_machine
@@ -116,7 +119,8 @@ def test_fit_on_tensors_goes_over_blocks_and_equals_solve(basis):
 @pytest.mark.parametrize("block", [7, 10**6])
 def test_gradients_equal_those_of_all_rows_at_once(name, clusters, block, monkeypatch):
     monkeypatch.setattr(Expansion, "size", block)
-    machine, inputs = MACHINES[name](), [t.requires_grad_() for t in rows()]
+    machine = MACHINES[name]()
+    inputs = [t.requires_grad_() for t in rows()]
     X, Y, weight = inputs
     received = machine.loo(X, Y, weight) if clusters is None else machine.lco(X, Y, clusters, weight)
     expected = machine.solve(X, Y, weight).held_out(clusters)
@@ -372,7 +376,8 @@ def test_a_path_takes_as_many_operations_however_many_regularisations(name):
 
 @pytest.mark.parametrize("name", ["lssvm", "sparse"])
 def test_a_path_by_clusters_takes_few_operations_however_many_regularisations(name):
-    few, many = counted_path(name, 5, RAGGED), counted_path(name, 100, RAGGED)
+    few = counted_path(name, 5, RAGGED)
+    many = counted_path(name, 100, RAGGED)
     assert few[0] <= 350
     assert many[0] <= 1.5 * few[0]  # sets of many sizes are padded to fewer where that is cheap
     assert many[1] <= few[1] + 2 <= 12
@@ -381,7 +386,8 @@ def test_a_path_by_clusters_takes_few_operations_however_many_regularisations(na
 def counted_path(name, many, clusters):
     """Operations and synchronisations of a path of so many regularisations."""
     X, Y, weight = rows()
-    machine, regs = MACHINES[name](), torch.logspace(-2, 2, many, dtype=torch.float64)
+    machine = MACHINES[name]()
+    regs = torch.logspace(-2, 2, many, dtype=torch.float64)
     with torch.no_grad(), Counting() as count:
         machine.path(X, Y, regs, clusters, weight)
     return count.operations, count.synchronisations

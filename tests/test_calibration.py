@@ -46,7 +46,9 @@ def test_platt_has_the_least_cross_entropy():
     loss = torch.nn.functional.binary_cross_entropy_with_logits(theta[0] * f + theta[1], targets)
     (gradient,) = torch.autograd.grad(loss, theta)
     assert gradient.abs().max() <= 1e-10
-    assert_close(platt(f), (theta[0] * f + theta[1]).sigmoid().detach())
+    received = platt(f)
+    expected = (theta[0] * f + theta[1]).sigmoid().detach()
+    assert_close(received, expected)
 
 
 def test_temperature_has_the_least_cross_entropy():
@@ -55,22 +57,29 @@ def test_temperature_has_the_least_cross_entropy():
     scale = module.scale.clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(scale * f, smoothed((Y > 0).double()))
     assert torch.autograd.grad(loss, scale)[0].abs() <= 1e-10
-    assert_close(module(f).sum(-1), torch.ones(60, dtype=torch.float64))
+    received = module(f).sum(-1)
+    expected = torch.ones(60, dtype=torch.float64)
+    assert_close(received, expected)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_probabilities_do_not_depend_on_the_units_of_the_outputs(scale):
     f, y = noisy(40)
-    assert_close(tl.calibrate(held_out(scale * f, y))(scale * f), tl.calibrate(held_out(f, y))(f))
+    received = tl.calibrate(held_out(scale * f, y))(scale * f)
+    expected = tl.calibrate(held_out(f, y))(f)
+    assert_close(received, expected)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
 def test_separable_and_constant_outputs_have_finite_answers(shift):
     y = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]).double()
     apart = tl.calibrate(held_out(y + shift, y))(y + shift)
-    assert_close(apart, torch.tensor([3 / 4, 3 / 4, 1 / 5, 1 / 5, 1 / 5]).double())  # Platt's targets
+    expected = torch.tensor([3 / 4, 3 / 4, 1 / 5, 1 / 5, 1 / 5]).double()
+    assert_close(apart, expected)  # Platt's targets
     same = torch.full_like(y, shift)
-    assert_close(tl.calibrate(held_out(same, y))(same), torch.full_like(y, (2 * 3 / 4 + 3 / 5) / 5))
+    received = tl.calibrate(held_out(same, y))(same)
+    expected = torch.full_like(y, (2 * 3 / 4 + 3 / 5) / 5)
+    assert_close(received, expected)
 
 
 def test_probabilities_of_a_machine_are_calibrated_on_new_rows():
@@ -90,7 +99,9 @@ def test_a_batch_has_numbers_of_its_own_and_states_load():
     f, y = (torch.stack(part) for part in zip(*parts, strict=True))
     together = tl.calibrate(held_out(f, y))
     for i, part in enumerate(parts):
-        assert_close(together(f)[i], tl.calibrate(held_out(*part))(part[0]), rtol=1e-8, atol=1e-10)
+        received = together(f)[i]
+        expected = tl.calibrate(held_out(*part))(part[0])
+        assert_close(received, expected, rtol=1e-8, atol=1e-10)
     file = io.BytesIO()
     torch.save(together.state_dict(), file)
     file.seek(0)

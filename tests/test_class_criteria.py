@@ -45,7 +45,8 @@ def expected_of(rows: list, k: int, scale: float) -> dict[str, object]:
     accuracy = []
     for c in range(k):
         of = [(said, w) for own, said, _, w in rows if own == c]
-        accuracy.append(sum(w for said, w in of if said == c) / sum(w for _, w in of) if of else math.nan)
+        right = sum(w for said, w in of if said == c)
+        accuracy.append(right / sum(w for _, w in of) if of else math.nan)
     matrix = [[sum(w for o, s, _, w in rows if (o, s) == (i, j)) for j in range(k)] for i in range(k)]
     loss = 0.0
     for own, _, f, w in rows:
@@ -88,9 +89,12 @@ def test_balanced_multiclass_error_is_the_mean_over_classes_and_the_error_under_
 
 def test_a_class_without_rows_has_no_accuracy_and_does_not_count():
     f = torch.tensor([[1.0, 0.0, 3.0], [1.0, 0.0, -1.0], [0.0, 2.0, 1.0]])
-    y, one = tl.one_vs_rest([0, 0, 1], range(3)), torch.ones(3)
+    y = tl.one_vs_rest([0, 0, 1], range(3))
+    one = torch.ones(3)
     held = HeldOut(f, y - f, y, one, None, one, one > 1)
-    assert_close(criteria.class_accuracy(held), torch.tensor([0.5, 1.0, math.nan]), equal_nan=True)
+    received = criteria.class_accuracy(held)
+    expected = torch.tensor([0.5, 1.0, math.nan])
+    assert_close(received, expected, equal_nan=True)
     assert criteria.balanced_multiclass_error(held) == 0.25
     assert criteria.confusion(held).tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
 
@@ -137,7 +141,8 @@ def test_two_classes_in_one_column_are_the_columns_minus_f_and_f():
     "name", ["cross_entropy", "class_accuracy", "confusion", "balanced_multiclass_error"]
 )
 def test_what_is_no_class_is_refused(name):
-    held, measure = held_out(3), getattr(criteria, name)
+    held = held_out(3)
+    measure = getattr(criteria, name)
     several = held.targets.clone()
     several[4] = 1.0
     with pytest.raises(ValueError, match=f"{name}: targets must have exactly one positive column of 3"):
@@ -204,7 +209,9 @@ def test_standard_error_equals_loops(name, classes, clustered, weight):
 def test_standard_error_of_an_unweighted_mean_is_the_textbook_one():
     held = held_out(2, n=40)
     wrong = ((held.outputs >= 0) != (held.targets > 0)).double()
-    assert_close(tl.standard_error("error_rate", held, None), wrong.std() / math.sqrt(40))
+    received = tl.standard_error("error_rate", held, None)
+    expected = wrong.std() / math.sqrt(40)
+    assert_close(received, expected)
     batch = held_out(3, batch=(2,))
     each = [
         tl.standard_error("multiclass_error", HeldOut(*(None if t is None else t[b] for t in batch)))
@@ -234,7 +241,8 @@ def weights_by_loops(labels: list) -> list[float]:
 
 @pytest.mark.parametrize("labels", [[4, 4, 4, 9], [0, 2, 1, 1, 1, 2, 0, 0, 0], [True, False, False]])
 def test_balanced_weight_equals_loops(labels):
-    given, expected = torch.tensor(labels), torch.tensor(weights_by_loops(labels))
+    given = torch.tensor(labels)
+    expected = torch.tensor(weights_by_loops(labels))
     assert_close(tl.balanced_weight(given), expected)
     assert tl.balanced_weight(given).sum().item() == pytest.approx(len(labels))
     assert_close(tl.balanced_weight(given, dtype=DOUBLE).float(), expected)

@@ -109,7 +109,8 @@ def assert_same(received, expected):
 @pytest.mark.parametrize("count", [2, 3])
 def test_labels_are_the_columns_of_their_classes(name, count):
     X, labels = problem(count)
-    machine, Y = MACHINES[name](), as_columns(labels, [10, 20, 30][:count])
+    machine = MACHINES[name]()
+    Y = as_columns(labels, [10, 20, 30][:count])
     clusters = torch.arange(len(X)) % 8
     assert_same(machine.loo(X, labels), machine.loo(X, Y))
     assert_same(machine.lco(X, labels, clusters), machine.lco(X, Y, clusters))
@@ -134,10 +135,12 @@ def test_batches_of_labels_equal_their_loop(name):
     together = machine.loo(X, labels).outputs
     predicted = machine.fit(X, labels).predict_class(X)
     for b in range(2):
-        assert_close(together[b], machine.loo(X[b], labels[b]).outputs, rtol=1e-8, atol=1e-8)
+        expected = machine.loo(X[b], labels[b]).outputs
+        assert_close(together[b], expected, rtol=1e-8, atol=1e-8)
         assert torch.equal(predicted[b], MACHINES[name]().fit(X[b], labels[b]).predict_class(X[b]))
     shared = machine.loo(X, labels[0]).outputs  # the same labels for both
-    assert_close(shared[1], machine.loo(X[1], labels[0]).outputs, rtol=1e-8, atol=1e-8)
+    expected = machine.loo(X[1], labels[0]).outputs
+    assert_close(shared[1], expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["rls", "lssvm", "linear", "sparse"])
@@ -412,7 +415,8 @@ def test_threshold_counts_errors_by_default():
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_other_ways_to_solve_take_labels():
     X, labels = problem(3)
-    Y, machine = as_columns(labels, [10, 20, 30]), MACHINES["lssvm"]()
+    Y = as_columns(labels, [10, 20, 30])
+    machine = MACHINES["lssvm"]()
     regs = torch.tensor([0.1, 1.0], dtype=DOUBLE)
     assert torch.equal(machine.solve_path(X, labels, regs).coef, machine.solve_path(X, Y, regs).coef)
     sets = tl.splits.h_block(torch.arange(24.0), buffer=2)

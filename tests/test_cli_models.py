@@ -165,7 +165,7 @@ def test_every_malformed_field_is_refused_even_if_the_checksum_is_right(root, ca
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_changed_value_is_refused(root, capsys, kind):
-    """Down to the last digit of a number, by the checksum."""
+    """Every digit of a number counts, by the checksum."""
     whole = torch.load(root / kind / "model.pt", weights_only=True)
     for place in places(whole):
         for wrong in changed(at(whole, place)):

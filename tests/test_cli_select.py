@@ -122,7 +122,8 @@ def test_held_out_outputs_are_those_of_refits(folder, machine):
     assert select("good", "--machine", machine, "--outer", "0") == 0
     schema, fitted, _ = load(Path("out/model.pt"), "cpu")
     frame = read_table(Path("data.csv"))[0].drop(columns=["price", "grade", "day", "w", "half"])
-    X, y = torch.tensor(schema.design(frame)), torch.tensor(schema.codes(frame["good"]))
+    X = torch.tensor(schema.design(frame))
+    y = torch.tensor(schema.codes(frame["good"]))
     held_out = pd.read_csv("out/held_out.csv")
     if machine == "sparse":
         fitted = tl.SparseLSSVM(fitted.kernel, reg=fitted.reg.detach(), basis=fitted.support)
@@ -143,7 +144,8 @@ def test_several_classes_are_told_apart_by_a_machine_for_each(folder, capsys, ma
     assert err == ""
     schema, fitted, _ = load(Path("out/model.pt"), "cpu")
     frame = read_table(Path("data.csv"))[0].drop(columns=["price", "good", "day", "w", "half"])
-    X, Y = torch.tensor(schema.design(frame)), torch.tensor(schema.codes(frame["grade"]))
+    X = torch.tensor(schema.design(frame))
+    Y = torch.tensor(schema.codes(frame["grade"]))
     held_out = pd.read_csv("out/held_out.csv")
     outputs = held_out[[f"loo_output {label}" for label in schema.labels]].to_numpy()
     assert (held_out["loo_class"] == outputs.argmax(1)).all()
@@ -196,7 +198,8 @@ def test_several_classes_are_told_one_by_one(folder, capsys, clusters):
     options = ("--clusters", "day") if clusters else ()
     assert select("grade", *options, "--search", "grid", "--outer", "0") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    held_out, way = pd.read_csv("out/held_out.csv"), "lco" if clusters else "loo"
+    held_out = pd.read_csv("out/held_out.csv")
+    way = "lco" if clusters else "loo"
     right = (held_out[f"{way}_class"] == held_out["target"]).astype(float)
     cluster = held_out["cluster"] if clusters else held_out["row"]
     for label in range(3):
@@ -492,7 +495,8 @@ INERT = ["'=1+1", "'+a", "'-b", "'@sum", "'\tc", "-1.5", "+3e5", "'d", "e-f", "-
 def test_formulas_of_a_spreadsheet_are_written_as_text(folder):
     """As labels and as clusters, in the held-out rows and in predictions; numbers stay as they are."""
     rows = np.arange(8 * len(LABELS)) % len(LABELS)
-    labels, inert = np.array(LABELS)[rows], np.array(INERT)[rows]
+    labels = np.array(LABELS)[rows]
+    inert = np.array(INERT)[rows]
     data = pd.DataFrame({"x": np.cos(rows), "z": np.sin(rows), "label": labels, "place": labels})
     data.to_csv("data.csv", index=False)
     words = ["data.csv", "--target", "label", "--clusters", "place", "--outer", "0", "--kernel", "linear"]
@@ -535,8 +539,10 @@ def test_predictions_of_the_training_rows_are_the_fit(folder, models):
     )
     assert run("predict", models["price"], "new.csv") == 0
     predicted = torch.tensor(pd.read_csv("predictions.csv")["prediction"].to_numpy())
-    X, y = torch.tensor(schema.design(table()[["x", "z", "shop"]])), torch.tensor(table()["price"].to_numpy())
-    torch.testing.assert_close(predicted, machine.solve(X, y).outputs.detach(), rtol=1e-9, atol=1e-9)
+    X = torch.tensor(schema.design(table()[["x", "z", "shop"]]))
+    y = torch.tensor(table()["price"].to_numpy())
+    expected = machine.solve(X, y).outputs.detach()
+    torch.testing.assert_close(predicted, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -673,7 +679,7 @@ def test_a_messy_table_goes_through_without_a_report(folder, capsys, monkeypatch
     assert run("select", "messy.csv", *words, "--missing", "mean", "--no-report") == 0
     out = capsys.readouterr().out
     assert "missing values imputed by the mean (text: the most frequent value) in 'x', 'shop'" in out
-    assert "dates, taken as days since 1970: 'day'" in out
+    assert "dates, converted to days since 1970: 'day'" in out
     assert sorted(path.name for path in Path("out").iterdir()) == ["held_out.csv", "model.pt"]
     messy.assign(more="?").drop(columns=["good", "grade"]).to_csv("new.csv", index=False)
     assert run("predict", "out/model.pt", "new.csv") == 2

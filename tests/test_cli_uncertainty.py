@@ -22,7 +22,8 @@ def table(n=N, seed=0):
     place = draw.choice(["north", "south", "west"], n)
     price = np.sin(2 * x) + 0.3 * z + (place == "west") + 0.2 * draw.normal(size=n)
     grade = np.array(["low", "middle", "high"])[np.digitize(price, [-0.3, 0.7])]
-    weight, site = draw.uniform(0.5, 2, n).round(3), draw.integers(0, 8, n)
+    weight = draw.uniform(0.5, 2, n).round(3)
+    site = draw.integers(0, 8, n)
     sold = np.where(price > 0.2, "yes", "no")
     return pd.DataFrame(
         {
@@ -99,7 +100,8 @@ def test_intervals_cover_new_targets(folder, capsys):
     capsys.readouterr()
     assert run("predict", "out/model.pt", "new.csv") == 0
     inside = int(capsys.readouterr().out.split(" of 300 in their intervals")[0].split()[-1])
-    predicted, truth = pd.read_csv("predictions.csv"), pd.read_csv("new.csv")["price"]
+    predicted = pd.read_csv("predictions.csv")
+    truth = pd.read_csv("new.csv")["price"]
     assert inside == ((predicted["lower"] <= truth) & (truth <= predicted["upper"])).sum()
     assert 0.82 < inside / 300 < 0.97
 

@@ -44,7 +44,9 @@ def test_several_machines_are_the_best_of_single_searches(options):
     chosen = select(machines(), X, y, generator=seeded(), **options)
     best = min(alone, key=lambda each: each.value)
     assert chosen.value == best.value
-    torch.testing.assert_close(chosen.machine(X), best.machine(X), rtol=0, atol=0)
+    received = chosen.machine(X)
+    expected = best.machine(X)
+    torch.testing.assert_close(received, expected, rtol=0, atol=0)
     assert [row["value"] for row in chosen.table] == [each.value for each in alone]
     assert [row["evaluations"] for row in chosen.table] == [each.evaluations for each in alone]
     assert [row["parameters"] for row in chosen.table] == [each.table[0]["parameters"] for each in alone]
@@ -298,7 +300,7 @@ def test_a_callback_may_stop_the_search(search):
     chosen = select(
         [tl.RLS(K.RBF()), tl.RLS(K.Matern())], X, y, search=search, callback=lambda step: step.number == 3
     )
-    assert len(chosen.table) == 1  # the other was not come to
+    assert len(chosen.table) == 1  # the other was not reached
     assert chosen.table[0]["stopped"] == "callback"
     assert chosen.evaluations == (25 if search == "grid" else 3)
     assert chosen.value == min(step.value for step in chosen.history)
@@ -339,7 +341,8 @@ def test_machines_of_a_stream_are_compared():
 def test_class_labels_reach_every_machine():
     X, y = classes(60)
     labels = (y > 0).long() + (X[:, 0] > 1).long()
-    rivals, grid = [tl.LSSVM(K.RBF()), tl.SVC(K.RBF()), tl.KFD(K.RBF())], {"lengthscale": [0.5, 1.0, 2.0]}
+    rivals = [tl.LSSVM(K.RBF()), tl.SVC(K.RBF()), tl.KFD(K.RBF())]
+    grid = {"lengthscale": [0.5, 1.0, 2.0]}
     chosen = select(rivals, X, labels, "multiclass_error", "grid", grid=grid)
     assert torch.equal(chosen.machine.classes, torch.tensor([0, 1, 2]))
     assert chosen.value == min(row["value"] for row in chosen.table)

@@ -60,7 +60,8 @@ def assert_compiled_equals_eager(machine, X, y, backend):
     torch._dynamo.reset()
     compiled = torch.compile(press, fullgraph=True, backend=backend)
     leaves = [X.requires_grad_(), *machine.parameters()]
-    received, expected = compiled(machine, X, y), press(machine, X, y)
+    received = compiled(machine, X, y)
+    expected = press(machine, X, y)
     assert_close(received, expected)
     assert_close(torch.autograd.grad(received, leaves), torch.autograd.grad(expected, leaves))
 
@@ -74,7 +75,8 @@ def test_compiled_as_one_graph_it_equals_eager(machine, kernel):
 def test_batches_with_many_columns_compile(kernel):
     """So many that distances are one product, and that the quick form would be tried if values were seen."""
     kernel = kernels.Linear() if kernel == "linear" else kernels.RBF(5.0)
-    X, y = randn(2, N, 20), randn(2, N, seed=1)
+    X = randn(2, N, 20)
+    y = randn(2, N, seed=1)
     machine = tl.LSSVM(kernel, reg=torch.tensor([1.0, 2.0]))
     compiled = torch.compile(lambda X: press(machine, X, y), fullgraph=True, backend="aot_eager")
     assert_close(compiled(X), press(machine, X, y))
@@ -86,7 +88,8 @@ def test_inductor_gives_the_same():
 
 
 def test_values_are_not_looked_at_under_compile():
-    machine, X = tl.LSSVM(kernels.RBF()), randn(N, D)
+    machine = tl.LSSVM(kernels.RBF())
+    X = randn(N, D)
     X[2, 1] = torch.nan
     with pytest.raises(ValueError, match="X must be finite"):
         press(machine, X)
@@ -98,7 +101,8 @@ FEW_FEATURES = [("RLS", "linear"), ("LSSVM", "linear"), ("SparseLSSVM", "linear"
 
 @pytest.mark.parametrize(("machine", "kernel"), FEW_FEATURES)
 def test_forward_mode_of_few_features_equals_reverse_mode(machine, kernel):
-    X, machine = rows(kernel), MACHINES[machine](KERNELS[kernel]())
+    X = rows(kernel)
+    machine = MACHINES[machine](KERNELS[kernel]())
 
     def loss(X):
         return press(machine, X)
@@ -109,7 +113,8 @@ def test_forward_mode_of_few_features_equals_reverse_mode(machine, kernel):
 
 @pytest.mark.parametrize(("machine", "kernel"), [pair for pair in PAIRS if pair not in FEW_FEATURES])
 def test_forward_mode_is_refused_in_one_sentence(machine, kernel):
-    X, machine = rows(kernel), MACHINES[machine](KERNELS[kernel]())
+    X = rows(kernel)
+    machine = MACHINES[machine](KERNELS[kernel]())
 
     def loss(X):
         return press(machine, X)

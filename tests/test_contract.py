@@ -211,7 +211,8 @@ def test_loo_ignores_own_target(case):
     for i in range(N):
         changed = Y.clone()
         changed[i] = -Y[i] if case.labels else Y[i] + 100.0
-        assert_close(case.make(0.1).loo(X, changed, weight).outputs[i], before[i], rtol=1e-9, atol=1e-9)
+        received = case.make(0.1).loo(X, changed, weight).outputs[i]
+        assert_close(received, before[i], rtol=1e-9, atol=1e-9)
 
 
 @every_machine
@@ -240,7 +241,8 @@ def test_batch_equals_its_loop(case, clusters):
         for j in range(2):
             one = held_out(case.make(reg[i, j]), X[i, j], Y[i, j], clusters, weight[i, j])
             assert_close(result.outputs[i, j], one.outputs, rtol=1e-9, atol=1e-9)
-            assert_close(result.variance[i, j], one.variance, rtol=1e-9, atol=1e-9, equal_nan=True)
+            received = result.variance[i, j]
+            assert_close(received, one.variance, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 @every_machine
@@ -250,7 +252,8 @@ def test_many_reg_broadcast_over_one_problem(case):
     regs = torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
     together = case.make(regs).loo(X, Y, weight).outputs
     for r, reg in enumerate(regs):
-        assert_close(together[r], case.make(reg).loo(X, Y, weight).outputs, rtol=1e-10, atol=1e-10)
+        expected = case.make(reg).loo(X, Y, weight).outputs
+        assert_close(together[r], expected, rtol=1e-10, atol=1e-10)
 
 
 @every_machine
@@ -374,7 +377,8 @@ def test_inference_mode(case):
     Y = case.targets(Y)
     with torch.inference_mode():
         inside = case.make(0.1).loo(X, Y, weight).outputs
-    assert_close(inside, case.make(0.1).loo(X, Y, weight).outputs.detach())
+    expected = case.make(0.1).loo(X, Y, weight).outputs.detach()
+    assert_close(inside, expected)
 
 
 @every_machine
@@ -460,7 +464,8 @@ def test_a_fit_keeps_its_targets_and_notices_changed_inputs(case):
 @pytest.mark.parametrize("count", [2, 9])
 def test_a_solved_path_keeps_its_regularisations(case, count):
     X, Y, weight = problem(N)
-    y, regs = case.targets(Y)[:, 0], torch.logspace(-2, 1, count, dtype=torch.float64)
+    y = case.targets(Y)[:, 0]
+    regs = torch.logspace(-2, 1, count, dtype=torch.float64)
     expected = case.make().path(X, y, regs, None, weight)
     path = case.make().solve_path(X, y, regs, weight)
     regs.mul_(10)
@@ -485,11 +490,14 @@ def test_targets_without_batch_axes_are_those_of_every_problem(case):
     machine = case.make(0.3)
     for y in (Y, Y[:, 0]):
         each = y.expand(2, 3, *y.shape)
-        shared, alone = machine.loo(X, y, weight), machine.loo(X, each, weight)
+        shared = machine.loo(X, y, weight)
+        alone = machine.loo(X, each, weight)
         for name in ("outputs", "residuals", "targets", "variance"):
             assert_close(getattr(shared, name), getattr(alone, name), equal_nan=True)
         new = X[..., :2, :]
-        assert_close(machine.solve(X, y, weight)(new), machine.fit(X, each, weight)(new))
+        received = machine.solve(X, y, weight)(new)
+        expected = machine.fit(X, each, weight)(new)
+        assert_close(received, expected)
 
 
 @every_machine

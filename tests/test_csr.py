@@ -3,10 +3,10 @@
 import copy
 import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_folder import DATA, needs_data
 from cases import relative
 from torch.testing import assert_close
 
@@ -15,7 +15,6 @@ from torchloo import csr
 from torchloo.kernels import RBF, Boolean, Linear, Matern, Polynomial, Precomputed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 def rows(n=40, d=60, part=0.1, seed=0, dtype=torch.float64):
@@ -41,7 +40,8 @@ every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 @every_kernel
 @pytest.mark.parametrize("part", [0.03, 0.1, 0.5])  # the last one is multiplied as dense rows
 def test_kernel_matrix_equals_that_of_dense_rows(kernel, part):
-    X, Z = rows(300, 50, part), rows(270, 50, part, seed=1)
+    X = rows(300, 50, part)
+    Z = rows(270, 50, part, seed=1)
     S, T = X.to_sparse_csr(), Z.to_sparse_csr()
     K = kernel(S)
     assert K.layout == torch.strided
@@ -54,7 +54,8 @@ def test_kernel_matrix_equals_that_of_dense_rows(kernel, part):
 
 @every_kernel
 def test_dense_points_may_be_a_batch(kernel):
-    X, Z = rows(12), torch.stack([rows(5, seed=1), rows(5, seed=2)])
+    X = rows(12)
+    Z = torch.stack([rows(5, seed=1), rows(5, seed=2)])
     assert_close(kernel(X.to_sparse_csr(), Z), kernel(X, Z))
     assert_close(kernel(Z, X.to_sparse_csr()), kernel(Z, X))
 
@@ -75,7 +76,8 @@ def test_any_index_type_and_dtype(index, dtype):
 
 
 def test_selected_rows_stay_on_the_device_of_all_rows():
-    X, chosen = rows(), torch.tensor([3, 0, 7])
+    X = rows()
+    chosen = torch.tensor([3, 0, 7])
     S = X.to_sparse_csr()
     with torch.device("meta"):  # what torch.set_default_device sets
         received = csr.select(S, chosen)
@@ -87,12 +89,14 @@ def test_equal_rows_have_distance_zero_on_the_diagonal():
 
 
 def test_gradients_reach_the_parameters_and_dense_points():
-    X, Z = rows(), rows(5, seed=1)
+    X = rows()
+    Z = rows(5, seed=1)
     S = X.to_sparse_csr()
     for make in (lambda: Polynomial(), lambda: Boolean(0.3), lambda: RBF(2.0), lambda: Matern(1.5, 2.0)):
         gradients = []
         for left in (X, S):
-            kernel, right = make(), Z.clone().requires_grad_()
+            kernel = make()
+            right = Z.clone().requires_grad_()
             loss = (
                 kernel(left).sin().sum() + kernel(left, right).cos().sum() + kernel(right, left).sin().sum()
             )
@@ -115,8 +119,10 @@ every_machine = pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize("kernel", [Linear(), Polynomial(), Boolean(0.3), RBF(2.0)])
 @pytest.mark.parametrize("d", [20, 90])  # fewer and more than rows
 def test_machines_are_the_same_from_end_to_end(make, kernel, d):
-    X, y = rows(d=d), torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).sign()
-    S, machine = X.to_sparse_csr(), make(kernel)
+    X = rows(d=d)
+    y = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).sign()
+    S = X.to_sparse_csr()
+    machine = make(kernel)
     clusters = torch.arange(40) // 3
     assert relative(machine.loo(S, y).outputs, machine.loo(X, y).outputs) < 1e-10
     assert relative(machine.lco(S, y, clusters).outputs, machine.lco(X, y, clusters).outputs) < 1e-10
@@ -132,7 +138,8 @@ def test_machines_are_the_same_from_end_to_end(make, kernel, d):
 @every_machine
 @pytest.mark.parametrize("d", [20, 90])
 def test_fitted_machines_survive_copies_pickle_and_state(make, d):
-    X, y = rows(d=d), torch.arange(40, dtype=torch.float64).cos().sign()
+    X = rows(d=d)
+    y = torch.arange(40, dtype=torch.float64).cos().sign()
     S = X.to_sparse_csr()
     machine = make(Polynomial()).fit(S, y)
     expected = machine(S)
@@ -153,7 +160,8 @@ def test_wide_sparse_rows_are_never_made_dense_at_once(monkeypatch):
     original = csr.take
     monkeypatch.setattr(csr, "take", lambda X, some: largest.append(len(some)) or original(X, some))
     monkeypatch.setattr(torch.Tensor, "to_dense", lambda self: pytest.fail("made dense"))
-    X, y = rows(n, d, 0.01), torch.arange(n, dtype=torch.float64).sin()
+    X = rows(n, d, 0.01)
+    y = torch.arange(n, dtype=torch.float64).sin()
     machine = tl.LSSVM(Linear()).fit(X.to_sparse_csr(), y)
     assert csr.is_csr(machine.support)
     assert max(largest) <= 256
@@ -175,12 +183,17 @@ def test_a_selector_takes_a_batch_of_kernels():
 
 
 def test_a_machine_of_selected_rows_takes_a_batch_of_kernels():
-    X, Y = rows(), rows(seed=1)[:, :2]
+    X = rows()
+    Y = rows(seed=1)[:, :2]
     kernel = Polynomial(offset=torch.tensor([0.5, 2.0], dtype=torch.float64))
     machine = tl.SparseLSSVM(kernel, 0.3, basis=tl.basis.pivoted(5))
     for y in (Y[:, 0], Y):
-        assert_close(machine.loo(X.to_sparse_csr(), y).outputs, machine.loo(X, y).outputs)
-        assert_close(machine.fit(X.to_sparse_csr(), y)(X), machine.fit(X, y)(X))
+        received = machine.loo(X.to_sparse_csr(), y).outputs
+        expected = machine.loo(X, y).outputs
+        assert_close(received, expected)
+        received = machine.fit(X.to_sparse_csr(), y)(X)
+        expected = machine.fit(X, y)(X)
+        assert_close(received, expected)
 
 
 def test_precomputed_matrices_are_made_dense():
@@ -245,7 +258,7 @@ def test_bad_input_is_told(call, kind, message):
         call(X)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data beside the repository")
+@needs_data
 def test_hiva_is_the_same():
     X, y, _, _ = tl.datasets.benchmark("hiva", DATA)
     X, y = X[:600], y[:600]
@@ -253,4 +266,6 @@ def test_hiva_is_the_same():
     for kernel in (Linear(), Polynomial(), Boolean(0.01)):
         assert relative(kernel(S), kernel(X)) < 1e-12
         machine = tl.LSSVM(kernel, 10.0)
-        assert relative(machine.loo(S, y).outputs, machine.loo(X, y).outputs) < 1e-10
+        received = machine.loo(S, y).outputs
+        expected = machine.loo(X, y).outputs
+        assert relative(received, expected) < 1e-10

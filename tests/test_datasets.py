@@ -1,19 +1,13 @@
 import inspect
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from benchmark_folder import DATA, needs_data
 from torch.testing import assert_close
 
 from torchloo import datasets
-
-DATA = Path(os.environ.get("TORCHLOO_DATA", Path(__file__).parents[2] / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not (DATA / "ida").is_dir(), reason="needs the benchmark folder: set TORCHLOO_DATA to its path"
-)
 
 GENERATORS = [datasets.twonorm, datasets.ringnorm, datasets.waveform, datasets.annulus]
 FEATURES = [20, 20, 21, 2]
@@ -56,8 +50,10 @@ def test_generators_return_points_and_signs(make, d):
 
 @pytest.mark.parametrize("make", [*GENERATORS, datasets.clustered])
 def test_a_seed_gives_the_same_points_in_every_dtype(make):
-    first, again = make(30, generator=seeded(1)), make(30, generator=seeded(1))
-    other, low = make(30, generator=seeded(2)), make(30, generator=seeded(1), dtype=torch.float32)
+    first = make(30, generator=seeded(1))
+    again = make(30, generator=seeded(1))
+    other = make(30, generator=seeded(2))
+    low = make(30, generator=seeded(1), dtype=torch.float32)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], other[0])
@@ -74,7 +70,8 @@ def test_a_bad_size_raises(make, n):
 
 @pytest.mark.parametrize("make", [*GENERATORS, datasets.clustered])
 def test_a_size_may_be_an_integer_of_numpy(make):
-    expected, received = make(30, generator=seeded()), make(np.int32(30), generator=seeded())
+    expected = make(30, generator=seeded())
+    received = make(np.int32(30), generator=seeded())
     assert all(torch.equal(a, b) for a, b in zip(received, expected, strict=True))
 
 
@@ -92,7 +89,8 @@ def test_points_are_made_on_the_cpu_unless_told_otherwise(make):
     without = make(30)
     torch.manual_seed(4)
     with torch.device("meta"):  # what torch.set_default_device sets
-        received, again = make(30, generator=seeded()), make(30)
+        received = make(30, generator=seeded())
+        again = make(30)
         elsewhere = make(30, generator=seeded(), device="meta")
     for a, b in zip((*received, *again), (*expected, *without), strict=True):
         assert a.device.type == "cpu"
@@ -134,21 +132,36 @@ def test_twonorm_is_breimans():
     X, y = datasets.twonorm(40_000, generator=seeded())
     for sign in (1, -1):
         part = X[y == sign]
-        assert_close(part.mean(0), torch.full((20,), sign * A).double(), atol=0.03, rtol=0)
-        assert_close(part.T.cov(), torch.eye(20).double(), atol=0.05, rtol=0)
+        received = part.mean(0)
+        expected = torch.full((20,), sign * A).double()
+        assert_close(received, expected, atol=0.03, rtol=0)
+        received = part.T.cov()
+        expected = torch.eye(20).double()
+        assert_close(received, expected, atol=0.05, rtol=0)
     assert bayes_error(X, y, lambda X: X.sum(-1)) == pytest.approx(0.0228, abs=0.003)
 
 
 def test_ringnorm_is_breimans():
     X, y = datasets.ringnorm(40_000, generator=seeded())
-    wide, narrow = X[y == 1], X[y == -1]
-    assert_close(wide.mean(0), torch.zeros(20).double(), atol=0.06, rtol=0)
-    assert_close(wide.T.cov(), 4 * torch.eye(20).double(), atol=0.2, rtol=0)
-    assert_close(narrow.mean(0), torch.full((20,), A).double(), atol=0.03, rtol=0)
-    assert_close(narrow.T.cov(), torch.eye(20).double(), atol=0.05, rtol=0)
+    wide = X[y == 1]
+    narrow = X[y == -1]
+    received = wide.mean(0)
+    expected = torch.zeros(20).double()
+    assert_close(received, expected, atol=0.06, rtol=0)
+    received = wide.T.cov()
+    expected = 4 * torch.eye(20).double()
+    assert_close(received, expected, atol=0.2, rtol=0)
+    received = narrow.mean(0)
+    expected = torch.full((20,), A).double()
+    assert_close(received, expected, atol=0.03, rtol=0)
+    received = narrow.T.cov()
+    expected = torch.eye(20).double()
+    assert_close(received, expected, atol=0.05, rtol=0)
 
     def log_ratio(X):
-        return ((X - A) ** 2).sum(-1) / 2 - (X**2).sum(-1) / 8 - 20 * math.log(2)
+        narrow = ((X - A) ** 2).sum(-1) / 2
+        wide = (X**2).sum(-1) / 8
+        return narrow - wide - 20 * math.log(2)
 
     assert bayes_error(X, y, log_ratio) == pytest.approx(0.0124, abs=0.002)
 
@@ -163,8 +176,12 @@ def test_waveform_mixes_two_triangles_in_each_class(positive, peaks):
     part = X[y == 1]
     assert len(part) / len(X) == pytest.approx(1 / 3, abs=0.01)
     p, q = triangle(peaks[0]), triangle(peaks[1])
-    assert_close(part.mean(0), (p + q) / 2, atol=0.06, rtol=0)
-    assert_close(part.T.cov(), torch.outer(p - q, p - q) / 12 + torch.eye(21), atol=0.12, rtol=0)
+    received = part.mean(0)
+    expected = (p + q) / 2
+    assert_close(received, expected, atol=0.06, rtol=0)
+    received = part.T.cov()
+    expected = torch.outer(p - q, p - q) / 12 + torch.eye(21)
+    assert_close(received, expected, atol=0.12, rtol=0)
     with pytest.raises(ValueError, match="waveform: positive must be class 1, 2 or 3"):
         datasets.waveform(5, positive=0)
 
@@ -172,10 +189,12 @@ def test_waveform_mixes_two_triangles_in_each_class(positive, peaks):
 @needs_data
 @pytest.mark.parametrize("make", [datasets.twonorm, datasets.ringnorm, datasets.waveform])
 def test_generators_agree_with_the_benchmark_of_that_name(make):
-    ours, theirs = make(20_000, generator=seeded()), datasets.benchmark(make.__name__, DATA)
+    ours = make(20_000, generator=seeded())
+    theirs = datasets.benchmark(make.__name__, DATA)
     X = (ours[0] - ours[0].mean(0)) / ours[0].std(0)  # as the benchmark was standardised
     for sign in (1, -1):
-        received, expected = X[ours[1] == sign], theirs.X[theirs.y == sign]
+        received = X[ours[1] == sign]
+        expected = theirs.X[theirs.y == sign]
         assert_close(received.mean(0), expected.mean(0), atol=0.08, rtol=0)
         assert_close(received.std(0), expected.std(0), atol=0.08, rtol=0)
 
@@ -184,11 +203,16 @@ def test_annulus_is_a_quarter_disc_and_a_ring():
     X, y = datasets.annulus(40_000, generator=seeded())
     assert (y > 0).sum() == 10_000
     assert (y[:1000] > 0).double().mean().item() == pytest.approx(0.25, abs=0.06)  # in random order
-    disc, ring = X[y > 0], X[y < 0]
-    assert_close(disc.T.cov(), torch.eye(2).double(), atol=0.05, rtol=0)
+    disc = X[y > 0]
+    ring = X[y < 0]
+    received = disc.T.cov()
+    expected = torch.eye(2).double()
+    assert_close(received, expected, atol=0.05, rtol=0)
     radius = ring.norm(dim=-1)
     assert (radius.mean().item(), radius.std().item()) == pytest.approx((5, 1), abs=0.03)
-    assert_close(ring.mean(0), torch.zeros(2).double(), atol=0.1, rtol=0)
+    received = ring.mean(0)
+    expected = torch.zeros(2).double()
+    assert_close(received, expected, atol=0.1, rtol=0)
     assert (datasets.annulus(2)[1] > 0).sum() == 1
     with pytest.raises(ValueError, match="annulus: n must be a whole number, 2 or more, got 1"):
         datasets.annulus(1)
@@ -254,11 +278,13 @@ def test_ida_gives_predefined_and_own_splits():
     assert (X.shape, X_test.shape) == ((400, 2), (4900, 2))
     assert set(y.tolist()) == set(y_test.tolist()) == {-1.0, 1.0}
     whole = datasets.benchmark("banana", DATA)
-    assert_close(torch.cat([X, X_test]).sum(0), whole.X.sum(0))
+    received = torch.cat([X, X_test]).sum(0)
+    expected = whole.X.sum(0)
+    assert_close(received, expected)
     X, y, X_test, y_test = datasets.ida("splice", DATA, split=19, own=True, dtype=torch.float32)
     assert (X.shape, len(y_test)) == ((1000, 60), 2175)
     assert X.dtype == torch.float32
-    with pytest.raises(ValueError, match="ida: split must be under 0 for splice"):
+    with pytest.raises(ValueError, match="ida: split must be below 0 for splice"):
         datasets.ida("splice", DATA)
     with pytest.raises(ValueError, match="ida: name must be an IDA set"):
         datasets.ida("boston", DATA)

@@ -47,7 +47,8 @@ class NotLifted(Laplace):
 
     def _evaluate(self, X, Z):
         Z = X if Z is None else Z
-        return torch.exp(-(X.unsqueeze(-2) - Z.unsqueeze(-3)).abs().sum(-1) / self.width)
+        distance = (X.unsqueeze(-2) - Z.unsqueeze(-3)).abs().sum(-1)
+        return torch.exp(-distance / self.width)
 
 
 class OneByOne(NotLifted):
@@ -127,7 +128,8 @@ def test_parameters_that_are_declared_to_batch_do(name):
     assert space.batched
     theta = space.vector() + torch.tensor([[0.0], [0.3], [-0.4]], dtype=DOUBLE)
     together = space.call(theta, "solve", X, X[:, 0]).outputs
-    assert_close(together, torch.stack([space.call(own, "solve", X, X[:, 0]).outputs for own in theta]))
+    expected = torch.stack([space.call(own, "solve", X, X[:, 0]).outputs for own in theta])
+    assert_close(together, expected)
 
 
 def search(kernel, **options):
@@ -239,7 +241,7 @@ def test_a_criterion_of_ones_own_without_gradient_names_its_substitute_and_is_ma
 
 
 def test_a_criterion_that_ignores_the_batch_is_refused():
-    @criterion("mean", "one number whatever comes", lower_is_better=True, differentiable=True)
+    @criterion("mean", "one number for any batch", lower_is_better=True, differentiable=True)
     def careless(held_out, weight="own"):
         return held_out.residuals.square().mean()
 
@@ -250,7 +252,7 @@ def test_a_criterion_that_ignores_the_batch_is_refused():
 
 def test_a_name_of_the_library_cannot_be_taken():
     with pytest.raises(
-        ValueError, match=r"of the function must be new, got mse, which torchloo.criteria.regression has"
+        ValueError, match=r"must not be in use, got mse, which is defined in torchloo.criteria.regression"
     ):
         criterion("m", "m", lower_is_better=True, differentiable=True)(lambda_named("mse"))
     assert CRITERIA["mse"] is tl.criteria.mse
@@ -259,7 +261,8 @@ def test_a_name_of_the_library_cannot_be_taken():
 def test_a_name_of_a_kernel_of_the_library_cannot_be_taken():
     before = KERNELS["rbf"]
     with pytest.raises(
-        ValueError, match=r"Mine: choices must have new names, got rbf, which torchloo.kernels"
+        ValueError,
+        match=r"Mine: names of choices must not be in use, got rbf, which is defined in",
     ):
 
         class Mine(Laplace):

@@ -173,9 +173,12 @@ def test_the_default_device_does_not_matter(case, request):
 
 def test_criteria_searches_and_validation_ignore_the_default_device(request):
     X, Y, weight = problem(30)
-    y, labels = Y[:, 0].sign(), torch.arange(30) % 3
-    machine, given = tl.LSSVM(tl.kernels.RBF()), tl.LSSVM(tl.kernels.RBF(), classes=[2, 0, 1])
-    clusters, generator = [i % 5 for i in range(30)], torch.Generator().manual_seed(0)
+    y = Y[:, 0].sign()
+    labels = torch.arange(30) % 3
+    machine = tl.LSSVM(tl.kernels.RBF())
+    given = tl.LSSVM(tl.kernels.RBF(), classes=[2, 0, 1])
+    clusters = [i % 5 for i in range(30)]
+    generator = torch.Generator().manual_seed(0)
     splits = tl.splits.k_fold(30, 3, generator=generator)
     request.getfixturevalue("default_meta")
     held_out = machine.loo(X, y, weight)
@@ -212,7 +215,8 @@ def test_svc_makes_its_tensors_where_the_data_are(kernel):
     X = X @ X.T if isinstance(kernel, tl.kernels.Precomputed) else X
     weight = torch.rand(60, generator=generator) + 0.5
     clusters = torch.arange(60) % 7
-    machine, several = tl.SVC(kernel, C=3.0), torch.stack([y, -y], 1)
+    machine = tl.SVC(kernel, C=3.0)
+    several = torch.stack([y, -y], 1)
 
     def calls():
         for method in ("auto", "path", "smo"):
@@ -255,7 +259,9 @@ def test_svc_runs_on_another_device_and_agrees_with_the_cpu(kinds):
 
 def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
     X = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y, labels, machine = X[:, 0].sin(), (X[:, 0] > 0).long(), tl.LSSVM(tl.kernels.RBF(1.0))
+    y = X[:, 0].sin()
+    labels = (X[:, 0] > 0).long()
+    machine = tl.LSSVM(tl.kernels.RBF(1.0))
 
     estimators = [LOORegressor(*names, random_state=0) for names in (("sparse",), ("lssvm", "ard", "mse"))]
 

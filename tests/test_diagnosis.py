@@ -23,11 +23,15 @@ def test_ordinary_least_squares_has_the_textbook_values():
     found = tl.diagnose(tl.LSSVM(tl.kernels.Linear(), 1e-9), X, y)
     Z = torch.cat([X, torch.ones(N, 1, dtype=X.dtype)], 1)
     H = Z @ torch.linalg.solve(Z.T @ Z, Z.T)
-    e, h, p = y - H @ y, H.diagonal(), Z.shape[1]
+    e = y - H @ y
+    h = H.diagonal()
+    p = Z.shape[1]
     s2 = e.square().sum() / (N - p)
     assert_close(found.leverage, h, rtol=1e-7, atol=1e-8)
-    assert_close(found.studentised, e / (s2 * (1 - h)).sqrt(), rtol=1e-7, atol=1e-8)
-    assert_close(found.cook, e.square() * h / (p * s2 * (1 - h) ** 2), rtol=1e-7, atol=1e-8)
+    expected = e / (s2 * (1 - h)).sqrt()
+    assert_close(found.studentised, expected, rtol=1e-7, atol=1e-8)
+    expected = e.square() * h / (p * s2 * (1 - h) ** 2)
+    assert_close(found.cook, expected, rtol=1e-7, atol=1e-8)
 
 
 @every_smoother
@@ -36,7 +40,8 @@ def test_cook_is_the_change_of_the_outputs_of_a_refit(case, clusters):
     X, Y, weight = problem(N, c=2)
     Y = case.targets(Y)
     found = tl.diagnose(case.make(0.1), X, Y, clusters, weight=weight)
-    fit, reg = found.fit, torch.tensor(0.1, dtype=torch.float64)
+    fit = found.fit
+    reg = torch.tensor(0.1, dtype=torch.float64)
     e = fit.targets - fit.outputs
     s2 = (weight[:, None] * e.square()).sum(0) / (N - found.leverage.sum())
     for k, left in enumerate(sets_of(clusters)):
@@ -100,7 +105,8 @@ def test_several_classes_and_numbers():
     labels = torch.arange(90) % 3
     X = 2 * torch.eye(3).double()[labels] + 0.5 * torch.randn(90, 3, generator=generator).double()
     labels[10] = (labels[10] + 1) % 3
-    assert int(tl.diagnose(tl.LSSVM(tl.kernels.RBF(2.0)), X, labels).suspects()[0]) == 10
+    diagnosis = tl.diagnose(tl.LSSVM(tl.kernels.RBF(2.0)), X, labels)
+    assert int(diagnosis.suspects()[0]) == 10
     y = X[:, 0].clone()
     y[7] += 20
     found = tl.diagnose(tl.LSSVM(tl.kernels.RBF(2.0)), X, y, torch.arange(90) // 2)

@@ -50,7 +50,9 @@ def learning(draw, machines, wide=False):
     if machine != "kfd":
         kinds.append([0] + [1] * (n - 1))  # one row is left to learn from
     clusters = draw(st.sampled_from(kinds))
-    scale = KERNELS[kernel]().diagonal(X).detach().mean().item() ** (2 if machine == "kfd" else 1)
+    scale = KERNELS[kernel]().diagonal(X).detach().mean().item()
+    if machine == "kfd":
+        scale = scale**2
     return (machine, kernel, X, y, weight, clusters), scale
 
 
@@ -131,7 +133,8 @@ def refused_if_undetermined(problem, reg):
         if "not positive definite to working precision" not in str(refusal):
             raise
         machine, kernel, X, y, weight, clusters = problem
-        reg, rows = mp.mpf(float(reg)), [digits.exact(t) for t in (X, y, weight)]
+        reg = mp.mpf(float(reg))
+        rows = [digits.exact(t) for t in (X, y, weight)]
         expected = digits.held_out(machine, kernel, *rows[:2], reg, rows[2], clusters)
         size = max(abs(value) for value in expected)
         assert 100 * movement(machine, kernel, X, y, reg, weight, clusters, (), expected, range(8)) >= size
@@ -160,32 +163,31 @@ def compare_path(problem, regs):
 
 
 anything = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
+few = settings(anything, max_examples=200, derandomize=True)
+many = settings(anything, max_examples=2000)
+few_and_many = pytest.mark.parametrize(
+    "examples", [pytest.param(few, id="few"), pytest.param(many, id="many", marks=pytest.mark.slow)]
+)
 
 
-@settings(anything, max_examples=200, derandomize=True)
-@given(problems())
-def test_held_out_outputs_are_those_of_the_refit_to_rounding(problem):
-    compare(*problem)
+@few_and_many
+def test_held_out_outputs_are_those_of_the_refit_to_rounding(examples):
+    @examples
+    @given(problems())
+    def check(problem):
+        compare(*problem)
+
+    check()
 
 
-@pytest.mark.slow
-@settings(anything, max_examples=2000)
-@given(problems())
-def test_held_out_outputs_are_those_of_many_refits_to_rounding(problem):
-    compare(*problem)
+@few_and_many
+def test_outputs_along_a_path_are_those_of_the_refit_to_rounding(examples):
+    @examples
+    @given(paths())
+    def check(path):
+        compare_path(*path)
 
-
-@settings(anything, max_examples=200, derandomize=True)
-@given(paths())
-def test_outputs_along_a_path_are_those_of_the_refit_to_rounding(path):
-    compare_path(*path)
-
-
-@pytest.mark.slow
-@settings(anything, max_examples=2000)
-@given(paths())
-def test_outputs_along_a_path_are_those_of_many_refits_to_rounding(path):
-    compare_path(*path)
+    check()
 
 
 def randn(*shape, seed=0):
@@ -195,12 +197,14 @@ def randn(*shape, seed=0):
 @pytest.mark.parametrize("reg", [1e-6, 1e-10])
 @pytest.mark.parametrize("machine", [tl.LSSVM, tl.RLS])
 def test_centred_features_of_which_there_are_many_lose_no_digits(machine, reg):
-    X, y = randn(40, 120), randn(40, seed=1)
+    X = randn(40, 120)
+    y = randn(40, seed=1)
     X -= X.mean(0)  # the ones are a null vector of the kernel matrix
     received = machine(tl.kernels.Linear(), reg).loo(X, y).outputs
     rows, targets = digits.exact(X), digits.exact(y)
     K = digits.gram(rows, rows, "linear")
-    kept, ones = list(range(1, 40)), [mp.mpf(1)] * 40
+    kept = list(range(1, 40))
+    ones = [mp.mpf(1)] * 40
     (expected,) = digits.dual(K, targets, mp.mpf(reg), ones, kept, [0], machine is tl.LSSVM)
     assert abs(received[0].item() - float(expected)) <= 1e-12
 
@@ -210,7 +214,8 @@ def test_centred_features_of_which_there_are_many_lose_no_digits(machine, reg):
 @pytest.mark.parametrize("kernel", [tl.kernels.RBF(), tl.kernels.Linear()], ids=["rbf", "linear"])
 def test_one_row_to_learn_from_gives_its_own_target(make, kernel, spread):
     for seed in range(100):
-        X, y = randn(8, 5, seed=seed), randn(8, seed=seed + 100)
+        X = randn(8, 5, seed=seed)
+        y = randn(8, seed=seed + 100)
         generator = torch.Generator().manual_seed(seed)
         weight = 10 ** (spread * (2 * torch.rand(8, dtype=torch.float64, generator=generator) - 1))
         machine = make(kernel, 1e-10)
@@ -221,7 +226,8 @@ def test_one_row_to_learn_from_gives_its_own_target(make, kernel, spread):
 @pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("d", [40, 200])
 def test_a_path_of_float32_rows_has_the_digits_of_float32_whatever_its_length(count, d):
-    X, y = randn(60, d).float(), randn(60, seed=1).float()
+    X = randn(60, d).float()
+    y = randn(60, seed=1).float()
     regs = torch.logspace(-6, -2, count)
     machine = tl.LSSVM(tl.kernels.Linear())
     received = machine.path(X, y, regs).outputs.double()
@@ -234,11 +240,13 @@ def test_a_path_of_float32_rows_has_the_digits_of_float32_whatever_its_length(co
 def test_a_path_of_fewer_features_than_rows_has_the_digits_of_the_rows(machine, clusters):
     """Squared by the normal matrix, a tiny regularisation would be lost beside the heaviest rows."""
     for seed in range(6):
-        X, y = randn(11, 9, seed=seed), randn(11, seed=seed + 1)
+        X = randn(11, 9, seed=seed)
+        y = randn(11, seed=seed + 1)
         weight = 10 ** (
             12 * torch.rand(11, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 6
         )
-        regs, solver = torch.tensor([1e-9, 1.0], dtype=torch.float64), make(machine, "linear", 1.0, 11)
+        regs = torch.tensor([1e-9, 1.0], dtype=torch.float64)
+        solver = make(machine, "linear", 1.0, 11)
         for path in (
             solver.solve_path(X, y, regs, weight).held_out(clusters),
             solver.path(X.unsqueeze(0), y, regs, clusters, weight),  # a batch
@@ -264,7 +272,8 @@ def test_blocks_close_to_singular_in_some_problems_of_a_batch_equal_their_loop()
     for i in range(3):
         for j in range(2):
             alone = tl.functional.lssvm(K[i, j], Y[i, j], 1e-9).held_out(CLUSTERS)
-            torch.testing.assert_close(batch.outputs[i, j], alone.outputs, rtol=1e-9, atol=1e-9)
+            received = batch.outputs[i, j]
+            torch.testing.assert_close(received, alone.outputs, rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_through_blocks_close_to_singular_are_those_of_the_refit():
@@ -273,7 +282,8 @@ def test_gradients_through_blocks_close_to_singular_are_those_of_the_refit():
     target = randn(9, 2, seed=5)
     outputs = tl.functional.rls(K, Y, 1e-7).held_out(CLUSTERS).outputs
     kept = [2, 3, 4, 5, 6, 7, 8]  # without rows 0 and 1
-    refit = K[:2][:, kept] @ torch.linalg.solve(K[kept][:, kept] + 1e-7 * torch.eye(7), Y[kept])
+    system = K[kept][:, kept] + 1e-7 * torch.eye(7)
+    refit = K[:2][:, kept] @ torch.linalg.solve(system, Y[kept])
     received = torch.autograd.grad((outputs * target)[:2].sum(), K)[0]
     expected = torch.autograd.grad((refit * target[:2]).sum(), K)[0]
     expected = (expected + expected.mT) / 2
@@ -283,7 +293,8 @@ def test_gradients_through_blocks_close_to_singular_are_those_of_the_refit():
 @pytest.mark.parametrize("seed", [106, 127, 154, 162, 228])
 def test_heavy_and_light_rows_left_out_together_are_solved(seed):
     generator = torch.Generator().manual_seed(seed)
-    X, y = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((8, 9), (8,)))
+    X = torch.randn(8, 9, dtype=torch.float64, generator=generator)
+    y = torch.randn(8, dtype=torch.float64, generator=generator)
     weight = 10 ** (12 * torch.rand(8, dtype=torch.float64, generator=generator) - 6)
     for clusters in ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]):
         compare(("lssvm", "linear", X, y, weight, clusters), 1e-10)
@@ -304,7 +315,8 @@ def test_a_tiny_regularisation_of_a_path_with_weights_over_twelve_orders(seed):
     y = torch.where(torch.rand(11, generator=generator) > 0.5, 1.0, -1.0).double()
     y[:2] = torch.tensor([1.0, -1.0])
     weight = 10 ** (12 * torch.rand(11, dtype=torch.float64, generator=generator) - 6)
-    clusters, regs = [0, 1, 2] * 3 + [0, 1], torch.tensor([1e8] * 6 + [1e3], dtype=torch.float64)
+    clusters = [0, 1, 2] * 3 + [0, 1]
+    regs = torch.tensor([1e8] * 6 + [1e3], dtype=torch.float64)
     received = tl.KFD(tl.kernels.Linear()).path(X, y, regs, torch.tensor(clusters), weight)
     problem = ("kfd", "linear", X, y, weight, clusters)
     assert_refitted(problem, regs[-1], received.outputs[-1], received.targets[-1])
@@ -322,13 +334,17 @@ INNER_PRODUCTS = {
 @pytest.mark.parametrize("machine", ["rls", "lssvm", "kfd", "sparse"])
 def test_float32_rows_far_from_the_origin_keep_the_digits_of_float32(machine, kernel):
     """Inner products are nearly constant there: what tells rows apart is lost if they are float32."""
-    X, y = (50 + randn(40, 6)).float(), randn(40, seed=1).sign().float()
-    new, regs = (50 + randn(9, 6, seed=2)).float(), torch.logspace(-1, 2, 4)
+    X = (50 + randn(40, 6)).float()
+    y = randn(40, seed=1).sign().float()
+    new = (50 + randn(9, 6, seed=2)).float()
+    regs = torch.logspace(-1, 2, 4)
     kinds = {"rls": tl.RLS, "lssvm": tl.LSSVM, "kfd": tl.KFD}
     make = kinds.get(machine, lambda *given: tl.SparseLSSVM(*given, basis=12))
 
     def everything(dtype):
-        solver, rows, labels = make(INNER_PRODUCTS[kernel], 1.0), X.to(dtype), y.to(dtype)
+        solver = make(INNER_PRODUCTS[kernel], 1.0)
+        rows = X.to(dtype)
+        labels = y.to(dtype)
         clusters = torch.arange(40) % 9
         yield solver.loo(rows, labels).outputs
         yield solver.lco(rows, labels, clusters).outputs
@@ -356,7 +372,8 @@ def test_gradients_of_float32_rows_far_from_the_origin_are_those_of_float64():
         tl.KFD(tl.kernels.Linear()).loo(X, y.to(dtype)).outputs.square().sum().backward()
         found.append(X.grad)
     assert found[0].dtype == torch.float32
-    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()
+    received, expected = found
+    assert (received - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", list(FOUND))

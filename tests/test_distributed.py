@@ -82,8 +82,10 @@ def test_sharded_rows_and_gradients_equal_those_of_one_process(results, name, si
 
 @pytest.mark.parametrize("name", worker.MACHINES)
 def test_sharded_streams_equal_the_whole(results, name):
-    machine, rows = worker.MACHINES[name](), worker.rows()
-    whole, by_cluster = machine.loo(*rows), machine.lco(*rows[:2], worker.clusters(), rows[2])
+    machine = worker.MACHINES[name]()
+    rows = worker.rows()
+    whole = machine.loo(*rows)
+    by_cluster = machine.lco(*rows[:2], worker.clusters(), rows[2])
     path = machine.path(*rows[:2], worker.REGS, weight=rows[2])
     outputs = machine.fit(*rows)(rows[0]).detach()
     for rank, part in enumerate(PARTS):
@@ -263,7 +265,9 @@ def test_a_process_that_dies_brings_the_job_down_with_its_message(tmp_path):
 
 @pytest.mark.parametrize("name", ["sparse", "lssvm"])
 def test_classes_are_those_of_all_processes(results, name):
-    machine, X, labels = worker.MACHINES[name](), worker.rows()[0], worker.class_labels()
+    machine = worker.MACHINES[name]()
+    X = worker.rows()[0]
+    labels = worker.class_labels()
     expected = machine.loo(X, labels)
     machine.fit(X, labels)
     for rank, part in enumerate(PARTS):

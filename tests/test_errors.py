@@ -385,7 +385,8 @@ def test_weights_too_small_to_divide_by_are_refused(machine):
 
 @pytest.mark.parametrize("result", [torch.nan, torch.inf])
 def test_a_result_that_is_not_finite_is_blamed_on_inputs_only_where_they_are_not(result):
-    Y, guard = good()["Y"], Guard("f")
+    Y = good()["Y"]
+    guard = Guard("f")
     guard.finite(Y=Y)
     guard.implied(poked(Y, result), Y)
     guard.check()

@@ -93,7 +93,8 @@ MACHINES = {
 @every_kernel
 def test_matrices_and_diagonals(name):
     image, rows, embed = pair(name)
-    X, Z = images(2, N), images(5, seed=2)
+    X = images(2, N)
+    Z = images(5, seed=2)
     assert_close(image(X), rows(embed(X)))
     assert_close(image(X, Z), rows(embed(X), embed(Z)))
     assert_close(image.diagonal(X), rows.diagonal(embed(X)))
@@ -107,27 +108,41 @@ def test_matrices_and_diagonals(name):
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["one", "episodes"])
 def test_machines_take_inputs_of_any_shape(name, machine, batch):
     image, rows, embed = pair(name)
-    X, y, X_new = images(*batch, N), labels(*batch, N), images(*batch, 3, seed=2)
+    X = images(*batch, N)
+    y = labels(*batch, N)
+    X_new = images(*batch, 3, seed=2)
     ours, theirs = MACHINES[machine](image), MACHINES[machine](rows)
     clusters = [0, 0, 0, 1, 1, 2, 3, 3, 4, 5, 5, 5, 6, 6]
-    assert_close(ours.loo(X, y).outputs, theirs.loo(embed(X), y).outputs)
-    assert_close(ours.lco(X, y, clusters).outputs, theirs.lco(embed(X), y, clusters).outputs)
-    assert_close(ours.solve(X, y)(X_new), theirs.solve(embed(X), y)(embed(X_new)))
+    received = ours.loo(X, y).outputs
+    expected = theirs.loo(embed(X), y).outputs
+    assert_close(received, expected)
+    received = ours.lco(X, y, clusters).outputs
+    expected = theirs.lco(embed(X), y, clusters).outputs
+    assert_close(received, expected)
+    received = ours.solve(X, y)(X_new)
+    expected = theirs.solve(embed(X), y)(embed(X_new))
+    assert_close(received, expected)
     fitted = ours.fit(X, y)
-    assert_close(fitted(X_new), theirs.fit(embed(X), y)(embed(X_new)))
+    received = fitted(X_new)
+    expected = theirs.fit(embed(X), y)(embed(X_new))
+    assert_close(received, expected)
     again = MACHINES[machine](copy.deepcopy(image))
     again.load_state_dict(fitted.state_dict())
     assert_close(again(X_new), fitted(X_new))
     if machine != "svc":
         regs = torch.tensor([0.1, 1.0, 10.0])
-        assert_close(ours.path(X, y, regs).outputs, theirs.path(embed(X), y, regs).outputs)
+        received = ours.path(X, y, regs).outputs
+        expected = theirs.path(embed(X), y, regs).outputs
+        assert_close(received, expected)
 
 
 @pytest.mark.parametrize("name", ["rbf", "linear", "sum", "features of a sum", "flattened sum"])
 @pytest.mark.parametrize("machine", ["rls", "lssvm", "kfd", "sparse"])
 def test_variances_weights_paths_and_sets_of_inputs_of_any_shape(name, machine):
     image, rows, embed = pair(name)
-    X, y, X_new = images(N), labels(N), images(3, seed=2)
+    X = images(N)
+    y = labels(N)
+    X_new = images(3, seed=2)
     F, F_new = embed(X), embed(X_new)
     ours, theirs = MACHINES[machine](image), MACHINES[machine](rows)
     for received, expected in zip(
@@ -181,7 +196,9 @@ def test_streams_of_images(kind, machine):
             return tl.LSSVM(kernels.Linear(features=network(), event_dim=3), 0.3)
         return tl.SparseLSSVM(kernels.RBF(features=network(), event_dim=3), 0.3, basis=4)
 
-    X, y, clusters = images(30), labels(30), [k % 7 for k in range(30)]
+    X = images(30)
+    y = labels(30)
+    clusters = [k % 7 for k in range(30)]
     ours, theirs = make(), make()
     stream = streams(X, y)[kind]
     for streamed, whole in (
@@ -195,8 +212,12 @@ def test_streams_of_images(kind, machine):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_close(a.grad, b.grad, rtol=1e-7, atol=1e-9)
     X_new = images(3, seed=2)
-    assert_close(ours.solve(stream)(X_new), theirs.solve(X, y)(X_new).detach(), rtol=1e-8, atol=1e-10)
-    assert_close(ours.fit(stream)(X_new), theirs.fit(X, y)(X_new), rtol=1e-8, atol=1e-10)
+    received = ours.solve(stream)(X_new)
+    expected = theirs.solve(X, y)(X_new).detach()
+    assert_close(received, expected, rtol=1e-8, atol=1e-10)
+    received = ours.fit(stream)(X_new)
+    expected = theirs.fit(X, y)(X_new)
+    assert_close(received, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_an_image_that_changes_between_passes_is_noticed():
@@ -218,7 +239,9 @@ HALF = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("name", ["rbf", "linear", "sum", "features of a sum", "flattened", "flattened sum"])
 def test_half_precision_is_taken_up_to_single(dtype, machine, name):
     image, rows, _ = pair(name)
-    X, y, X_new = images(N).to(dtype), labels(N), images(3, seed=2).to(dtype)
+    X = images(N).to(dtype)
+    y = labels(N)
+    X_new = images(3, seed=2).to(dtype)
 
     def embed(inputs):
         return (
@@ -233,17 +256,24 @@ def test_half_precision_is_taken_up_to_single(dtype, machine, name):
     for targets in (y.float(), y.to(dtype)):
         held_out = ours.loo(X, targets)
         assert held_out.outputs.dtype == torch.float32
-        assert_close(held_out.outputs, theirs.loo(F, y.float()).outputs, rtol=1e-3, atol=1e-4)
-        assert_close(ours.solve(X, targets)(X_new), theirs.fit(F, y.float())(F_new), rtol=1e-3, atol=1e-4)
-        assert_close(ours.fit(X, targets)(X_new), theirs(F_new), rtol=1e-3, atol=1e-4)
+        expected = theirs.loo(F, y.float()).outputs
+        assert_close(held_out.outputs, expected, rtol=1e-3, atol=1e-4)
+        received = ours.solve(X, targets)(X_new)
+        expected = theirs.fit(F, y.float())(F_new)
+        assert_close(received, expected, rtol=1e-3, atol=1e-4)
+        received = ours.fit(X, targets)(X_new)
+        expected = theirs(F_new)
+        assert_close(received, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
 def test_streams_of_half_precision(dtype):
-    X, y = images(30).flatten(1).to(dtype), labels(30).float()
+    X = images(30).flatten(1).to(dtype)
+    y = labels(30).float()
     machine = tl.LSSVM(kernels.Linear(), 1.0)
     clusters = [k % 7 for k in range(30)]
-    expected, together = machine.loo(X.float(), y), machine.lco(X.float(), y, clusters)
+    expected = machine.loo(X.float(), y)
+    together = machine.lco(X.float(), y, clusters)
     batches = [(X[k : k + 4], y[k : k + 4]) for k in range(0, len(X), 4)]
     for stream in (tl.Stream(X, y, block=7, progress=False), tl.Stream(batches, block=7, progress=False)):
         received = machine.loo(stream)
@@ -254,7 +284,8 @@ def test_streams_of_half_precision(dtype):
 
 
 def test_half_precision_is_refused_where_matrices_are_given():
-    K, Y = torch.eye(4, dtype=torch.bfloat16), torch.ones(4, 1)
+    K = torch.eye(4, dtype=torch.bfloat16)
+    Y = torch.ones(4, 1)
     with pytest.raises(TypeError, match=r"K must be float32 or float64, got torch\.bfloat16"):
         tl.functional.rls(K, Y, 1.0)
     with pytest.raises(TypeError, match="y must have the dtype of X"):
@@ -293,11 +324,14 @@ def test_the_number_of_axes_is_shown():
 @pytest.mark.parametrize("machine", ["lssvm", "sparse", "svc"])
 def test_select_and_validate_take_inputs_of_any_shape(machine):
     X, y = images(30), labels(30)
-    ours, theirs = (MACHINES[machine](kernel) for kernel in (kernels.RBF(2.0, event_dim=3), kernels.RBF(2.0)))
+    ours = MACHINES[machine](kernels.RBF(2.0, event_dim=3))
+    theirs = MACHINES[machine](kernels.RBF(2.0))
     options = {"criterion": tl.criteria.squared_hinge, "max_evaluations": 8, "progress": False}
     chosen = [tl.select(ours, X, y, **options), tl.select(theirs, X.flatten(1), y, **options)]
     assert chosen[0].value == pytest.approx(chosen[1].value)
-    assert_close(chosen[0].machine(X), chosen[1].machine(X.flatten(1)))
+    received = chosen[0].machine(X)
+    expected = chosen[1].machine(X.flatten(1))
+    assert_close(received, expected)
     folds = tl.splits.k_fold(30, 3, generator=torch.Generator().manual_seed(0))
     estimates = [tl.validate(m, x, y, folds, **options) for m, x in ((ours, X), (theirs, X.flatten(1)))]
     assert_close(*(torch.as_tensor(estimate.scores) for estimate in estimates))

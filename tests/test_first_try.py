@@ -73,10 +73,12 @@ def test_probe_on_embeddings(tmp_path):
 def test_class_weights(make):
     X, label = images()
     keep = (label > 0) | (torch.arange(60) % 4 == 0)  # class 0 is rare
-    X, label = X[keep].flatten(1), label[keep]
+    X = X[keep].flatten(1)
+    label = label[keep]
     weight = tl.balanced_weight(label)
     totals = torch.stack([weight[label == k].sum() for k in range(3)])
-    torch.testing.assert_close(totals, torch.full((3,), len(label) / 3))
+    expected = torch.full((3,), len(label) / 3)
+    torch.testing.assert_close(totals, expected)
     held_out = make(tl.kernels.RBF(5.0)).loo(X, label, weight)
     assert tl.criteria.class_accuracy(held_out).min() > 0.9
 
@@ -132,7 +134,8 @@ def test_autocast():
 
 def test_episodes_with_a_query_loss_and_its_gradient():
     torch.manual_seed(0)
-    support, query = torch.randn(8, 10, 3), torch.randn(8, 5, 3)
+    support = torch.randn(8, 10, 3)
+    query = torch.randn(8, 5, 3)
     features = nn.Sequential(nn.Linear(3, 16), nn.Tanh())
     head = tl.RLS(tl.kernels.Linear(features=features), reg=0.1)
 
@@ -152,8 +155,10 @@ def test_episodes_with_a_query_loss_and_its_gradient():
     by_hand = 0.0
     for S, Q in zip(support, query, strict=True):
         Z, Z_new = features(S), features(Q)
-        a = torch.linalg.solve(Z @ Z.T + head.reg.float() * torch.eye(10), S[:, 0].sin())
-        by_hand = by_hand + (Z_new @ (Z.T @ a) - Q[:, 0].sin()).square().mean() / 8
+        system = Z @ Z.T + head.reg.float() * torch.eye(10)
+        a = torch.linalg.solve(system, S[:, 0].sin())
+        error = Z_new @ (Z.T @ a) - Q[:, 0].sin()
+        by_hand = by_hand + error.square().mean() / 8
     torch.testing.assert_close(value, by_hand, rtol=1e-4, atol=1e-6)
     parameters = list(head.parameters())
     for ours, theirs in zip(
@@ -192,7 +197,8 @@ def test_wrong_labels_are_found():
 
 
 def test_a_pipeline_of_scikit_learn_on_a_data_frame_with_string_classes():
-    pd, iris = pytest.importorskip("pandas"), pytest.importorskip("sklearn.datasets").load_iris(as_frame=True)
+    pd = pytest.importorskip("pandas")
+    iris = pytest.importorskip("sklearn.datasets").load_iris(as_frame=True)
     from sklearn.model_selection import GridSearchCV
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -225,7 +231,7 @@ def test_a_messy_table_with_missing_values(tmp_path, monkeypatch, capsys):
     assert cli.main([*command, "--missing", "mean", "--time-budget", "60"]) == 0
     said = capsys.readouterr().out
     assert "read as Windows-1252" in said
-    assert "dates, taken as days since 1970: 'sold on'" in said
+    assert "dates, converted to days since 1970: 'sold on'" in said
     assert cli.main(["predict", "houses-torchloo/model.pt", "houses.csv"]) == 0
     predicted = pd.read_csv("predictions.csv")
     assert predicted.columns.tolist() == ["row", "prediction", "lower", "upper"]
@@ -261,7 +267,8 @@ def test_a_frozen_machine_is_exported_for_another_number_of_rows():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_a_training_loss_compiles_as_one_graph():
     X, y = tl.datasets.motorcycle()
-    X, machine = X.clone().requires_grad_(), tl.LSSVM(tl.kernels.RBF(7.0))
+    X = X.clone().requires_grad_()
+    machine = tl.LSSVM(tl.kernels.RBF(7.0))
 
     def loss(X):
         return tl.criteria.mse(machine.loo(X, y))

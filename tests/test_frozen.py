@@ -63,7 +63,9 @@ def test_a_wrong_number_of_columns_is_told_as_the_machine_tells_it(kernel):
 def test_outputs_are_those_of_the_machine(kernel, machine):
     fit = fitted(kernel, machine)
     frozen = fit.frozen()
-    torch.testing.assert_close(frozen(rows(17)), fit(rows(17)).detach())
+    received = frozen(rows(17))
+    expected = fit(rows(17)).detach()
+    torch.testing.assert_close(received, expected)
     assert not any("log_" in name for name in frozen.state_dict())
     assert not any(p.requires_grad for p in frozen.parameters())
     assert not frozen(rows(3)).requires_grad
@@ -75,7 +77,9 @@ def test_an_export_serves_another_number_of_rows(kernel, machine):
     fit = fitted(kernel, machine)
     program = export(fit.frozen(), (rows(5),), dynamic_shapes=({0: Dim("rows")},))
     for n in (2, 41):
-        torch.testing.assert_close(program.module()(rows(n, seed=n)), fit(rows(n, seed=n)).detach())
+        received = program.module()(rows(n, seed=n))
+        expected = fit(rows(n, seed=n)).detach()
+        torch.testing.assert_close(received, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
@@ -120,7 +124,8 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("columns", [1, 3])
 def test_blocks_change_nothing_and_bound_the_memory(columns):
-    X, new = rows(2000, 3), rows(20_000, 3, seed=1)
+    X = rows(2000, 3)
+    new = rows(20_000, 3, seed=1)
     fit = tl.LSSVM(kernels.RBF(2.0)).fit(X, X[:, :columns] if columns > 1 else X[:, 0])
     with _Largest() as whole, torch.no_grad():
         expected = fit(new)
@@ -132,13 +137,16 @@ def test_blocks_change_nothing_and_bound_the_memory(columns):
 
 
 def test_a_state_dict_fills_a_machine_of_another_size():
-    first, second = fitted("rbf"), tl.LSSVM(kernels.RBF(7.0)).fit(rows(12), rows(12)[:, 0])
+    first = fitted("rbf")
+    second = tl.LSSVM(kernels.RBF(7.0)).fit(rows(12), rows(12)[:, 0])
     buffer = io.BytesIO()
     torch.save(first.frozen().state_dict(), buffer)
     buffer.seek(0)
     frozen = second.frozen()
     frozen.load_state_dict(torch.load(buffer, weights_only=True))
-    torch.testing.assert_close(frozen(rows(5)), first(rows(5)).detach())
+    received = frozen(rows(5))
+    expected = first(rows(5)).detach()
+    torch.testing.assert_close(received, expected)
     again = pickle.loads(pickle.dumps(frozen))
     torch.testing.assert_close(again(rows(5)), frozen(rows(5)))
 
@@ -169,7 +177,8 @@ def test_an_unfitted_machine_and_a_bad_block_are_refused():
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_checkpoint_of_an_unfitted_machine_leaves_one_that_is_not_fitted(machine):
-    fresh, fit = MACHINES[machine](kernels.RBF(3.0)), fitted("rbf", machine)
+    fresh = MACHINES[machine](kernels.RBF(3.0))
+    fit = fitted("rbf", machine)
     fit.load_state_dict(fresh.state_dict())
     assert fit.kernel.lengthscale.item() == pytest.approx(3.0)
     with pytest.raises(RuntimeError, match="not fitted"):

@@ -29,16 +29,21 @@ def by_refits(case, method, X, Y, reg, weight, clusters, X_new, level, rows=None
     for i in range(len(X)) if rows is None else rows:
         kept = [j for j in range(len(X)) if labels[j] != labels[i]]
         given = (X, Y, torch.as_tensor(reg, dtype=X.dtype), weight, kept)
-        errors.append((targets[i] - case.refit_at(*given, X[i : i + 1])[0]).abs())
+        held_out = case.refit_at(*given, X[i : i + 1])[0]
+        errors.append((targets[i] - held_out).abs())
         said.append(case.refit_at(*given, X_new))
     n, alpha = len(said), 1 - level
-    high, low = math.ceil(round((1 - alpha) * (n + 1), 9)), math.floor(round(alpha * (n + 1), 9))
-    lower, upper = torch.empty_like(said[0]), torch.empty_like(said[0])
+    high = math.ceil(round((1 - alpha) * (n + 1), 9))
+    low = math.floor(round(alpha * (n + 1), 9))
+    lower = torch.empty_like(said[0])
+    upper = torch.empty_like(said[0])
     for q in range(len(X_new)):
         for j in range(Y.shape[1]):
-            f, R = [float(s[q, j]) for s in said], [float(e[j]) for e in errors]
+            f = [float(s[q, j]) for s in said]
+            R = [float(e[j]) for e in errors]
             if method == "jackknife_minmax":
-                lower[q, j], upper[q, j] = min(f) - kth(R, high), max(f) + kth(R, high)
+                lower[q, j] = min(f) - kth(R, high)
+                upper[q, j] = max(f) + kth(R, high)
             else:
                 lower[q, j] = kth([a - r for a, r in zip(f, R, strict=True)], low)
                 upper[q, j] = kth([a + r for a, r in zip(f, R, strict=True)], high)
@@ -91,7 +96,9 @@ def test_groups_take_their_own_errors_only(method):
             assert upper[q].item() == math.inf
             continue
         ends = by_refits(case, method, X, Y, 0.1, weight, None, X_new[q : q + 1], 0.7, rows)
-        assert_close((lower[q], upper[q]), (ends[0][0], ends[1][0]), rtol=1e-8, atol=1e-9)
+        received = (lower[q], upper[q])
+        expected = (ends[0][0], ends[1][0])
+        assert_close(received, expected, rtol=1e-8, atol=1e-9)
 
 
 def test_too_few_rows_for_the_level_give_infinite_ends():
@@ -128,8 +135,10 @@ def test_mondrian_intervals_cover_every_group_at_the_level():
     X, y = regression(200, 60, True, seed=1)
     X_new, y_new = regression(200, 200, True, seed=2)
     order, order_new = X.argsort(1), X_new.argsort(1)  # so that groups are the same rows of every set
-    X, X_new = X.take_along_dim(order, 1), X_new.take_along_dim(order_new, 1)
-    y, y_new = y.take_along_dim(order[..., 0], 1), y_new.take_along_dim(order_new[..., 0], 1)
+    X = X.take_along_dim(order, 1)
+    X_new = X_new.take_along_dim(order_new, 1)
+    y = y.take_along_dim(order[..., 0], 1)
+    y_new = y_new.take_along_dim(order_new[..., 0], 1)
     groups, groups_new = torch.arange(60) >= 30, torch.arange(200) >= 100  # quiet and noisy halves
     machine = tl.LSSVM(tl.kernels.RBF(0.7), 0.3)
     plain = tl.intervals.jackknife_plus(machine, X, y, X_new)
@@ -159,7 +168,7 @@ def test_sparse_rows_have_the_intervals_of_dense_ones():
         ({"machine": tl.SVC(tl.kernels.RBF())}, TypeError, "least-squares machine, got SVC"),
         ({"y": torch.ones(N).long()}, TypeError, "class labels"),
         ({"X": tl.Stream(torch.ones(N, 3), torch.ones(N))}, TypeError, "X must be a tensor"),
-        ({"groups": [0] * N}, ValueError, "groups and groups_new must come together"),
+        ({"groups": [0] * N}, ValueError, "groups and groups_new must be given together"),
         (
             {"groups": [0] * N, "groups_new": [0]},
             ValueError,

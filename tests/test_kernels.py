@@ -51,7 +51,8 @@ def dot(x: list[float], z: list[float]) -> float:
 
 def matern(nu: float, x: list[float], z: list[float], lengthscale: list[float]) -> float:
     a = math.sqrt(2 * nu * squared(x, z, lengthscale))
-    return {0.5: 1.0, 1.5: 1 + a, 2.5: 1 + a + a * a / 3}[nu] * math.exp(-a)
+    polynomial = {0.5: 1.0, 1.5: 1 + a, 2.5: 1 + a + a * a / 3}[nu]
+    return polynomial * math.exp(-a)
 
 
 def by_loops(formula, X: Tensor, Z: Tensor) -> Tensor:
@@ -100,16 +101,22 @@ def pure(kernel: Kernel, *data: Tensor):
 @pytest.mark.parametrize("name", FORMULAS)
 def test_kernel_matrix_equals_formula_by_loops(name):
     kernel, formula = FORMULAS[name]
-    X, Z = with_duplicates(), points(4, D, seed=1)
-    assert_close(kernel(X, Z), by_loops(formula, X, Z), rtol=1e-13, atol=1e-14)
+    X = with_duplicates()
+    Z = points(4, D, seed=1)
+    received = kernel(X, Z)
+    expected = by_loops(formula, X, Z)
+    assert_close(received, expected, rtol=1e-13, atol=1e-14)
     assert_close(kernel(X), by_loops(formula, X, X), rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_diagonal_is_that_of_the_matrix(name, batch):
-    kernel, X = FORMULAS[name][0], points(*batch, 70, D)
-    assert_close(kernel.diagonal(X), kernel(X).diagonal(dim1=-2, dim2=-1), rtol=1e-13, atol=1e-14)
+    kernel = FORMULAS[name][0]
+    X = points(*batch, 70, D)
+    received = kernel.diagonal(X)
+    expected = kernel(X).diagonal(dim1=-2, dim2=-1)
+    assert_close(received, expected, rtol=1e-13, atol=1e-14)
 
 
 def test_diagonal_of_batches_of_kernels_of_features_and_of_kernels_of_your_own():
@@ -117,18 +124,24 @@ def test_diagonal_of_batches_of_kernels_of_features_and_of_kernels_of_your_own()
         def _evaluate(self, X: Tensor, Z: Tensor | None) -> Tensor:
             return X @ (X if Z is None else Z).mT + 1
 
-    X, rates = points(70, D), torch.tensor([0.1, 0.2], dtype=torch.float64)
+    X = points(70, D)
+    rates = torch.tensor([0.1, 0.2], dtype=torch.float64)
     net = nn.Linear(D, 2).double()
     for kernel in (Boolean(rates), rates * RBF(rates.unsqueeze(-1)), Mine(), Polynomial(features=net)):
-        assert_close(kernel.diagonal(X), kernel(X).diagonal(dim1=-2, dim2=-1))
-    assert_close(Precomputed().diagonal(X @ X.T), X.square().sum(-1))
+        received = kernel.diagonal(X)
+        expected = kernel(X).diagonal(dim1=-2, dim2=-1)
+        assert_close(received, expected)
+    received = Precomputed().diagonal(X @ X.T)
+    expected = X.square().sum(-1)
+    assert_close(received, expected)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize(("x_batch", "z_batch"), [((2, 3), (2, 3)), ((2, 1), (3,)), ((), (2,))])
 def test_batch_equals_its_loop(name, x_batch, z_batch):
     kernel = FORMULAS[name][0]
-    X, Z = points(*x_batch, 5, D), points(*z_batch, 4, D, seed=1)
+    X = points(*x_batch, 5, D)
+    Z = points(*z_batch, 4, D, seed=1)
     batch = torch.broadcast_shapes(x_batch, z_batch)
     pairs = zip(
         X.expand(*batch, 5, D).reshape(-1, 5, D), Z.expand(*batch, 4, D).reshape(-1, 4, D), strict=True
@@ -143,7 +156,8 @@ def test_batch_equals_its_loop(name, x_batch, z_batch):
 @pytest.mark.parametrize("x_batch", [(), (4, 2)])
 def test_lengthscales_of_two_dimensions_are_a_batch(kind, x_batch):
     X = points(*x_batch, 5, D)
-    shared, ard = torch.tensor([[0.5], [2.0]], dtype=torch.float64), torch.stack([ARD, 2 * ARD])
+    shared = torch.tensor([[0.5], [2.0]], dtype=torch.float64)
+    ard = torch.stack([ARD, 2 * ARD])
     for lengthscale in (shared, ard):
         received = kind(lengthscale)(X)
         assert received.shape == (*(x_batch or (2,)), 5, 5)
@@ -156,9 +170,14 @@ def test_lengthscales_of_two_dimensions_are_a_batch(kind, x_batch):
     "kind", [Boolean, lambda v: Polynomial(3, v), lambda v: Scaled(RBF(), v), lambda v: Linear() * v]
 )
 def test_scalar_parameters_take_a_batch(kind):
-    X, values = points(2, 5, D), torch.tensor([0.5, 2.0], dtype=torch.float64)
-    assert_close(kind(values)(X), torch.stack([kind(v.item())(x) for v, x in zip(values, X, strict=True)]))
-    assert_close(kind(values)(X[0]), torch.stack([kind(v.item())(X[0]) for v in values]))
+    X = points(2, 5, D)
+    values = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    received = kind(values)(X)
+    expected = torch.stack([kind(v.item())(x) for v, x in zip(values, X, strict=True)])
+    assert_close(received, expected)
+    received = kind(values)(X[0])
+    expected = torch.stack([kind(v.item())(X[0]) for v in values])
+    assert_close(received, expected)
 
 
 @pytest.mark.parametrize("d", [1, D, 16, 17, 40])
@@ -177,13 +196,18 @@ def test_unit_diagonal_and_symmetry_are_exact(d, batch, dtype):
 
 @pytest.mark.parametrize("d", [D, 40])
 def test_tiles_fit_together(d):
-    X, Z = points(700, d), points(900, d, seed=1)
+    X = points(700, d)
+    Z = points(900, d, seed=1)
     scale = math.sqrt(d)
     for A, B in ((X, None), (X, Z), (Z, X)):
         other = A if B is None else B
         difference = torch.stack([(a - other).square().sum(-1) for a in A])
-        assert_close(RBF(scale)(A, B), torch.exp(-difference / (2 * d)), rtol=1e-12, atol=1e-14)
-        assert_close(Matern(0.5, scale)(A, B), torch.exp(-(difference / d).sqrt()), rtol=1e-12, atol=1e-14)
+        received = RBF(scale)(A, B)
+        expected = torch.exp(-difference / (2 * d))
+        assert_close(received, expected, rtol=1e-12, atol=1e-14)
+        received = Matern(0.5, scale)(A, B)
+        expected = torch.exp(-(difference / d).sqrt())
+        assert_close(received, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("d", [1, D, 40])
@@ -193,10 +217,12 @@ def test_float32_far_from_the_origin_keeps_distances(kernel, d):
     X[1], X[2] = X[0], X[0] + 1e-2
     Z = X[:7] + 0.25
     for B in (None, Z):
-        received, expected = kernel(X, B), kernel(X.double(), None if B is None else B.double())
+        received = kernel(X, B)
+        expected = kernel(X.double(), None if B is None else B.double())
         assert received.dtype == torch.float32
         assert_close(received, expected.float(), rtol=1e-6, atol=1e-7)
-    x, x64 = X.clone().requires_grad_(), X.double().requires_grad_()
+    x = X.clone().requires_grad_()
+    x64 = X.double().requires_grad_()
     cotangent = points(30, 30, dtype=torch.float32)
     (received,) = torch.autograd.grad(kernel(x), x, cotangent)
     (expected,) = torch.autograd.grad(kernel(x64), x64, cotangent.double())
@@ -208,7 +234,9 @@ def test_a_shift_changes_nothing(d):
     X = torch.round(points(30, d) * 2**20) / 2**20  # so that the shifted points are exact
     for kernel in (RBF(3.0), Matern(0.5, 3.0), Matern(1.5, 3.0), Matern(2.5, 3.0)):
         assert_close(kernel(X + 2**24), kernel(X), rtol=1e-13, atol=1e-14)
-        assert_close(kernel(X + 2**24, X[:4] + 2**24), kernel(X, X[:4]), rtol=1e-13, atol=1e-14)
+        received = kernel(X + 2**24, X[:4] + 2**24)
+        expected = kernel(X, X[:4])
+        assert_close(received, expected, rtol=1e-13, atol=1e-14)
 
 
 def test_an_outlier_spoils_no_other_distance():
@@ -225,8 +253,11 @@ def test_matern_half_resolves_tiny_distances(d):
     Z = X.clone()
     Z[:, 0] += 2.0**-30 * Z[:, 0].abs()
     distance = (Z[:, 0] - X[:, 0]).abs()
-    assert_close(1 - Matern(0.5)(X, Z).diagonal(), distance, rtol=1e-6, atol=0)
-    assert_close(Matern(0.5)(X, X.clone()).diagonal(), torch.ones(6, dtype=torch.float64), rtol=0, atol=0)
+    received = 1 - Matern(0.5)(X, Z).diagonal()
+    assert_close(received, distance, rtol=1e-6, atol=0)
+    received = Matern(0.5)(X, X.clone()).diagonal()
+    expected = torch.ones(6, dtype=torch.float64)
+    assert_close(received, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
@@ -292,7 +323,8 @@ def test_graph_keeps_few_matrices(kernel, matrices):
 
 @pytest.mark.parametrize("kernel", STATIONARY, ids=str)
 def test_func_transforms_agree_with_batches_and_autograd(kernel):
-    X, Z = points(4, 6, D), points(4, 5, D, seed=1)
+    X = points(4, 6, D)
+    Z = points(4, 5, D, seed=1)
     assert_close(vmap(kernel)(X), kernel(X))
     assert_close(vmap(kernel)(X, Z), kernel(X, Z))
     assert_close(vmap(lambda x: kernel(x, Z[0]))(X), kernel(X, Z[0]))
@@ -327,7 +359,9 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("kernel", [Linear, RBF, Matern, Polynomial, Boolean])
 def test_features_come_first_and_train(kernel):
-    X, Z, net = points(5, D), points(2, 4, D, seed=1), Net(2)
+    X = points(5, D)
+    Z = points(2, 4, D, seed=1)
+    net = Net(2)
     deep = kernel(features=net)
     assert_close(deep(X, Z), kernel()(net(X), net(Z)))
     assert_close(deep(X), kernel()(net(X)))
@@ -337,10 +371,16 @@ def test_features_come_first_and_train(kernel):
 
 
 def test_composed_kernels_apply_their_own_features():
-    X, Z, one, two, both = points(5, D), points(4, D, seed=1), Net(2), Net(4), Net(D)
+    X = points(5, D)
+    Z = points(4, D, seed=1)
+    one = Net(2)
+    two = Net(4)
+    both = Net(D)
     for kind, combine in ((Sum, torch.add), (Product, torch.mul)):
         kernel = kind(RBF(features=one), Linear(features=two), features=both)
-        expected = combine(RBF()(one(both(X)), one(both(Z))), two(both(X)) @ two(both(Z)).mT)
+        rbf = RBF()(one(both(X)), one(both(Z)))
+        linear = two(both(X)) @ two(both(Z)).mT
+        expected = combine(rbf, linear)
         assert_close(kernel(X, Z), expected)
     assert len(list((RBF(features=one) + Linear(features=one)).parameters())) == 3
 
@@ -386,7 +426,8 @@ def test_other_kernels_have_no_feature_map(kernel):
 
 
 def test_precomputed_returns_its_rows():
-    K, rows = RBF()(points(5, D)), points(3, 5)
+    K = RBF()(points(5, D))
+    rows = points(3, 5)
     assert Precomputed()(K) is K
     assert Precomputed()(rows, K) is rows
     assert_close((2.0 * Precomputed())(rows, K), 2 * rows)
@@ -419,7 +460,9 @@ def test_zero_offset_is_fixed_and_positive_offset_trains():
     for fixed in (Polynomial(offset=0.0), Polynomial(offset=[0.0, 2.0])):
         assert list(fixed.parameters()) == []
         assert "log_offset" in fixed.state_dict()
-    assert_close(Polynomial(offset=[0.0, 2.0]).offset, torch.tensor([0.0, 2.0], dtype=torch.float64))
+    received = Polynomial(offset=[0.0, 2.0]).offset
+    expected = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    assert_close(received, expected)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +484,8 @@ def test_repr_shows_current_values(kernel, text):
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_copies_pickles_and_states_survive(name):
-    kernel, X = FORMULAS[name][0], points(5, D)
+    kernel = FORMULAS[name][0]
+    X = points(5, D)
     expected = kernel(X)
     assert torch.equal(copy.deepcopy(kernel)(X), expected)
     assert torch.equal(pickle.loads(pickle.dumps(kernel))(X), expected)
@@ -459,7 +503,8 @@ def test_copies_pickles_and_states_survive(name):
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_autocast_leaves_the_kernel_in_full_precision(name):
-    kernel, X = FORMULAS[name][0], points(5, D, dtype=torch.float32)
+    kernel = FORMULAS[name][0]
+    X = points(5, D, dtype=torch.float32)
     expected = kernel(X, X + 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(kernel(X, X + 1), expected)
@@ -508,8 +553,11 @@ def test_fake_cuda_meets_no_tensor_of_another_device(build, d):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", FORMULAS)
 def test_cuda_agrees_with_cpu(name):
-    kernel, X = FORMULAS[name][0], with_duplicates()
-    assert_close(copy.deepcopy(kernel).cuda()(X.cuda()).cpu(), kernel(X))
+    kernel = FORMULAS[name][0]
+    X = with_duplicates()
+    received = copy.deepcopy(kernel).cuda()(X.cuda()).cpu()
+    expected = kernel(X)
+    assert_close(received, expected)
 
 
 def test_empty_sets_of_points_give_empty_matrices():

@@ -89,11 +89,14 @@ def fifty_digits(Z, y, R, clusters):
     outputs = torch.empty(len(y), dtype=torch.float64)
     with mpmath.workdps(50):
         for label in clusters.unique():
-            kept, left = clusters != label, (clusters == label).nonzero()[:, 0].tolist()
-            A, b = mpmath.matrix(Z[kept].tolist()), mpmath.matrix(y[kept].tolist())
+            kept = clusters != label
+            left = (clusters == label).nonzero()[:, 0].tolist()
+            A = mpmath.matrix(Z[kept].tolist())
+            b = mpmath.matrix(y[kept].tolist())
             coef = mpmath.lu_solve(A.T * A + mpmath.matrix(R.tolist()), A.T * b)
             for i in left:
-                outputs[i] = float(sum(mpmath.mpf(z) * c for z, c in zip(Z[i].tolist(), coef, strict=True)))
+                pairs = zip(Z[i].tolist(), coef, strict=True)
+                outputs[i] = float(sum(mpmath.mpf(z) * c for z, c in pairs))
     return outputs
 
 
@@ -102,7 +105,8 @@ def test_large_sets_keep_their_digits_with_ill_conditioned_features(condition, l
     U, _ = torch.linalg.qr(randn(ROWS, 3))
     V, _ = torch.linalg.qr(randn(3, 3, seed=5))
     Z = U * torch.tensor([1.0, condition**-0.5, 1 / condition], dtype=torch.float64) @ V
-    y, R = randn(ROWS, 1, seed=4), 1e-2 / condition**2 * torch.eye(3, dtype=torch.float64)
+    y = randn(ROWS, 1, seed=4)
+    R = 1e-2 / condition**2 * torch.eye(3, dtype=torch.float64)
     expected = fifty_digits(Z, y[:, 0], R, CLUSTERS)
     received = F.ridge(Z, y, R).held_out(CLUSTERS)
     large = torch.tensor([SIZES[label] > 3 for label in CLUSTERS])
@@ -143,7 +147,8 @@ def test_lost_sets_of_several_sizes_are_refitted_in_chunks(chunk, monkeypatch):
 
 def test_lost_large_sets_have_finite_exact_gradients():
     Z, Y, R, weight = lone_feature(8)
-    base, mask = Z.clone(), torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    base = Z.clone()
+    mask = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
     inputs = [t.requires_grad_() for t in (Z, Y, weight)]
 
     def along(Z, Y, weight):  # only the first two features: the third one turns the fit around
@@ -167,9 +172,11 @@ def test_transforms_run_through_large_sets():
 
     received = vmap(grad(loss))(Z, Y)
     for k in range(3):
-        assert_close(received[k], grad(loss)(Z[k], Y[k]), rtol=1e-9, atol=1e-10)
+        expected = grad(loss)(Z[k], Y[k])
+        assert_close(received[k], expected, rtol=1e-9, atol=1e-10)
         leaf = Z[k].clone().requires_grad_()
-        assert_close(received[k], torch.autograd.grad(loss(leaf, Y[k]), leaf)[0], rtol=1e-9, atol=1e-10)
+        expected = torch.autograd.grad(loss(leaf, Y[k]), leaf)[0]
+        assert_close(received[k], expected, rtol=1e-9, atol=1e-10)
 
 
 def test_many_large_sets_take_neither_rows_times_sets_nor_a_pass_for_each_size():
@@ -184,7 +191,9 @@ def test_many_large_sets_take_neither_rows_times_sets_nor_a_pass_for_each_size()
     for label in (0, 1999, 3999):
         left = clusters == label
         alone = tl.LSSVM(tl.kernels.Linear(), 1.0).fit(X.detach()[~left], y[~left])
-        assert_close(held_out.outputs[left].detach(), alone(X.detach()[left]), rtol=1e-9, atol=1e-10)
+        received = held_out.outputs[left].detach()
+        expected = alone(X.detach()[left])
+        assert_close(received, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_sets_of_many_sizes_take_few_operations(padding):
@@ -194,7 +203,8 @@ def test_sets_of_many_sizes_take_few_operations(padding):
     sizes = torch.arange(10, 50)
     ragged = torch.repeat_interleave(torch.arange(40), sizes)
     equal = torch.arange(len(ragged)) % 40
-    X, y = randn(len(ragged), 6), randn(len(ragged), seed=4)
+    X = randn(len(ragged), 6)
+    y = randn(len(ragged), seed=4)
 
     def operations(clusters):
         machine = tl.SparseLSSVM(tl.kernels.RBF(2.0), basis=X[:20])

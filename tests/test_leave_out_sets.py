@@ -1,4 +1,4 @@
-"""Sets that overlap: `lso` equals delete-and-refit, whatever is left out; and what `h_block` leaves out."""
+"""Sets that overlap: `lso` equals delete-and-refit for any sets; and what `h_block` leaves out."""
 
 import functools
 
@@ -63,7 +63,8 @@ def test_lso_equals_delete_and_refit(case, sets, weighted, c, batch, chunked, mo
 def test_duplicate_rows_and_bad_conditioning(case, reg):
     X, Y, weight = problem(N, seed=3)
     X[7], X[8] = X[2], X[2]
-    Y, weight = case.targets(Y), weight * 10 ** torch.linspace(-2, 2, N).double()
+    Y = case.targets(Y)
+    weight = weight * 10 ** torch.linspace(-2, 2, N).double()
     result = case.make(reg).lso(X, Y, SETS, weight)
     expected = case.expected(X, Y, reg, weight, SETS)
     for k in range(len(ROWS)):
@@ -118,21 +119,24 @@ def test_gradients_equal_differences_of_the_refit(case):
     Y = case.targets(Y)
     direction, of_weight = torch.randn_like(X), torch.rand_like(weight)
     step = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    loss = case.make(0.1).lso(X + step * direction, Y, SETS, weight + step * of_weight).outputs.square().sum()
+    held_out = case.make(0.1).lso(X + step * direction, Y, SETS, weight + step * of_weight)
+    loss = held_out.outputs.square().sum()
     (received,) = torch.autograd.grad(loss, step)
 
     def refit(h):
         return case.expected(X + h * direction, Y, 0.1, weight + h * of_weight, SETS).square().sum()
 
     h = 1e-5
-    assert_close(received, (refit(h) - refit(-h)) / (2 * h), rtol=1e-6, atol=1e-8)
+    expected = (refit(h) - refit(-h)) / (2 * h)
+    assert_close(received, expected, rtol=1e-6, atol=1e-8)
 
 
 @every_smoother
 @pytest.mark.parametrize("c", [2, 7], ids=["few", "many"])
 def test_lso_with_one_regularisation_for_each_output(case, c):
     X, Y, weight = problem(N, c=c)
-    Y, regs = case.targets(Y), torch.logspace(-2, 1, c, dtype=torch.float64)
+    Y = case.targets(Y)
+    regs = torch.logspace(-2, 1, c, dtype=torch.float64)
     one = case.make(1.0)
     options = {"basis": one.rows} if case.name == "sparse" else {}
     machine = type(one)(one.kernel, regs, reg_per_output=True, **options)
@@ -151,12 +155,14 @@ def test_lost_sets_are_refitted_and_marked():
     sets = tl.splits.h_block(X[:, 0], 1.0)
     result = machine.lso(X, y, sets)
     assert result.refitted.any()
-    K, Kzz = machine.kernel(X, machine.basis), machine.kernel(machine.basis)
+    K = machine.kernel(X, machine.basis)
+    Kzz = machine.kernel(machine.basis)
     for row, left in sets[::9]:
         kept = torch.ones(80, dtype=torch.bool)
         kept[left] = False
         alone = tl.functional.sparse_lssvm(Kzz, K[kept], y[kept, None], 1e-9)
-        assert_close(result.outputs[row], alone.from_kernel(K[row])[:, 0], rtol=1e-5, atol=1e-5)
+        expected = alone.from_kernel(K[row])[:, 0]
+        assert_close(result.outputs[row], expected, rtol=1e-5, atol=1e-5)
     tl.criteria.press(result).backward()
     assert machine.log_reg.grad.isfinite()
 
@@ -186,13 +192,17 @@ def test_float32_stays_close():
         machine = tl.LSSVM(kernel, 0.3)
         single = machine.lso(X.float(), Y.float(), sets, weight.float())
         assert single.outputs.dtype == single.variance.dtype == torch.float32
-        assert relative(single.outputs.double(), machine.lso(X, Y, sets, weight).outputs) <= 1e-4
+        received = single.outputs.double()
+        expected = machine.lso(X, Y, sets, weight).outputs
+        assert relative(received, expected) <= 1e-4
 
 
 def test_a_fit_leaves_sets_out_too():
     X, Y, _ = problem(N)
     fit = tl.LSSVM(tl.kernels.RBF(), 0.1).solve(X, Y)
-    assert_close(fit.held_out(sets=SETS).outputs, tl.LSSVM(tl.kernels.RBF(), 0.1).lso(X, Y, SETS).outputs)
+    received = fit.held_out(sets=SETS).outputs
+    expected = tl.LSSVM(tl.kernels.RBF(), 0.1).lso(X, Y, SETS).outputs
+    assert_close(received, expected)
     with pytest.raises(TypeError, match="clusters or sets, not both"):
         fit.held_out([0, 1] * 6, sets=SETS)
 
@@ -273,8 +283,10 @@ def test_lso_of_an_autocorrelated_series_is_worse_than_loo():
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(200, dtype=torch.float64, generator=generator)
     series = functools.reduce(lambda values, e: [*values, 0.95 * values[-1] + e], noise[1:], [noise[0]])
-    X, y = torch.arange(200, dtype=torch.float64).unsqueeze(-1), torch.stack(series)
+    X = torch.arange(200, dtype=torch.float64).unsqueeze(-1)
+    y = torch.stack(series)
     machine = tl.LSSVM(tl.kernels.RBF(3.0), 0.1)
-    errors = [tl.criteria.mse(machine.lso(X, y, tl.splits.h_block(X[:, 0], h))).item() for h in (0, 5, 20)]
+    buffers = [tl.splits.h_block(X[:, 0], h) for h in (0, 5, 20)]
+    errors = [tl.criteria.mse(machine.lso(X, y, sets)).item() for sets in buffers]
     assert errors == sorted(errors)
     assert errors[2] > 3 * errors[0]

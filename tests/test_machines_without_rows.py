@@ -48,7 +48,8 @@ def test_held_out_coef_equals_delete_and_refit(case, rows, reg, weighted):
         coef, bias = coef.unsqueeze(0), bias.unsqueeze(0)
     for k, some in enumerate(sets):
         expected = expected_at(case, X, Y, reg, weight, some, X_new)
-        assert relative(outputs_at(case, X, coef[k], bias[k], X_new), expected) <= 1e-8
+        received = outputs_at(case, X, coef[k], bias[k], X_new)
+        assert relative(received, expected) <= 1e-8
 
 
 @every_smoother
@@ -77,7 +78,8 @@ def test_held_out_coef_says_of_its_rows_what_held_out_does(case, rows):
     labels[torch.as_tensor(rows)] = N
     left = torch.as_tensor(rows).reshape(-1)
     expected = fit.held_out(labels).outputs[left]
-    assert_close(outputs_at(case, X, *fit.held_out_coef(rows), X[left]), expected, rtol=1e-9, atol=1e-9)
+    received = outputs_at(case, X, *fit.held_out_coef(rows), X[left])
+    assert_close(received, expected, rtol=1e-9, atol=1e-9)
     if case.name in ("rls", "lssvm"):
         assert fit.held_out_coef(rows)[0][left].abs().max() <= 1e-12
 
@@ -115,7 +117,8 @@ def test_held_out_coef_where_a_row_is_all_that_tells_a_feature():
     fit = tl.functional.ridge(Z, Y, torch.eye(2, dtype=torch.float64))
     assert bool(fit.held_out().refitted[0])
     coef, _ = fit.held_out_coef(0)
-    assert_close(coef, tl.functional.ridge(Z[1:], Y[1:], torch.eye(2, dtype=torch.float64)).coef)
+    expected = tl.functional.ridge(Z[1:], Y[1:], torch.eye(2, dtype=torch.float64)).coef
+    assert_close(coef, expected)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def by_name(y: torch.Tensor, classes: int) -> dict[str, Measure]:
 
 
 def test_measures_of_numbers():
-    y, f = torch.tensor([1.0, 2.0, 6.0]).double(), torch.tensor([1.0, 4.0, 5.0]).double()
+    y = torch.tensor([1.0, 2.0, 6.0]).double()
+    f = torch.tensor([1.0, 4.0, 5.0]).double()
     of = by_name(y, 0)
     answers = held_out(f, y)
     assert of["RMSE"].value(answers) == pytest.approx(math.sqrt(5 / 3))
@@ -63,7 +64,8 @@ def test_squares_are_averaged_before_the_root_is_taken():
 
 
 def test_splits_with_one_class_have_no_roc_curve_and_are_left_out():
-    both, one = torch.tensor([1.0, -1.0]).double(), torch.tensor([1.0, 1.0]).double()
+    both = torch.tensor([1.0, -1.0]).double()
+    one = torch.tensor([1.0, 1.0]).double()
     right = torch.tensor([1.0, -1.0]).double()
     outer = by_name(both, 2)["area under the ROC curve"].over_splits(
         [held_out(right, both), held_out(right, one)]

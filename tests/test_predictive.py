@@ -22,8 +22,10 @@ def expected_variance(case, X, reg, weight, kept, X_new):
     if case.name in ("sparse", "kfd"):
         m = BASIS if case.name == "sparse" else len(X)
         R = torch.zeros(m + 1, m + 1, dtype=X.dtype)
-        R[:m, :m] = reg * (K[:m, :m] if case.name == "sparse" else torch.eye(m, dtype=X.dtype))
-        Z, Z_new = reference.with_ones(K[:, :m]), reference.with_ones(K_new[:, :m])
+        penalty = K[:m, :m] if case.name == "sparse" else torch.eye(m, dtype=X.dtype)
+        R[:m, :m] = reg * penalty
+        Z = reference.with_ones(K[:, :m])
+        Z_new = reference.with_ones(K_new[:, :m])
         return reference.variance_of_features(Z[kept], R, Z_new, reg, weight[kept])
     own = torch.stack(
         [gram(x[None], x[None], "linear" if "linear" in case.name else "rbf")[0, 0] for x in X_new]
@@ -61,8 +63,10 @@ def test_variance_without_a_row_and_its_noise_are_the_held_out_variance(case, d)
         else:
             basis = {"basis": X[:BASIS].clone()} if case.name == "sparse" else {}
             machine = type(case.make())(case.make().kernel, 0.1, **basis)
-            variance = machine.fit(X[kept], Y[kept], weight[kept]).predictive(X[i : i + 1])[1]
-        assert_close(variance + 0.1 / weight[i], held_out.variance[i], rtol=1e-8, atol=1e-10)
+            machine.fit(X[kept], Y[kept], weight[kept])
+            variance = machine.predictive(X[i : i + 1])[1]
+        received = variance + 0.1 / weight[i]
+        assert_close(received, held_out.variance[i], rtol=1e-8, atol=1e-10)
 
 
 @every_smoother
@@ -102,9 +106,13 @@ def test_predictive_of_a_batch_equals_its_loop(case):
     shared = case.make(0.1).fit(X, Y, weight).predictive(X_new[0])[1]
     for b in range(2):
         one = case.make(0.1).fit(X[b], Y[b], weight[b])
-        assert_close((mean[b], variance[b]), one.predictive(X_new[b]), rtol=1e-8, atol=1e-10)
-        assert_close(shared[b], one.predictive(X_new[0])[1], rtol=1e-8, atol=1e-10)
-        assert_close(one.predictive(X_new)[1][b], variance[b], rtol=1e-8, atol=1e-10)
+        received = (mean[b], variance[b])
+        expected = one.predictive(X_new[b])
+        assert_close(received, expected, rtol=1e-8, atol=1e-10)
+        expected = one.predictive(X_new[0])[1]
+        assert_close(shared[b], expected, rtol=1e-8, atol=1e-10)
+        received = one.predictive(X_new)[1][b]
+        assert_close(received, variance[b], rtol=1e-8, atol=1e-10)
 
 
 @every_smoother
@@ -114,8 +122,11 @@ def test_weights_give_the_outputs_and_are_differentiable(case, d):
     Y = case.targets(Y)
     X_new, _, _ = problem(3, d=d, seed=5)
     fit = case.make(0.3).solve(X, Y, weight)
-    assert_close(fit.weights_at(X_new) @ fit.targets, fit(X_new), rtol=1e-9, atol=1e-10)
-    assert_close(fit.weights_at(X).diagonal(), fit.leverage, rtol=1e-9, atol=1e-10)
+    received = fit.weights_at(X_new) @ fit.targets
+    expected = fit(X_new)
+    assert_close(received, expected, rtol=1e-9, atol=1e-10)
+    received = fit.weights_at(X).diagonal()
+    assert_close(received, fit.leverage, rtol=1e-9, atol=1e-10)
 
     def call(X, weight, X_new):
         fit = case.make(0.3).solve(X, Y, weight)
@@ -146,7 +157,8 @@ def test_variance_of_float32_rows_is_float32_and_close(case):
 def test_a_machine_is_factorised_once_for_all_its_variances():
     X, Y, _ = problem(N, c=1)
     machine = tl.LSSVM(tl.kernels.RBF(), 0.1).fit(X, Y)
-    before, _ = machine._solved_again(), machine.predictive(X)
+    before = machine._solved_again()
+    _ = machine.predictive(X)
     assert machine._solved_again() is before
     with torch.no_grad():
         machine.kernel.log_lengthscale += 0.1

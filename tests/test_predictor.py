@@ -18,7 +18,8 @@ def trained_only(case: Case, X, Y, reg, weight, X_new):
     if case.coded:
         targets = reference.code(Y, weight)
         return reference.solve_kfd(gram(X, X, "rbf"), targets, reg, weight)(gram(X_new, X, "rbf"))
-    rows, count = torch.cat([X, X_new]), len(X_new)
+    rows = torch.cat([X, X_new])
+    count = len(X_new)
     targets = torch.cat([Y, Y[:2], Y[: count - 2]])  # those of the new rows do not matter
     weights = torch.cat([weight, weight.new_ones(count)])
     return case.expected(rows, targets, reg, weights, [0] * len(X) + [1] * count)[len(X) :]
@@ -34,7 +35,8 @@ def new_points(batch=(), seed=5, dtype=torch.float64):
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["one", "episodes"])
 def test_outputs_at_new_inputs_are_those_of_a_refit(case, weighted, c, batch):
     X, Y, weight = problem(N, c=c or 1, batch=batch)
-    Y, X_new = case.targets(Y), new_points(batch)
+    Y = case.targets(Y)
+    X_new = new_points(batch)
     weights = weight if weighted else torch.ones_like(weight)
     targets = Y[..., 0] if c is None else Y
     machine = case.make(0.1)
@@ -50,7 +52,8 @@ def test_outputs_at_new_inputs_are_those_of_a_refit(case, weighted, c, batch):
 def test_badly_conditioned_problems_keep_their_digits(case):
     X, Y, weight = problem(N, seed=3)
     X[7] = X[2]
-    Y, X_new = case.targets(Y), new_points()
+    Y = case.targets(Y)
+    X_new = new_points()
     outputs = case.make(1e-4).solve(X, Y, weight)(X_new)
     assert relative(outputs, trained_only(case, X, Y, 1e-4, weight, X_new)) <= 1e-8
 
@@ -70,7 +73,8 @@ class Episode(torch.nn.Module):
 @pytest.mark.parametrize("batch", [(), (2,)], ids=["one", "episodes"])
 def test_gradients_run_through_both_sides(case, batch):
     X, Y, weight = problem(6, c=2, batch=batch)
-    Y, X_new = case.targets(Y), new_points(batch)
+    Y = case.targets(Y)
+    X_new = new_points(batch)
     episode = Episode(case.make(0.3))
     names = [name for name, _ in episode.named_parameters()]
 
@@ -106,7 +110,9 @@ def test_a_network_and_a_basis_are_trained_by_the_loss_at_new_inputs():
 @every_smoother
 def test_vmap_over_episodes_is_their_batch(case):
     X, Y, weight = problem(N, c=2, batch=(3,))
-    Y, X_new, machine = case.targets(Y), new_points((3,)), case.make(0.3)
+    Y = case.targets(Y)
+    X_new = new_points((3,))
+    machine = case.make(0.3)
     together = machine.solve(X, Y, weight)(X_new)
     mapped = torch.func.vmap(lambda *episode: machine.solve(*episode[:3])(episode[3]))(X, Y, weight, X_new)
     assert_close(mapped, together, rtol=1e-9, atol=1e-12)
@@ -115,7 +121,8 @@ def test_vmap_over_episodes_is_their_batch(case):
 @every_smoother
 def test_a_batch_of_regularisations_predicts_one_set_of_inputs(case):
     X, Y, weight = problem(N)
-    Y, X_new = case.targets(Y), new_points()
+    Y = case.targets(Y)
+    X_new = new_points()
     outputs = case.make(torch.tensor([0.1, 10.0], dtype=torch.float64)).solve(X, Y, weight)(X_new)
     assert outputs.shape == (2, Q, 2)
     for reg, received in zip((0.1, 10.0), outputs, strict=True):
@@ -125,27 +132,33 @@ def test_a_batch_of_regularisations_predicts_one_set_of_inputs(case):
 @every_machine
 def test_single_precision_stays_single(case):
     X, Y, _ = problem(N)
-    X, Y, X_new = X.float(), case.targets(Y).float(), new_points().float()
+    X = X.float()
+    Y = case.targets(Y).float()
+    X_new = new_points().float()
     outputs = case.make(1.0).solve(X, Y)(X_new)
     assert outputs.dtype == torch.float32
     assert_close(outputs, case.make(1.0).fit(X, Y)(X_new))
-    assert relative(outputs, case.make(1.0).solve(X.double(), Y.double())(X_new.double())) <= 1e-3
+    expected = case.make(1.0).solve(X.double(), Y.double())(X_new.double())
+    assert relative(outputs, expected) <= 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_precomputed_and_sparse_rows():
     X, Y, _ = problem(N)
-    X_new, kernel = new_points(), tl.kernels.Polynomial(degree=2)
+    X_new = new_points()
+    kernel = tl.kernels.Polynomial(degree=2)
     expected = tl.LSSVM(kernel, 0.5).solve(X, Y)(X_new)
     precomputed = tl.LSSVM(tl.kernels.Precomputed(), 0.5).solve(kernel(X), Y)
     assert_close(precomputed(kernel(X_new, X)), expected)
-    assert_close(tl.LSSVM(kernel, 0.5).solve(X.to_sparse_csr(), Y)(X_new.to_sparse_csr()), expected)
+    received = tl.LSSVM(kernel, 0.5).solve(X.to_sparse_csr(), Y)(X_new.to_sparse_csr())
+    assert_close(received, expected)
 
 
 @pytest.mark.parametrize("kernel", [tl.kernels.RBF(1.5), tl.kernels.Linear()], ids=["rbf", "linear"])
 def test_support_vector_machines_give_values_without_a_graph(kernel):
     X, Y, _ = problem(N, c=3)
-    X_new, machine = new_points().requires_grad_(), tl.SVC(kernel, C=2.0)
+    X_new = new_points().requires_grad_()
+    machine = tl.SVC(kernel, C=2.0)
     solved = machine.solve(X.requires_grad_(), MACHINES[-1].targets(Y))
     assert not solved(X_new).requires_grad
     assert_close(solved(X_new), solved.from_kernel(kernel(X_new, X)).detach())
@@ -163,7 +176,8 @@ def test_support_vector_machines_give_values_without_a_graph(kernel):
 @pytest.mark.parametrize("c", [None, 2])
 def test_a_solved_stream_predicts_as_it_was_solved(machine, c):
     X, Y, weight = problem(60, c=c or 1)
-    y, X_new = Y[:, 0] if c is None else Y, new_points()
+    y = Y[:, 0] if c is None else Y
+    X_new = new_points()
     solved = machine.solve(tl.Stream(X, y, weight, block=13, progress=False))
     expected = machine.solve(X, y, weight)(X_new).detach()
     assert_close(solved(X_new), expected, rtol=1e-9, atol=1e-12)
@@ -189,7 +203,8 @@ def test_a_fit_of_matrices_names_what_to_use():
 
 def test_what_has_changed_since_solve_is_noticed():
     X, Y, _ = problem(N)
-    X_new, machine = new_points(), tl.LSSVM(tl.kernels.RBF(), 0.5)
+    X_new = new_points()
+    machine = tl.LSSVM(tl.kernels.RBF(), 0.5)
     solved = machine.solve(X, Y)
     with torch.no_grad():
         machine.kernel.log_lengthscale.add_(1.0)
@@ -208,7 +223,8 @@ def test_what_has_changed_since_solve_is_noticed():
 @every_machine
 def test_new_inputs_are_checked(case):
     X, Y, _ = problem(N)
-    solved, X_new = case.make().solve(X, case.targets(Y)), new_points()
+    solved = case.make().solve(X, case.targets(Y))
+    X_new = new_points()
     with pytest.raises(ValueError, match=r"X must have 3 columns, as in fit, got shape \(4, 2\)"):
         solved(X_new[:, :2])
     with pytest.raises(ValueError, match="X must be finite"):

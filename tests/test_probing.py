@@ -34,9 +34,11 @@ def refitted(X, Y, reg, weight, sets):
         kept = [i for i in range(len(X)) if i not in rows]
         Z, w = X[kept], weight[kept]
         share = w / w.sum()
-        centre, mean = share @ Z, share @ Y[kept]
-        A = (Z - centre).T @ (w[:, None] * (Z - centre)) + reg * torch.eye(X.shape[1], dtype=DOUBLE)
-        coef = torch.linalg.solve(A, (Z - centre).T @ (w[:, None] * (Y[kept] - mean)))
+        centre = share @ Z
+        mean = share @ Y[kept]
+        Zc = Z - centre
+        A = Zc.T @ (w[:, None] * Zc) + reg * torch.eye(X.shape[1], dtype=DOUBLE)
+        coef = torch.linalg.solve(A, Zc.T @ (w[:, None] * (Y[kept] - mean)))
         outputs[rows] = (X[rows] - centre) @ coef + mean
     return outputs
 
@@ -59,7 +61,8 @@ def test_scores_are_those_of_refits(d, classes, grouped):
     values = []
     for r, reg in enumerate(regs):
         outputs = refitted(X, coded, reg, weight, sets)
-        values.append(((weight[:, None] * (coded - outputs).square()).sum(0) / weight.sum()).mean().item())
+        squares = weight[:, None] * (coded - outputs).square()
+        values.append((squares.sum(0) / weight.sum()).mean().item())
         columns = torch.cat([-outputs, outputs], 1) if classes == 2 else outputs
         right = (known[columns.argmax(1)] == labels).double()
         assert found.curve[r].item() == pytest.approx(right.mean().item())
@@ -74,7 +77,8 @@ def test_scores_are_those_of_refits(d, classes, grouped):
                 for scale in torch.logspace(-2, 2, 4001)
             ]
             assert found.log_loss == pytest.approx(min(losses), rel=1e-5)
-    torch.testing.assert_close(found.criterion, torch.tensor(values, dtype=DOUBLE), rtol=1e-8, atol=0)
+    expected = torch.tensor(values, dtype=DOUBLE)
+    torch.testing.assert_close(found.criterion, expected, rtol=1e-8, atol=0)
     assert found.reg == regs[values.index(min(values))]
     assert (found.grouped is not None) == grouped
     if grouped:
@@ -103,7 +107,8 @@ def test_the_standard_error_is_that_of_a_share_or_of_groups():
     found = probe(X, labels)
     p = found.accuracy
     assert found.standard_error == pytest.approx(math.sqrt(p * (1 - p) / 399), rel=1e-6)
-    twice, pairs = torch.cat([X, X]), torch.arange(800) % 400
+    twice = torch.cat([X, X])
+    pairs = torch.arange(800) % 400
     grouped = probe(twice, torch.cat([labels, labels]), pairs)
     assert grouped.standard_error == pytest.approx(found.standard_error, rel=0.1)  # copies tell nothing new
     assert grouped.loo.standard_error < 0.8 * grouped.standard_error
@@ -153,7 +158,8 @@ def test_usual_regularisations_follow_the_scale_of_features_and_weights():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_narrow_features_are_taken_up_to_float32(dtype):
     X, labels = embeddings(200, 6, dtype=dtype)
-    found, exact = probe(X, labels), probe(X.double(), labels)
+    found = probe(X, labels)
+    exact = probe(X.double(), labels)
     assert found.head.coef.dtype == torch.float32
     assert found.accuracy == pytest.approx(exact.accuracy, abs=0.011)
     assert found.reg == pytest.approx(exact.reg, rel=1e-3)
@@ -182,7 +188,8 @@ def test_floats_are_numbers_to_be_predicted():
 def test_weights_may_be_a_function_of_the_labels():
     X, labels = embeddings(200, 6)
     given = tl.balanced_weight(labels)
-    by_name, by_tensor = probe(X, labels, weight=tl.balanced_weight), probe(X, labels, weight=given)
+    by_name = probe(X, labels, weight=tl.balanced_weight)
+    by_tensor = probe(X, labels, weight=given)
     assert torch.equal(by_name.criterion, by_tensor.criterion)
 
 

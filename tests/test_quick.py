@@ -56,7 +56,8 @@ def test_equals_refits(kind, weighted, taken):
     held_out = kind(tl.kernels.Linear(), reg=2.0).loo(X, Y, weight)
     refit = reference.lssvm if kind is tl.LSSVM else reference.rls
     ones = torch.ones(7, dtype=X.dtype)
-    assert_close(held_out.outputs, refit(X @ X.mT, Y, 2.0, ones if weight is None else weight))
+    expected = refit(X @ X.mT, Y, 2.0, ones if weight is None else weight)
+    assert_close(held_out.outputs, expected)
     assert taken == [True]
 
 
@@ -96,7 +97,8 @@ def test_a_batch_equals_its_loop(kind):
     machine = kind(tl.kernels.Linear(), reg=torch.tensor([1.0, 3.0, 9.0]))
     together = machine.loo(X, Y, weight).residuals
     for k, reg in enumerate(machine.reg.detach()):
-        assert_close(together[k], kind(tl.kernels.Linear(), reg=reg).loo(X[k], Y[k], weight[k]).residuals)
+        expected = kind(tl.kernels.Linear(), reg=reg).loo(X[k], Y[k], weight[k]).residuals
+        assert_close(together[k], expected)
 
 
 @pytest.mark.parametrize("kind", MACHINES)

@@ -92,7 +92,8 @@ def table() -> "pd.DataFrame":
 
 
 def about_three_centres() -> "pd.DataFrame":
-    draw, kind = np.random.default_rng(1), np.arange(N) % 3
+    draw = np.random.default_rng(1)
+    kind = np.arange(N) % 3
     x, z = draw.normal(size=(2, N)) + 2.2 * np.array([[0, 1, 0], [0, 0, 1]])[:, kind]
     return pd.DataFrame({"x": x, "z": z, "class": kind})
 
@@ -196,7 +197,8 @@ def test_several_classes_selected_by_their_error_have_one_number_for_it(tmp_path
 
 
 def test_many_classes_tell_what_they_are_mistaken_for(tmp_path):
-    draw, kind = np.random.default_rng(2), np.arange(90) % 9
+    draw = np.random.default_rng(2)
+    kind = np.arange(90) % 9
     x, z = draw.normal(size=(2, 90)) + 2.0 * np.stack([kind % 3, kind // 3])
     data = pd.DataFrame({"x": x, "z": z, "class": [f"k{k}" for k in kind]})
     page, held_out = written(tmp_path, "class", "--machine", "kfd", "--outer", "3", data=data)

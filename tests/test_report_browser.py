@@ -23,7 +23,8 @@ PICTURES = """Promise.all(Array.from(document.images, image => image.decode().th
 
 def written(folder: Path, kind: str) -> Path:
     """The report of a small problem of one kind; its names try to break out of the page."""
-    draw, n = np.random.default_rng(0), 40
+    draw = np.random.default_rng(0)
+    n = 40
     x, z = draw.normal(size=(2, n))
     signal = x + 0.5 * z + 0.2 * draw.normal(size=n)
     evil = '<script>alert(1)</script> $x_1$ & "ü" 日本'

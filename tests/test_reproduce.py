@@ -4,7 +4,6 @@ import argparse
 import csv
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_folder import DATA, needs_data
 
 import torchloo as tl
 from torchloo.svm.smo.rounds import smo
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "scripts" / "reproduce"
-DATA = Path(os.environ.get("TORCHLOO_DATA", ROOT.parent / "shared" / "data"))
 
 
 @pytest.fixture
@@ -214,7 +213,8 @@ def solver(script, tmp_path):
 
 def test_compiled_pairs_take_the_steps_of_the_library(solver):
     pairs, library, X, y, svc = solver
-    K, C = svc.kernel(X).detach(), 3.0
+    K = svc.kernel(X).detach()
+    C = 3.0
     alpha = torch.rand(len(y), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for label in (-1.0, 1.0):  # feasible, and no two variables equally bad: ties are broken by rounding
         alpha[y == label] *= 10 / alpha[y == label].sum()
@@ -247,7 +247,8 @@ def test_compiled_pairs_find_the_errors_of_the_exact_path_with_and_without_a_pro
 
 def test_coefficients_a_rounding_off_their_bounds_cost_no_columns(solver):
     pairs, library, X, y, svc = solver
-    K, C = svc.kernel(X).detach().numpy(), 3.0
+    K = svc.kernel(X).detach().numpy()
+    C = 3.0
     alpha = pairs.trained(library, K, y.numpy(), C, 1e-6).alpha
     assert (alpha == C).any()
     off = alpha - 4e-16 * (alpha == C)
@@ -259,7 +260,7 @@ def test_coefficients_a_rounding_off_their_bounds_cost_no_columns(solver):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs the benchmark data")
+@needs_data
 def test_every_script_runs_in_its_quick_form(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     papers = importlib.import_module("all").scripts()

@@ -84,7 +84,9 @@ def test_coefficients_of_paths_of_a_batch_are_those_of_each_regularisation(regs)
             one = tl.LSSVM(tl.kernels.Linear(), reg[j]).solve(X, y[..., j], weight)
             assert_close(path.coef[r, ..., j], one.coef)
             assert_close(path.bias[r, ..., j], one.bias)
-            assert_close(path.features.coef[r, ..., j], one.features.coef[..., 0])
+            received = path.features.coef[r, ..., j]
+            expected = one.features.coef[..., 0]
+            assert_close(received, expected)
 
 
 def test_overlapping_sets_that_are_lost_are_refitted_as_each_alone():

@@ -63,7 +63,8 @@ def cliff(t, _):
 @pytest.mark.parametrize("method", [lbfgs, nelder_mead])
 def test_search_finds_the_bottom_of_a_curved_valley(method):
     objective = search(method, rosenbrock, [[-1.2, 1.0]])
-    torch.testing.assert_close(objective.best[0][1], torch.ones(2, dtype=DOUBLE), atol=1e-3, rtol=0)
+    expected = torch.ones(2, dtype=DOUBLE)
+    torch.testing.assert_close(objective.best[0][1], expected, atol=1e-3, rtol=0)
     assert objective.asked < (150 if method is lbfgs else 400)
 
 
@@ -171,7 +172,12 @@ def several(y):
 
 
 def objective_of(
-    machine, criterion=tl.criteria.squared_hinge, clusters=None, weights=False, prior=None, columns=False
+    machine,
+    criterion=tl.criteria.squared_hinge,
+    clusters=None,
+    weights=False,
+    prior=None,
+    columns=False,
 ):
     X, y = problems()
     y = [several(labels) for labels in y] if columns else y
@@ -200,7 +206,8 @@ def test_a_batch_of_machines_equals_its_loop(name, columns):
     values, slopes = objective(theta, problem, gradient=True)
     for i, k in enumerate(problem.tolist()):
         machine = objective.space.machine_at(theta[i])
-        X, y = objective.problems.X[k], objective.problems.y[k]
+        X = objective.problems.X[k]
+        y = objective.problems.y[k]
         value = tl.criteria.squared_hinge(machine.loo(X, y))
         wanted = [p for p in machine.parameters() if p.requires_grad]
         expected = torch.cat([g.double().flatten() for g in torch.autograd.grad(value, wanted)])
@@ -250,7 +257,8 @@ def test_clusters_reach_the_path_of_a_batch(name):
     for i, k in enumerate(problem.tolist()):
         X, y, weight = (part[k] for part in objective.problems[:3])
         path = objective.space.machine_at(theta[i]).path(X, y, regs, clusters[k], weight)
-        torch.testing.assert_close(-values[i], tl.criteria.kendall_tau(path), rtol=1e-9, atol=1e-12)
+        expected = tl.criteria.kendall_tau(path)
+        torch.testing.assert_close(-values[i], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_criterion_of_the_users_sees_rows_and_labels_as_they_came():
@@ -289,7 +297,9 @@ def test_the_path_of_a_batch_equals_its_loop(name):
     for r, reg in enumerate(regs):
         at_reg = theta.clone()
         at_reg[:, objective.space.find("reg", "grid").part] = reg.log()
-        torch.testing.assert_close(objective(at_reg, problem)[0], values[:, r], rtol=1e-8, atol=0)
+        received = objective(at_reg, problem)[0]
+        expected = values[:, r]
+        torch.testing.assert_close(received, expected, rtol=1e-8, atol=0)
 
 
 def test_chunks_change_nothing(monkeypatch):
@@ -313,7 +323,7 @@ def test_a_failed_factorisation_makes_its_candidate_infinite_and_no_other():
     others = torch.arange(7) != 3
     torch.testing.assert_close(values[others], expected[others], rtol=1e-9, atol=0)
     assert list(objective.failures) == [1]
-    assert "take a larger reg" in str(objective.failures[1])
+    assert "use a larger reg" in str(objective.failures[1])
 
 
 def test_a_path_with_a_failed_regularisation_keeps_the_others():

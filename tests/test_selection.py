@@ -59,7 +59,8 @@ def test_search_is_no_worse_than_a_fine_grid_by_refits(search):
 
 def test_grid_is_the_best_of_plain_loops():
     X, y = sine()
-    regs, scales = [1e-3, 1e-2, 0.1, 1.0, 3.0, 10.0], [0.5, 1.0, 2.0]
+    regs = [1e-3, 1e-2, 0.1, 1.0, 3.0, 10.0]
+    scales = [0.5, 1.0, 2.0]
     chosen = select(tl.LSSVM(K.RBF()), X, y, search="grid", grid={"reg": regs, "lengthscale": scales})
     values = {
         (reg, scale): tl.criteria.press(tl.LSSVM(K.RBF(scale), reg).loo(X, y)).item()
@@ -81,7 +82,9 @@ def test_grid_takes_vectors_for_ard_and_one_number_for_all_entries():
     X, y = sine()
     grid = {"kernel.lengthscale": [1.0, [0.5, 50.0]]}
     chosen = select(tl.LSSVM(K.RBF(torch.ones(2))), X, y, search="grid", grid=grid)
-    torch.testing.assert_close(chosen.machine.kernel.lengthscale, torch.tensor([0.5, 50.0], dtype=DOUBLE))
+    received = chosen.machine.kernel.lengthscale
+    expected = torch.tensor([0.5, 50.0], dtype=DOUBLE)
+    torch.testing.assert_close(received, expected)
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -122,7 +125,9 @@ def test_starts_are_reproducible_and_never_hurt():
         generator = torch.Generator().manual_seed(seed)
         return select(machine, X, y, starts=starts, generator=generator, max_evaluations=25)
 
-    first, again, other = run(0, 4), run(0, 4), run(1, 4)
+    first = run(0, 4)
+    again = run(0, 4)
+    other = run(1, 4)
     assert first.history == again.history
     assert first.history != other.history
     assert first.value <= run(0, 1).value
@@ -348,7 +353,7 @@ def test_ard_starts_alike_whatever_the_units():
 def test_no_solution_anywhere_names_the_remedy():
     X = torch.ones(8, 2, dtype=torch.float32)
     y = torch.arange(8, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"select: no candidate could be evaluated: .*take a larger reg"):
+    with pytest.raises(ValueError, match=r"select: no candidate could be evaluated: .*use a larger reg"):
         select(tl.RLS(K.RBF()), X, y, bounds={"reg": (1e-30, 1e-29)})
 
 
@@ -529,7 +534,8 @@ SMOOTH = {
 @pytest.mark.parametrize("name", ALONE)
 def test_reg_alone_is_found_along_three_paths(name, criterion, monkeypatch):
     X, y = labelled(60, 4)
-    machine, measure = ALONE[name](), SMOOTH[criterion]
+    machine = ALONE[name]()
+    measure = SMOOTH[criterion]
     lower = criterion != "log_density"
     fine = torch.logspace(-5, 4, 901, dtype=DOUBLE)
     if criterion == "own":
@@ -590,14 +596,16 @@ def test_reg_alone_agrees_with_descent_on_its_gradient(kind):
 def test_reg_alone_takes_no_more_evaluations_in_single_precision():
     X, y = sine(300, 5)
     machine = tl.LSSVM(fixed_scale(K.RBF(2.0)))
-    single, double = select(machine, X.float(), y.float()), select(machine, X, y)
+    single = select(machine, X.float(), y.float())
+    double = select(machine, X, y)
     assert single.evaluations == double.evaluations == 34
     assert single.value == pytest.approx(double.value, rel=1e-3)
 
 
 def test_reg_alone_of_a_stream_is_that_of_its_rows():
     X, y = sine(300, 5)
-    clusters, weight = torch.arange(300) // 3, 0.5 + torch.rand(300, dtype=DOUBLE)
+    clusters = torch.arange(300) // 3
+    weight = 0.5 + torch.rand(300, dtype=DOUBLE)
     for name in ("linear", "sparse"):
         machine = ALONE[name]()
         whole = select(machine, X, y, "mse", weight=weight, clusters=clusters)

@@ -61,10 +61,13 @@ def test_held_out_outputs_equal_those_of_machines_fitted_without_the_rows(cluste
     for label in labels.unique():
         left, kept = labels == label, labels != label
         refitted = machine().fit(X[kept], Y[kept], weight[kept])
-        assert_close(held.outputs[left], refitted(X[left]), rtol=1e-7, atol=1e-7)
+        expected = refitted(X[left])
+        assert_close(held.outputs[left], expected, rtol=1e-7, atol=1e-7)
         for j in range(3):  # and those of a machine that knows one column only
             alone = machine().fit(X[kept], Y[kept, j], weight[kept])
-            assert_close(held.outputs[left, j], alone(X[left]), rtol=1e-7, atol=1e-7)
+            received = held.outputs[left, j]
+            expected = alone(X[left])
+            assert_close(received, expected, rtol=1e-7, atol=1e-7)
     assert_close(held.residuals, Y - held.outputs)
     assert_close(held.weight, weight)
     assert torch.equal(held.targets, Y)
@@ -90,7 +93,8 @@ def test_every_field_holds_what_each_column_alone_gives(clusters, options, batch
     held = held_out(machine(), X, Y, clusters, weight, **options)
     columns = [held_out(machine(), X, Y[..., j], clusters, weight, **options) for j in range(3)]
     for name in held._fields:
-        received, expected = getattr(held, name), [getattr(column, name) for column in columns]
+        received = getattr(held, name)
+        expected = [getattr(column, name) for column in columns]
         if name == "refitted":
             assert torch.equal(received, torch.stack(expected, -1).any(-1))
         elif name in ("weight", "clusters", "values"):
@@ -108,7 +112,8 @@ def test_every_field_holds_what_each_column_alone_gives(clusters, options, batch
 def test_the_output_axis_is_that_of_the_labels():
     X, Y, _ = three_classes()
     y = Y[:, 0]
-    flat, column = machine().loo(X, y), machine().loo(X, y[:, None])
+    flat = machine().loo(X, y)
+    column = machine().loo(X, y[:, None])
     assert flat.outputs.shape == (N,)
     assert column.outputs.shape == (N, 1)
     assert torch.equal(flat.outputs, column.outputs[:, 0])
@@ -133,11 +138,14 @@ def test_gradients_equal_differences(clusters):
     at = [X, weight, torch.tensor(0.3, dtype=DOUBLE), torch.tensor(0.1, dtype=DOUBLE)]
     inputs = [t.clone().requires_grad_() for t in at]
     gradients = torch.autograd.grad(loss(*inputs), inputs)
-    generator, h = torch.Generator().manual_seed(7), 1e-6
+    generator = torch.Generator().manual_seed(7)
+    h = 1e-6
     for k, gradient in enumerate(gradients):
         step = torch.randn(at[k].shape, dtype=DOUBLE, generator=generator)
-        ends = [loss(*at[:k], at[k] + sign * h * step, *at[k + 1 :]) for sign in (1, -1)]
-        assert_close((gradient * step).sum(), (ends[0] - ends[1]) / (2 * h), rtol=1e-5, atol=1e-6)
+        above, below = (loss(*at[:k], at[k] + shift, *at[k + 1 :]) for shift in (h * step, -h * step))
+        received = (gradient * step).sum()
+        expected = (above - below) / (2 * h)
+        assert_close(received, expected, rtol=1e-5, atol=1e-6)
 
 
 class _Asked(torch.nn.Module):
@@ -187,7 +195,8 @@ def test_batches_of_data_and_of_parameters_equal_their_loops():
     C = torch.tensor([0.5, 2.0], dtype=DOUBLE)
     varied = SVC(tl.kernels.RBF(lengthscales), C).loo(X[0], Y[0]).outputs
     for b in range(2):
-        assert_close(together[b], machine().fit(X[b], Y[b], weight[b])(X[b]))
+        expected = machine().fit(X[b], Y[b], weight[b])(X[b])
+        assert_close(together[b], expected)
         alone = SVC(tl.kernels.RBF(lengthscales[b, 0]), C[b]).loo(X[0], Y[0]).outputs
         assert_close(varied[b], alone, rtol=1e-8, atol=1e-8)
 

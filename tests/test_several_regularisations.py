@@ -38,10 +38,12 @@ def held_out(machine, X, y, clusters, weight):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_reg_per_output_equals_one_machine_for_each_output(case, clusters, c, weighted):
     X, Y, weight = problem(12, c=c)
-    Y, weight = case.targets(Y), weight if weighted else None
+    Y = case.targets(Y)
+    weight = weight if weighted else None
     regs = regs_of(c)
     machine = per_output(case, regs)
-    result, fit = held_out(machine, X, Y, clusters, weight), machine.solve(X, Y, weight)
+    result = held_out(machine, X, Y, clusters, weight)
+    fit = machine.solve(X, Y, weight)
     from_fit = fit.held_out(clusters)
     machine.fit(X, Y, weight)
     ones = torch.ones(12, dtype=torch.float64)
@@ -94,7 +96,8 @@ def test_own_regularisations_are_taken_a_few_at_a_time_where_there_are_sets(monk
 @counts
 def test_a_batch_with_reg_per_output_equals_its_loop(case, clusters, c):
     X, Y, weight = problem(12, c=c, batch=(3,))
-    Y, regs = case.targets(Y), regs_of(3, c)
+    Y = case.targets(Y)
+    regs = regs_of(3, c)
     result = held_out(per_output(case, regs), X, Y, clusters, weight)
     one_problem = held_out(per_output(case, regs), X[0], Y[0], clusters, weight[0])
     assert one_problem.outputs.shape == (3, 12, c)
@@ -119,7 +122,8 @@ def test_gradcheck_in_every_regularisation(case, clusters, c, batch):
         machine._parameters = {"log_reg": None}
         machine.__dict__["log_reg"] = log_reg
         y = Y if case.labels else y
-        result, fit = held_out(machine, X, y, clusters, weight), machine.solve(X, y, weight)
+        result = held_out(machine, X, y, clusters, weight)
+        fit = machine.solve(X, y, weight)
         return result.outputs, result.variance, fit.coef, fit.bias
 
     log_reg = template.log_reg.detach().clone()
@@ -206,9 +210,15 @@ def test_reg_per_output_of_many_rows(make, stream):
     tl.criteria.press(together.loo(*rows)).backward()
     for j, reg in enumerate(regs):
         one = machine(reg)
-        assert_close(outputs[:, j], one.loo(X, Y[:, j], weight).outputs, rtol=1e-9, atol=1e-9)
-        assert_close(grouped[:, j], one.lco(X, Y[:, j], labels, weight).outputs, rtol=1e-9, atol=1e-9)
-        assert_close(together(X)[:, j], one.fit(X, Y[:, j], weight)(X), rtol=1e-9, atol=1e-9)
+        received = outputs[:, j]
+        expected = one.loo(X, Y[:, j], weight).outputs
+        assert_close(received, expected, rtol=1e-9, atol=1e-9)
+        received = grouped[:, j]
+        expected = one.lco(X, Y[:, j], labels, weight).outputs
+        assert_close(received, expected, rtol=1e-9, atol=1e-9)
+        received = together(X)[:, j]
+        expected = one.fit(X, Y[:, j], weight)(X)
+        assert_close(received, expected, rtol=1e-9, atol=1e-9)
         tl.criteria.press(one.loo(X, Y[:, j], weight)).backward()
         share = together.log_reg.grad[j] * 3  # a mean over outputs
         assert_close(share, one.log_reg.grad, rtol=1e-7, atol=1e-9)

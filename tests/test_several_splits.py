@@ -47,7 +47,8 @@ def test_mean_over_a_grid_is_the_best_of_plain_loops():
 def test_mean_has_a_minimum_of_the_mean_criterion(search):
     X, y, pairs = rows()
     chosen = select(tl.LSSVM(K.RBF()), X, y, "press", search, splits=pairs, tolerance=1e-9)
-    reg, scale = chosen.machine.reg.item(), chosen.machine.kernel.lengthscale.item()
+    reg = chosen.machine.reg.item()
+    scale = chosen.machine.kernel.lengthscale.item()
     assert chosen.value == pytest.approx(mean_press(X, y, pairs, reg, scale), rel=1e-9)
     for r, s in [(1.05, 1.0), (0.95, 1.0), (1.0, 1.05), (1.0, 0.95)]:
         assert mean_press(X, y, pairs, reg * r, scale * s) > chosen.value
@@ -95,7 +96,8 @@ def test_machine_is_fitted_to_all_rows(join):
 @pytest.mark.parametrize("join", ["mean", "median"])
 def test_clusters_weights_and_given_matrices_are_taken_with_their_rows(join):
     X, y, pairs = rows()
-    clusters, weight = torch.arange(40) // 2, torch.rand(40, dtype=DOUBLE) + 0.5
+    clusters = torch.arange(40) // 2
+    weight = torch.rand(40, dtype=DOUBLE) + 0.5
     gram = K.RBF(1.0)(X).detach()
     options = {"criterion": "press", "splits": pairs, "join": join}
     options |= {"clusters": clusters, "weight": weight}
@@ -135,7 +137,8 @@ def test_machines_are_compared_by_their_mean_criterion(join):
 
 def test_an_interrupt_keeps_the_splits_that_were_searched():
     X, y, pairs = rows()
-    first = select(tl.LSSVM(K.RBF()), X[pairs[0][0]], y[pairs[0][0]], "press")
+    train, _ = pairs[0]
+    first = select(tl.LSSVM(K.RBF()), X[train], y[train], "press")
     with pytest.warns(RuntimeWarning, match="select: interrupted; this is the best so far"):
         chosen = select(
             tl.LSSVM(K.RBF()), X, y, splits=pairs, join="median",
@@ -145,8 +148,9 @@ def test_an_interrupt_keeps_the_splits_that_were_searched():
 
 
 def once_interrupted(after):
-    """PRESS that is interrupted once, when it has been asked for so many times."""
-    first, calls = interrupted_press(after), iter(range(1 << 20))
+    """PRESS that is interrupted once, after a number of calls."""
+    first = interrupted_press(after)
+    calls = iter(range(1 << 20))
 
     def criterion(held_out):
         return held_out.residuals.square().sum() if next(calls) > after else first(held_out)

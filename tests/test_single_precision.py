@@ -131,7 +131,8 @@ def test_float32_serves_where_the_condition_allows_and_else_float64_does(name, s
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize(("offset", "lonely"), [(0.0, False), (100.0, False), (0.0, True)])
 def test_machines_solved_from_a_stream_are_those_of_products_in_float64(name, offset, lonely, in_float64):
-    data, X_new = rows(offset, lonely), rows(offset)[0][:50]
+    data = rows(offset, lonely)
+    X_new = rows(offset)[0][:50]
     spread = data[1].std(0).max() if name != "rls" else data[1].square().mean().sqrt()
 
     def solved(machine):

@@ -47,7 +47,8 @@ def fifty_digits(K, y, reg, clusters, bias):
         left = [i for i in range(n) if labels[i] == label]
         kept = [i for i in range(n) if labels[i] != label]
         size = len(kept) + bias
-        system, right = mpmath.matrix(size, size), mpmath.matrix(size, 1)
+        system = mpmath.matrix(size, size)
+        right = mpmath.matrix(size, 1)
         for row, i in enumerate(kept):
             for column, j in enumerate(kept):
                 system[row, column] = K[i, j]
@@ -79,10 +80,13 @@ def test_dual_form_against_fifty_digits(machine, clusters, condition, limit):
 @pytest.mark.parametrize("condition", [1e2, 1e6])
 @pytest.mark.parametrize("clusters", [None, [0, 0, 1, 2, 2, 2, 2, 3, 4, 4]], ids=["rows", "ragged"])
 def test_a_chosen_condition_number(condition, clusters):
-    K, Y, weight = spd(10, condition), randn(10, 2), rand(10)
+    K = spd(10, condition)
+    Y = randn(10, 2)
+    weight = rand(10)
     for function, refit in ((F.rls, reference.rls), (F.lssvm, reference.lssvm)):
         expected = refit(K, Y, 1 / condition, weight, clusters)
-        assert relative(function(K, Y, 1 / condition, weight).held_out(clusters).outputs, expected) <= 1e-8
+        received = function(K, Y, 1 / condition, weight).held_out(clusters).outputs
+        assert relative(received, expected) <= 1e-8
 
 
 def test_float32_at_condition_one_thousand():
@@ -107,12 +111,16 @@ def test_panels_equal_whole_products(n):
     P = torch.linalg.inv(bordered)[:n, :n]
     assert_close(fit.annihilator(), P, rtol=1e-9, atol=1e-10)
     leaf = K.clone().requires_grad_()
-    F.lssvm((leaf + leaf.T) / 2, Y, 0.1).held_out().residuals.square().sum().backward()
-    a, d = P @ Y, P.diagonal().unsqueeze(-1)
+    held_out = F.lssvm((leaf + leaf.T) / 2, Y, 0.1).held_out()
+    held_out.residuals.square().sum().backward()
+    a = P @ Y
+    d = P.diagonal().unsqueeze(-1)
     r = a / d
-    abar, dbar = 2 * r / d, (-2 * r * r / d).sum(-1)
+    abar = 2 * r / d
+    dbar = (-2 * r * r / d).sum(-1)
     U = P @ abar
-    assert_close(leaf.grad, -(P * dbar) @ P - (U @ a.T + a @ U.T) / 2, rtol=1e-8, atol=1e-8)
+    expected = -(P * dbar) @ P - (U @ a.T + a @ U.T) / 2
+    assert_close(leaf.grad, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("n", [90, 200, 400, 600])
@@ -168,8 +176,10 @@ def test_refits_in_a_batch_stay_in_their_problem():
     harmless = randn(9, 3, seed=5)
     together = F.ridge(torch.stack([harmless, Z]), Y, R).held_out()
     assert together.refitted.sum(-1).tolist() == [0, 1]
-    assert_close(together.outputs[1], F.ridge(Z, Y, R).held_out().outputs)
-    assert_close(together.outputs[0], F.ridge(harmless, Y, R).held_out().outputs)
+    expected = F.ridge(Z, Y, R).held_out().outputs
+    assert_close(together.outputs[1], expected)
+    expected = F.ridge(harmless, Y, R).held_out().outputs
+    assert_close(together.outputs[0], expected)
 
 
 @pytest.mark.parametrize("far", [1e6, 1e7])
@@ -182,11 +192,14 @@ def test_an_outlier_that_is_refitted_is_exact(far):
     assert relative(result.outputs[:1], alone) <= 1e-8
     clusters = [0, 0, *range(1, 39)]
     pair = tl.LSSVM(tl.kernels.Linear(), 1.0).fit(X[2:], Y[2:])(X[:2])
-    assert relative(tl.LSSVM(tl.kernels.Linear(), 1.0).lco(X, Y, clusters).outputs[:2], pair) <= 1e-8
+    received = tl.LSSVM(tl.kernels.Linear(), 1.0).lco(X, Y, clusters).outputs[:2]
+    assert relative(received, pair) <= 1e-8
 
 
 def test_variance_of_refitted_rows_is_that_of_the_dual_form():
-    Z, Y, weight = randn(9, 2), randn(9, 1), rand(9)
+    Z = randn(9, 2)
+    Y = randn(9, 1)
+    weight = rand(9)
     Z[0] = torch.tensor([0.0, 1e4])
     primal_form = F.ridge(Z, Y, 0.5 * torch.eye(2, dtype=torch.float64), weight).held_out()
     dual_form = F.rls(Z @ Z.T / 0.5, Y, 1.0, weight).held_out()
@@ -206,32 +219,43 @@ def test_clusters_larger_than_the_features_need_no_blocks_of_their_size():
 def test_features_far_from_the_origin_do_not_spoil_a_machine_with_bias():
     X, Y = randn(20, 3), randn(20, 1)
     machine = tl.LSSVM(tl.kernels.Linear(), reg=0.1)
-    near, far = machine.loo(X, Y).outputs, machine.loo(X + 1e5, Y).outputs
+    near = machine.loo(X, Y).outputs
+    far = machine.loo(X + 1e5, Y).outputs
     assert relative(far, near) <= 1e-9
     wide = randn(6, 9)
-    near, far = machine.loo(wide, Y[:6]).outputs, machine.loo(wide + 1e5, Y[:6]).outputs
+    near = machine.loo(wide, Y[:6]).outputs
+    far = machine.loo(wide + 1e5, Y[:6]).outputs
     assert relative(far, near) <= 1e-8
     single = (X + 1e5).float()
     fit = machine.fit(single, Y.float())
-    assert relative(fit(single), machine.solve(single, Y.float()).outputs) <= 1e-4
+    received = fit(single)
+    expected = machine.solve(single, Y.float()).outputs
+    assert relative(received, expected) <= 1e-4
 
 
 def test_primal_and_dual_forms_agree():
-    X, Y, weight = randn(8, 3), randn(8, 2), rand(8)
+    X = randn(8, 3)
+    Y = randn(8, 2)
+    weight = rand(8)
     machine = tl.LSSVM(tl.kernels.Linear(), reg=0.3)
-    primal_fit, dual_fit = machine.solve(X, Y, weight), F.lssvm(X @ X.T, Y, 0.3, weight)
+    primal_fit = machine.solve(X, Y, weight)
+    dual_fit = F.lssvm(X @ X.T, Y, 0.3, weight)
     assert isinstance(primal_fit.form, primal.Primal)
     for name in ("coef", "bias", "outputs", "leverage", "dual"):
         assert_close(getattr(primal_fit, name), getattr(dual_fit, name), rtol=1e-9, atol=1e-10)
     assert_close(primal_fit.annihilator(), dual_fit.annihilator(), rtol=1e-9, atol=1e-10)
-    assert_close(primal_fit.held_out().variance, dual_fit.held_out().variance, rtol=1e-9, atol=1e-10)
+    received = primal_fit.held_out().variance
+    expected = dual_fit.held_out().variance
+    assert_close(received, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_wide_linear_kernels_take_the_dual_form():
     X, Y = randn(5, 9), randn(5, 1)
     machine = tl.RLS(tl.kernels.Linear(), reg=0.3)
     assert isinstance(machine.solve(X, Y).form, dual.Dual)
-    assert_close(machine.fit(X, Y)(X), machine.solve(X, Y).outputs)
+    received = machine.fit(X, Y)(X)
+    expected = machine.solve(X, Y).outputs
+    assert_close(received, expected)
     assert machine.coef.shape == (9, 1)  # weights of the features, whichever form they came from
 
 
@@ -243,8 +267,11 @@ def test_dependent_basis_vectors_are_dropped_and_change_nothing():
         repeated = F.sparse_lssvm(kernel(basis), kernel(X, basis), Y, 0.1)
         plain = F.sparse_lssvm(kernel(X[:4]), kernel(X, X[:4]), Y, 0.1)
     assert repeated.kept.sum() == 4
-    assert_close(repeated.held_out().outputs, plain.held_out().outputs, rtol=1e-9, atol=1e-10)
-    assert_close(repeated.from_kernel(kernel(X, basis)), plain.outputs, rtol=1e-9, atol=1e-10)
+    received = repeated.held_out().outputs
+    expected = plain.held_out().outputs
+    assert_close(received, expected, rtol=1e-9, atol=1e-10)
+    received = repeated.from_kernel(kernel(X, basis))
+    assert_close(received, plain.outputs, rtol=1e-9, atol=1e-10)
     machine = tl.SparseLSSVM(kernel, 0.1, basis=basis).fit(X, Y)
     assert machine.dropped.item() == 3
 
@@ -267,7 +294,9 @@ def test_a_basis_of_all_rows_takes_the_dual_form_and_is_the_dense_machine():
     kernel = tl.kernels.RBF(0.7)
     sparse = tl.SparseLSSVM(kernel, 0.2, basis=10)
     assert isinstance(sparse.solve(X, Y).form, dual.Dual)
-    assert_close(sparse.loo(X, Y).outputs, tl.LSSVM(kernel, 0.2).loo(X, Y).outputs, rtol=1e-8, atol=1e-9)
+    received = sparse.loo(X, Y).outputs
+    expected = tl.LSSVM(kernel, 0.2).loo(X, Y).outputs
+    assert_close(received, expected, rtol=1e-8, atol=1e-9)
 
 
 def test_trainable_basis_receives_exact_gradients():
@@ -286,20 +315,30 @@ def test_trainable_basis_receives_exact_gradients():
 def test_adding_a_constant_to_the_kernel_changes_nothing_with_a_bias():
     K, Y = spd(9, 1e2), randn(9, 2)
     before = F.lssvm(K, Y, 0.1).held_out().outputs
-    assert_close(F.lssvm(K + 5.0, Y, 0.1).held_out().outputs, before, rtol=1e-9, atol=1e-10)
+    received = F.lssvm(K + 5.0, Y, 0.1).held_out().outputs
+    assert_close(received, before, rtol=1e-9, atol=1e-10)
 
 
 def test_infinite_reg_gives_the_weighted_mean_of_the_others():
-    K, Y, weight = spd(9, 1e2), randn(9, 1), rand(9)
+    K = spd(9, 1e2)
+    Y = randn(9, 1)
+    weight = rand(9)
     received = F.lssvm(K, Y, 1e12, weight).held_out().outputs[:, 0]
-    total, sums = weight.sum(), (weight * Y[:, 0]).sum()
-    assert_close(received, (sums - weight * Y[:, 0]) / (total - weight), rtol=1e-9, atol=1e-10)
+    total = weight.sum()
+    sums = (weight * Y[:, 0]).sum()
+    expected = (sums - weight * Y[:, 0]) / (total - weight)
+    assert_close(received, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_rls_is_linear_in_its_targets():
-    K, Y, other = spd(9, 1e2), randn(9, 1), randn(9, 1, seed=3)
-    held = F.rls(K, torch.cat([Y, other, 2 * Y - other], 1), 0.1).held_out().outputs
-    assert_close(held[:, 2], 2 * held[:, 0] - held[:, 1])
+    K = spd(9, 1e2)
+    Y = randn(9, 1)
+    other = randn(9, 1, seed=3)
+    targets = torch.cat([Y, other, 2 * Y - other], 1)
+    held = F.rls(K, targets, 0.1).held_out().outputs
+    received = held[:, 2]
+    expected = 2 * held[:, 0] - held[:, 1]
+    assert_close(received, expected)
 
 
 def test_kfd_direction_is_fishers():
@@ -308,7 +347,8 @@ def test_kfd_direction_is_fishers():
     y = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0] * 2, dtype=torch.float64)
     K = tl.kernels.RBF(1.0)(X).detach()
     alpha = F.kfd(K, y[:, None], 0.3).coef[:, 0]
-    N, means = 0.3 * torch.eye(14, dtype=torch.float64), []
+    N = 0.3 * torch.eye(14, dtype=torch.float64)
+    means = []
     for label in (1, -1):
         columns = K[:, y == label]
         mean = columns.mean(1, keepdim=True)
@@ -327,7 +367,8 @@ def test_variance_is_the_gaussian_process_one():
         kept = [j for j in range(8) if j != i]
         k = K[i, kept]
         M = K[kept][:, kept] + 0.3 * torch.eye(7, dtype=torch.float64)
-        assert_close(received[i], K[i, i] + 0.3 - k @ torch.linalg.solve(M, k))
+        expected = K[i, i] + 0.3 - k @ torch.linalg.solve(M, k)
+        assert_close(received[i], expected)
 
 
 def loo_press(K, Y, reg, weight):
@@ -336,7 +377,9 @@ def loo_press(K, Y, reg, weight):
 
 def test_torch_func_grad_and_vmap_over_the_functional_forms():
     K = torch.stack([spd(6, 10.0, seed) for seed in range(3)])
-    Y, reg, weight = randn(3, 6, 1), rand(3), rand(3, 6)
+    Y = randn(3, 6, 1)
+    reg = rand(3)
+    weight = rand(3, 6)
     gradients = vmap(grad(loo_press, argnums=(0, 1, 2, 3)))(K, Y, reg, weight)
     inputs = [t.clone().requires_grad_() for t in (K, Y, reg, weight)]
     expected = torch.autograd.grad(F.lssvm(*inputs).held_out().residuals.square().sum(), inputs)
@@ -347,16 +390,21 @@ def test_torch_func_grad_and_vmap_over_the_functional_forms():
 
 
 def test_torch_func_second_derivatives():
-    K, Y, weight = spd(5, 10.0), randn(5, 1), rand(5)
+    K = spd(5, 10.0)
+    Y = randn(5, 1)
+    weight = rand(5)
     reg = torch.tensor(0.4, dtype=torch.float64)
     received = jacrev(grad(loo_press, argnums=2), argnums=2)(K, Y, reg, weight)
     h = 1e-4
     values = [loo_press(K, Y, reg + step, weight) for step in (-h, 0.0, h)]
-    assert_close(received, (values[0] - 2 * values[1] + values[2]) / h**2, rtol=1e-5, atol=1e-6)
+    expected = (values[0] - 2 * values[1] + values[2]) / h**2
+    assert_close(received, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_torch_func_over_ridge_and_clusters():
-    Z, Y, R = randn(3, 7, 2), randn(3, 7, 1), torch.eye(2, dtype=torch.float64)
+    Z = randn(3, 7, 2)
+    Y = randn(3, 7, 1)
+    R = torch.eye(2, dtype=torch.float64)
 
     def press(Z, Y):
         return F.ridge(Z, Y, R).held_out([0, 0, 1, 1, 1, 2, 2]).residuals.square().sum()
@@ -370,7 +418,8 @@ def test_torch_func_over_ridge_and_clusters():
 
 
 def test_batched_gradients_of_one_backward():
-    K, Y = spd(5, 10.0).requires_grad_(), randn(5, 1)
+    K = spd(5, 10.0).requires_grad_()
+    Y = randn(5, 1)
     outputs = F.lssvm(K, Y, 0.2).held_out().outputs[:, 0]
     eye = torch.eye(5, dtype=torch.float64)
     (together,) = torch.autograd.grad(outputs, K, eye, is_grads_batched=True, retain_graph=True)
@@ -395,7 +444,8 @@ def test_path_is_exact_for_weights_of_very_different_size(dtype, most, limit):
 def test_path_in_chunks_has_the_same_values_and_gradients(per_output, monkeypatch):
     """Two folds: the blocks of all regularisations would be many times n^2, so they come in chunks."""
     monkeypatch.setattr(spectral_path, "_TOGETHER", 1)
-    K, Y = spd(8, 10.0).requires_grad_(), randn(8, 2).requires_grad_()
+    K = spd(8, 10.0).requires_grad_()
+    Y = randn(8, 2).requires_grad_()
     regs = torch.logspace(-1, 1, 7, dtype=torch.float64)
     regs = torch.stack([regs, regs.flip(0)], -1) if per_output else regs
     clusters = [0, 1] * 4
@@ -433,7 +483,8 @@ def path_operations(machine, X, Y, count, clusters):
 @pytest.mark.parametrize("kernel", [tl.kernels.RBF, tl.kernels.Linear])
 @pytest.mark.parametrize("clusters", [None, [i % 13 for i in range(40)]], ids=["rows", "sets"])
 def test_a_path_takes_as_many_operations_however_many_regularisations(machine, kernel, clusters):
-    X, Y = randn(40, 60), randn(40, 1).sign()
+    X = randn(40, 60)
+    Y = randn(40, 1).sign()
     few, many = (path_operations(machine(kernel()), X, Y, count, clusters) for count in (10, 90))
     assert few == many
     assert many.count("_linalg_eigh") == 1
@@ -453,12 +504,15 @@ def test_usual_regularisations_are_not_factorised(machine, monkeypatch):
 
 
 def test_weights_of_a_larger_batch_than_the_targets():
-    X, Y, weight = randn(8, 2), randn(8, 1).sign(), rand(3, 8)
+    X = randn(8, 2)
+    Y = randn(8, 1).sign()
+    weight = rand(3, 8)
     Y[:2] = torch.tensor([[1.0], [-1.0]])
     for machine in (tl.KFD(tl.kernels.RBF()), tl.LSSVM(tl.kernels.RBF()), tl.LSSVM(tl.kernels.Linear())):
         together = machine.loo(X, Y, weight).outputs
         for k in range(3):
-            assert_close(together[k], machine.loo(X, Y, weight[k]).outputs, rtol=1e-9, atol=1e-10)
+            expected = machine.loo(X, Y, weight[k]).outputs
+            assert_close(together[k], expected, rtol=1e-9, atol=1e-10)
 
 
 def test_ridge_takes_a_batch_of_penalties():
@@ -466,14 +520,17 @@ def test_ridge_takes_a_batch_of_penalties():
     R = torch.eye(2, dtype=torch.float64) * torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)[:, None, None]
     together = F.ridge(Z, Y, R).held_out().outputs
     for k in range(3):
-        assert_close(together[k], F.ridge(Z, Y, R[k]).held_out().outputs)
+        expected = F.ridge(Z, Y, R[k]).held_out().outputs
+        assert_close(together[k], expected)
 
 
 @pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM, tl.KFD])
 def test_precomputed_matrices_are_not_stored(machine):
-    X, y = randn(9, 2), randn(9).sign()
+    X = randn(9, 2)
+    y = randn(9).sign()
     y[:2] = torch.tensor([1.0, -1.0])
-    K, K_new = tl.kernels.RBF(1.0)(X).detach(), tl.kernels.RBF(1.0)(randn(4, 2, seed=9), X).detach()
+    K = tl.kernels.RBF(1.0)(X).detach()
+    K_new = tl.kernels.RBF(1.0)(randn(4, 2, seed=9), X).detach()
     given = machine(tl.kernels.Precomputed(), 0.3).fit(K, y)
     computed = machine(tl.kernels.RBF(1.0), 0.3).fit(X, y)
     assert_close(given(K_new), computed(randn(4, 2, seed=9)))
@@ -510,7 +567,9 @@ def problems(draw):
     condition = 10.0 ** draw(st.integers(0, 6))
     labels = draw(st.lists(st.integers(-3, 3), min_size=n, max_size=n))
     clusters = labels if len(set(labels)) > 1 else None
-    weight = rand(n, seed=seed) * 10.0 ** draw(st.integers(-1, 1)) if draw(st.booleans()) else None
+    weight = None
+    if draw(st.booleans()):
+        weight = rand(n, seed=seed) * 10.0 ** draw(st.integers(-1, 1))
     return (
         spd(n, condition, seed),
         randn(n, draw(st.integers(1, 3)), seed=seed + 1),
@@ -527,7 +586,8 @@ def test_any_problem_equals_delete_and_refit(drawn):
     weights = torch.ones(len(K), dtype=torch.float64) if weight is None else weight
     for function, refit in ((F.rls, reference.rls), (F.lssvm, reference.lssvm)):
         expected = Y - refit(K, Y, reg, weights, clusters)  # outputs may be nothing but rounding
-        assert relative(function(K, Y, reg, weight).held_out(clusters).residuals, expected) <= 1e-8
+        received = function(K, Y, reg, weight).held_out(clusters).residuals
+        assert relative(received, expected) <= 1e-8
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=30))
@@ -555,16 +615,20 @@ def test_folds_are_balanced_and_seeded():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_compiled_functions_give_the_same_values_and_gradients():
-    K, Y = spd(5, 10.0).requires_grad_(), randn(5, 1)
-    reg, weight = torch.tensor(0.3, dtype=torch.float64), rand(5)
+    K = spd(5, 10.0).requires_grad_()
+    Y = randn(5, 1)
+    reg = torch.tensor(0.3, dtype=torch.float64)
+    weight = rand(5)
     compiled = torch.compile(loo_press, backend="eager")
-    received, expected = compiled(K, Y, reg, weight), loo_press(K, Y, reg, weight)
+    received = compiled(K, Y, reg, weight)
+    expected = loo_press(K, Y, reg, weight)
     assert_close(received, expected)
     assert_close(torch.autograd.grad(received, K), torch.autograd.grad(expected, K))
 
 
 def test_clusters_of_one_row_in_any_order_have_the_gradients_of_leave_one_out():
-    K, Y = spd(6, 10.0).requires_grad_(), randn(6, 1)
+    K = spd(6, 10.0).requires_grad_()
+    Y = randn(6, 1)
     fit = F.lssvm(K, Y, 0.2)
     target = randn(6, 1, seed=8)
     losses = [(fit.held_out(clusters).outputs * target).sum() for clusters in (None, [5, 1, 4, 0, 3, 2])]

@@ -73,7 +73,8 @@ def sources(folder, X, Y, weight, block=16):
 def assert_same(received, expected, relative=1e-10):
     """All fields; values to 1e-10 of the largest."""
     for name in ("outputs", "residuals", "variance"):
-        a, b = getattr(received, name), getattr(expected, name).detach()
+        a = getattr(received, name)
+        b = getattr(expected, name).detach()
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         torch.testing.assert_close(a, b, rtol=0, atol=relative * b.abs().max().item())
     assert torch.equal(received.targets, expected.targets)
@@ -105,7 +106,8 @@ def test_streamed_lco_equals_the_whole(make, clusters, source, tmp_path):
 @pytest.mark.parametrize("clusters", [None, *CLUSTERS.values()], ids=["single", *CLUSTERS])
 def test_streamed_path_equals_the_whole(make, regs, clusters):
     X, Y, weight = rows()
-    machine, regs = make(), torch.tensor(regs, dtype=torch.float64)
+    machine = make()
+    regs = torch.tensor(regs, dtype=torch.float64)
     stream = tl.Stream(X, Y, weight, block=32, progress=False)
     assert_same(machine.path(stream, None, regs, clusters), machine.path(X, Y, regs, clusters, weight))
 
@@ -144,14 +146,16 @@ def test_streamed_held_out_is_delete_and_refit(clusters):
     Z = X[:BASIS]
     expected = reference.sparse_lssvm(gram(Z, Z, "rbf"), gram(X, Z, "rbf"), Y, 0.1, weight, clusters)
     solved = MACHINES["sparse"]().solve(tl.Stream(X, Y, weight, block=20, progress=False))
-    torch.testing.assert_close(solved.held_out(clusters).outputs, expected, rtol=0, atol=1e-10)
+    received = solved.held_out(clusters).outputs
+    torch.testing.assert_close(received, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
 def test_fit_of_a_stream_predicts_as_fit_of_the_whole(make):
     X, Y, weight = rows()
     stream = tl.Stream(X, Y, weight, block=16, progress=False)
-    streamed, whole = make().fit(stream), make().fit(X, Y, weight)
+    streamed = make().fit(stream)
+    whole = make().fit(X, Y, weight)
     torch.testing.assert_close(streamed(X), whole(X), rtol=0, atol=1e-11)
     restored = make()
     restored.load_state_dict(streamed.state_dict())
@@ -161,7 +165,8 @@ def test_fit_of_a_stream_predicts_as_fit_of_the_whole(make):
 @pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
 def test_targets_without_an_output_axis_come_back_so(make):
     X, Y, _ = rows(c=1)
-    machine, stream = make(), tl.Stream(X, Y[:, 0], progress=False)
+    machine = make()
+    stream = tl.Stream(X, Y[:, 0], progress=False)
     solved = machine.solve(stream)
     assert_same(solved.held_out(), machine.loo(X, Y[:, 0]))
     assert machine.fit(solved)(X).shape == (ROWS,)
@@ -181,7 +186,8 @@ def test_one_solution_gives_held_out_rows_path_and_coefficients():
 def test_features_far_from_the_origin_keep_their_digits():
     X, Y, weight = rows()
     order = X[:, 0].argsort()  # every block has a mean of its own
-    X, machine = X[order] + 1e6, MACHINES["lssvm"]()
+    X = X[order] + 1e6
+    machine = MACHINES["lssvm"]()
     stream = tl.Stream(X, Y, weight, block=8, progress=False)
     assert_same(machine.loo(stream), machine.loo(X, Y, weight))
 
@@ -231,7 +237,8 @@ def test_float32_rows_are_added_up_in_float64():
     stream = tl.Stream(X.float(), Y.float(), weight.float(), block=16, progress=False)
     received = MACHINES["lssvm"]().loo(stream)
     assert received.outputs.dtype == torch.float32
-    torch.testing.assert_close(received.outputs, exact.outputs.float(), rtol=0, atol=5e-7)
+    expected = exact.outputs.float()
+    torch.testing.assert_close(received.outputs, expected, rtol=0, atol=5e-7)
 
 
 def test_held_out_rows_go_to_memory_mapped_files(tmp_path):
@@ -275,7 +282,8 @@ def test_spooled_batches_come_back_on_their_device():
 def test_what_was_solved_does_not_follow_the_machine(make):
     X, Y, weight = rows()
     machine = make()
-    expected, by_cluster = machine.loo(X, Y, weight), machine.lco(X, Y, CLUSTERS["ragged"], weight)
+    expected = machine.loo(X, Y, weight)
+    by_cluster = machine.lco(X, Y, CLUSTERS["ragged"], weight)
     solved = machine.solve(tl.Stream(X, Y, weight, block=16, progress=False))
     before = fitted_state(machine)
     with torch.no_grad():
@@ -315,7 +323,8 @@ def every_call(machine, source, regs, out):
 @pytest.mark.parametrize("make", [*MACHINES.values(), lambda: LOST], ids=[*MACHINES, "lost"])
 def test_streams_stay_on_the_device_of_their_rows(make, tmp_path):
     X, Y, weight = rows()
-    machine, regs = make(), torch.tensor([0.1, 1.0], dtype=torch.float64)
+    machine = make()
+    regs = torch.tensor([0.1, 1.0], dtype=torch.float64)
     parts = [tuple(t[k : k + 13] for t in (X, Y, weight)) for k in range(0, ROWS, 13)]
     expected = every_call(machine, (X, Y, weight), regs, None)
     for k, source in enumerate([(X, Y, weight), mapped(tmp_path, X, Y, weight), [parts]]):
@@ -509,7 +518,8 @@ def test_rows_that_change_after_solve_are_found(source, names, change, clusters,
 
 def test_fit_and_path_find_rows_that_have_changed():
     X, Y, weight = rows()
-    machine, stream = MACHINES["lssvm"](), tl.Stream(X, Y, weight, block=16, progress=False)
+    machine = MACHINES["lssvm"]()
+    stream = tl.Stream(X, Y, weight, block=16, progress=False)
     solved = machine.solve(stream)
     Y[70] += 1.0
     with pytest.raises(ValueError, match=r"y of rows 64 to 79 changed after .*; solve the stream again"):
@@ -533,7 +543,8 @@ def test_labels_exchanged_within_a_block_are_found():
     X, Y, _ = rows(c=1)
     labels = torch.ones_like(Y[:, 0])
     labels[1::2] = -1.0
-    machine, stream = MACHINES["lssvm"](), tl.Stream(X, labels, block=ROWS, progress=False)
+    machine = MACHINES["lssvm"]()
+    stream = tl.Stream(X, labels, block=ROWS, progress=False)
     solved = machine.solve(stream)
     labels[4:8] = torch.tensor([-1.0, 1.0, -1.0, 1.0], dtype=labels.dtype)
     with pytest.raises(ValueError, match="but y of rows 0 to 89 changed"):
@@ -758,7 +769,8 @@ def test_machines_without_few_features_say_what_to_use():
 
 
 def test_a_stream_warns_where_it_cuts_a_graph_and_nowhere_else():
-    X, y = torch.randn(12, 2, requires_grad=True), torch.randn(12)
+    X = torch.randn(12, 2, requires_grad=True)
+    y = torch.randn(12)
     with pytest.warns(UserWarning, match="Stream: no gradient reaches its rows") as seen:
         tl.Stream(X, y)
     assert len(seen) == 1

@@ -359,7 +359,7 @@ def test_criteria_of_values_refuse_labels():
     assert_close(tl.criteria.error_rate(held_out), held_out.errors.double().mean())
     with pytest.raises(ValueError, match="only their signs; use values=True"):
         tl.criteria.hinge(held_out)
-    with pytest.raises(ValueError, match="variance must be known"):
+    with pytest.raises(ValueError, match="variance must not be NaN"):
         tl.criteria.log_density(SVC(tl.kernels.RBF(1.0)).loo(X, y))
 
 

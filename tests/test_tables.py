@@ -433,7 +433,7 @@ def test_columns_of_an_archive_have_names_of_their_own(tmp_path):
 def test_dates_are_days(when):
     prepared = prepare(frame(when=when), Roles("y"))
     assert prepared.schema.columns[-1].dates
-    assert "dates, taken as days since 1970: 'when'" in prepared.notes
+    assert "dates, converted to days since 1970: 'when'" in prepared.notes
     raw = prepared.X[:, -1] * prepared.schema.scale[-1] + prepared.schema.centre[-1]
     np.testing.assert_allclose(raw[:2], [18262, 18322])
     schema = Schema.from_dict(json.loads(json.dumps(prepared.schema.as_dict())))

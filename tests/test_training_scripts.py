@@ -1,6 +1,6 @@
 """The scripts that train networks: a quick run of each, and what their numbers mean."""
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -12,11 +12,11 @@ import torch
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def module(name):
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+@pytest.fixture
+def module(monkeypatch):
+    """Loads a script by its name."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_quick_run_prints_a_table_and_draws_a_picture(tmp_path, script, rows):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_scores_of_known_probabilities():
+def test_scores_of_known_probabilities(module):
     script = module("train_features")
     right = torch.tensor([True, True, True, False])  # three of four right, at a confidence of 0.75
     logits = torch.zeros(4, 10)
@@ -53,21 +53,26 @@ def test_scores_of_known_probabilities():
     assert script.scores(lambda X: 100 * logits, test)[2] == pytest.approx(0.25, abs=1e-6)
 
 
-def test_tasks_are_sinusoids_with_noise():
+def test_tasks_are_sinusoids_with_noise(module):
     script = module("train_episodes")
     tasks = script.draw_tasks(50, 200, torch.Generator().manual_seed(0), "cpu")
-    x, y, clean = tasks.x[..., 0], tasks.y, tasks.clean
+    x = tasks.x[..., 0]
+    y = tasks.y
+    clean = tasks.clean
     design = torch.stack([x.sin(), x.cos()], -1)
     fitted = design @ torch.linalg.lstsq(design, clean.unsqueeze(-1)).solution
     torch.testing.assert_close(fitted[..., 0], clean, rtol=1e-3, atol=1e-3)
     assert (y - clean).std().item() == pytest.approx(script.NOISE, rel=0.05)
 
 
-def test_the_plain_head_is_regularised_least_squares():
+def test_the_plain_head_is_regularised_least_squares(module):
     script = module("train_episodes")
     torch.manual_seed(0)
-    head, tasks = script.R2D2(), script.draw_tasks(3, 20, torch.Generator().manual_seed(0), "cpu")
-    support, query = tasks.x[:, :10], tasks.x[:, 10:]
+    head = script.R2D2()
+    tasks = script.draw_tasks(3, 20, torch.Generator().manual_seed(0), "cpu")
+    support = tasks.x[:, :10]
+    query = tasks.x[:, 10:]
     machine = script.tl.RLS(script.tl.kernels.Linear(features=head.features), reg=1.0)
     expected = machine.solve(support, tasks.y[:, :10])(query)
-    torch.testing.assert_close(head(support, tasks.y[:, :10], query), expected, rtol=1e-3, atol=1e-3)
+    received = head(support, tasks.y[:, :10], query)
+    torch.testing.assert_close(received, expected, rtol=1e-3, atol=1e-3)

@@ -33,10 +33,13 @@ def by_hand(machine, X, y, splits, criterion, metric, search, **options):
     """The outer loop in plain steps, one split after another."""
     scores = []
     for train, test in splits:
-        centre, scale = X[train].mean(0), X[train].std(0)
-        inner, outer = (X[train] - centre) / scale, (X[test] - centre) / scale
+        centre = X[train].mean(0)
+        scale = X[train].std(0)
+        inner = (X[train] - centre) / scale
+        outer = (X[test] - centre) / scale
         chosen = tl.select(machine, inner, y[train], criterion, search, progress=False, **options)
-        f, one = chosen.machine(outer), torch.ones(len(test), dtype=DOUBLE)
+        f = chosen.machine(outer)
+        one = torch.ones(len(test), dtype=DOUBLE)
         scores.append(metric(tl.HeldOut(f, y[test] - f, y[test], one, None, one, one > 1)).item())
     return scores
 
@@ -62,11 +65,13 @@ def test_starts_in_a_batch_of_splits_equal_those_of_a_loop():
     for split in splits:
         alone = validate(machine, X, y, [split], metric="mse", generator=seeded(5), **options)
         scores.append(alone.scores)
-    torch.testing.assert_close(result.scores, torch.cat(scores), rtol=1e-6, atol=0)
+    expected = torch.cat(scores)
+    torch.testing.assert_close(result.scores, expected, rtol=1e-6, atol=0)
 
 
 def test_pure_noise_is_at_chance_though_the_criterion_is_far_below():
-    machine, scores = tl.LSSVM(K.RBF(torch.ones(50))), []
+    machine = tl.LSSVM(K.RBF(torch.ones(50)))
+    scores = []
     for seed in range(3):
         generator = seeded(seed)
         X = torch.randn(200, 50, dtype=DOUBLE, generator=generator)
@@ -110,9 +115,7 @@ def test_standardisation_is_of_the_training_rows_and_can_be_chosen():
     first = [select_first(machine, Z, y, splits, s) for Z, s in ((wild, [1, 2]), (X, False), (X, True))]
     assert first[0] != first[1] != first[2]
     for bad in ([7], 2.5, [0.5]):
-        with pytest.raises(
-            ValueError, match="validate: standardise must be True, False or numbers of columns"
-        ):
+        with pytest.raises(ValueError, match="validate: standardise must be True, False or column numbers"):
             validate(machine, X, y, splits, standardise=bad)
 
 
@@ -153,13 +156,15 @@ def test_the_metric_of_several_columns_is_that_of_classes_where_every_row_has_on
         result = validate(tl.LSSVM(K.RBF()), X, Y, splits, **options)
         assert result.metric == "multiclass_error"
         for (train, test), score in zip(splits, result.scores, strict=True):
-            said = tl.LSSVM(K.RBF(1.0), 0.1).fit(X[train], Y[train])(X[test]).argmax(1)
+            machine = tl.LSSVM(K.RBF(1.0), 0.1).fit(X[train], Y[train])
+            said = machine(X[test]).argmax(1)
             assert score.item() == pytest.approx((said != label[test]).double().mean().item())
     two = torch.stack([X[:, 0] > 0, X[:, 1] > 0], -1)
     pair = [(list(range(40)), [int(k) for k in range(40, 50) if two[k].sum() == 1])]  # by chance one in each
     result = validate(tl.LSSVM(K.RBF()), X, 2 * two.double() - 1, pair, **options)
     assert result.metric == "error_rate"
-    f = tl.LSSVM(K.RBF(1.0), 0.1).fit(X[:40], 2 * two[:40].double() - 1)(X[pair[0][1]])
+    machine = tl.LSSVM(K.RBF(1.0), 0.1).fit(X[:40], 2 * two[:40].double() - 1)
+    f = machine(X[pair[0][1]])
     assert result.mean == pytest.approx(((f >= 0) != two[pair[0][1]]).double().mean().item())
     opposite = torch.stack([X[:, 0], -X[:, 0]], -1)  # numbers, though one of them is positive
     assert validate(tl.LSSVM(K.RBF()), X, opposite, splits, **options).metric == "mse"
@@ -213,7 +218,9 @@ def test_weights_are_made_inside_each_split():
     splits = tl.splits.k_fold(50, 2, generator=seeded())
     result = validate(tl.LSSVM(K.RBF()), X, y, splits, weight=fixed, metric="mse", max_evaluations=1)
     for (train, test), row in zip(splits, result.table, strict=True):
-        Z, Z_test = ((X[rows] - X[train].mean(0)) / X[train].std(0) for rows in (train, test))
+        centre = X[train].mean(0)
+        scale = X[train].std(0)
+        Z, Z_test = ((X[rows] - centre) / scale for rows in (train, test))
         machine = tl.LSSVM(K.RBF(row["kernel.lengthscale"]), row["reg"])
         held_out = machine.loo(Z, y[train], fixed[train])
         assert row["criterion"] == pytest.approx(tl.criteria.press(held_out).item(), rel=1e-6)
@@ -226,7 +233,8 @@ def test_clusters_are_left_out_inside_and_outside():
     machine = tl.LSSVM(K.RBF())
     outside = validate(machine, X, y, "leave-cluster-out", clusters=clusters, standardise=False)
     assert [row["test"] for row in outside.table] == [6] * 8
-    row, train = outside.table[0], clusters != 0
+    row = outside.table[0]
+    train = clusters != 0
     chosen = tl.LSSVM(K.RBF(row["kernel.lengthscale"]), row["reg"])
     held_out = chosen.lco(X[train], y[train], clusters[train])
     assert row["criterion"] == pytest.approx(tl.criteria.press(held_out).item(), rel=1e-6)

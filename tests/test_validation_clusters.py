@@ -113,7 +113,8 @@ def test_several_outputs_and_a_given_matrix_are_put_in_order(batches):
 def test_more_rows_than_a_start_looks_at_begin_alike(batches):
     X, y, clusters = grouped(units=180)  # the first start is found on 300 evenly spread rows
     splits = tl.splits.hold_out(len(y), 3, 0.1, clusters=clusters, generator=seeded())
-    machine, options = tl.SparseLSSVM(K.RBF(), basis=10), {"max_evaluations": 1, "standardise": False}
+    machine = tl.SparseLSSVM(K.RBF(), basis=10)
+    options = {"max_evaluations": 1, "standardise": False}
     assert_alike(*together_and_apart(batches, machine, X, y, splits, clusters, **options), rtol=1e-9)
 
 
@@ -146,7 +147,8 @@ def twins(units=20, size=4):
     clusters = torch.arange(units).repeat_interleave(size)
     X = torch.randn(units, 3, dtype=DOUBLE, generator=seeded())[clusters]
     X = X + 0.01 * torch.randn(X.shape, dtype=DOUBLE, generator=seeded(1))
-    return X, (1 - 2 * (torch.randperm(units, generator=seeded(2)) % 2)).double()[clusters], clusters
+    signs = 1 - 2 * (torch.randperm(units, generator=seeded(2)) % 2)
+    return X, signs.double()[clusters], clusters
 
 
 def test_splits_that_cut_clusters_are_refused_unless_asked_for():

@@ -39,7 +39,7 @@ def _apply_in_forward_mode(function: type[Function], args: tuple[Any, ...]) -> A
     except NotImplementedError as error:
         raise NotImplementedError(
             "torchloo: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not supported by "
-            "kernel matrices; take reverse mode: torch.func.jacrev(f), or jacrev(torch.func.grad(f))"
+            "kernel matrices; use reverse mode: torch.func.jacrev(f), or jacrev(torch.func.grad(f))"
         ) from error
 
 

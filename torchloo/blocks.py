@@ -24,7 +24,7 @@ __all__ = ["NOT_DEFINITE", "Root", "solve_blocks"]
 
 NOT_DEFINITE = (
     "the regularised matrix is not positive definite to working precision; "
-    "take a larger reg, float64, or a positive semi-definite kernel"
+    "use a larger reg, float64, or a positive semi-definite kernel"
 )
 
 # The least squared Cholesky pivot, with the diagonal scaled to 1, of a well conditioned block.
@@ -119,7 +119,8 @@ class _Sets:
 
     def refine(self, root: Root, rows: Tensor) -> None:
         """One step from the residual, for the sets (g, s)."""
-        self.r = self.r + self.W @ (self.W.mT @ root.gradient(rows, self.r))
+        gradient = root.gradient(rows, self.r)
+        self.r = self.r + self.W @ (self.W.mT @ gradient)
 
     def solve_others_by_qr(self, root: Root, rows: Tensor, guard: Guard) -> None:
         """Solve the sets (g, s) for which refinement is not enough by QR; n^2 numbers at once."""
@@ -143,7 +144,10 @@ class _Sets:
 
 
 def solve_blocks(
-    a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | None = None
+    a: list[Tensor],
+    blocks: list[Tensor],
+    guard: Guard,
+    root: Root | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """P_LL^{-1} a_L and diag(P_LL^{-1}) for the sets L of every size; Note [solving blocks].
 
@@ -177,7 +181,8 @@ def solve_blocks(
 @torch.no_grad()
 def _several(a: list[Tensor], blocks: list[Tensor], guard: Guard, root: Root | None) -> Iterator[_Sets]:
     """The sets of every size but 1, solved; values are read once, or twice if some need QR."""
-    sizes = [_Sets(a_L, P_LL) for a_L, P_LL in zip(a, blocks, strict=True) if P_LL.shape[-1] > 1]
+    by_size = zip(a, blocks, strict=True)
+    sizes = [_Sets(a_L, P_LL) for a_L, P_LL in by_size if P_LL.shape[-1] > 1]
     if root is None:
         for sets in sizes:
             guard.require(sets.definite, NOT_DEFINITE)

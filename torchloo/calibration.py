@@ -94,7 +94,8 @@ class Temperature(_Calibration):
                 "Temperature: outputs must be (..., n, c), a column for each class, got shape "
                 f"{tuple(outputs.shape)}"
             )
-        return (self.scale.to(outputs)[..., None, None] * outputs).softmax(-1)
+        scale = self.scale.to(outputs)[..., None, None]
+        return (scale * outputs).softmax(-1)
 
 
 def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
@@ -103,8 +104,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     Args:
         held_out: of leave-one-out or leave-cluster-out, with targets of two classes, a positive and a
             negative value, or of several classes, one positive column in each row.
-        weight: as in criteria; None for equal weights, so that the probabilities are those of the class
-            frequencies in the data, whatever the training weights.
+        weight: as in criteria; None for equal weights, so that the probabilities follow the class
+            frequencies in the data, regardless of the training weights.
 
     Returns:
         `Platt` for two classes: ``calibrate(machine.loo(X, y))(machine(X_new))`` are the probabilities of
@@ -120,7 +121,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
     tensor([0.3199, 0.4951, 0.6716])
     """
     require_held_out("calibrate", held_out)
-    several = held_out.outputs.ndim > held_out.weight.ndim and held_out.outputs.shape[-1] > 1
+    has_output_axis = held_out.outputs.ndim > held_out.weight.ndim
+    several = has_output_axis and held_out.outputs.shape[-1] > 1
     kind: Classes = "column" if several else "both signs"
     rows = ScoredRows("calibrate", held_out, weight, False, classes=kind, steps=True)
     with torch.no_grad():
@@ -143,7 +145,8 @@ def calibrate(held_out: HeldOut, weight: Weight = None) -> Platt | Temperature:
         basis_of_shift = torch.cat([zeros, ones], -2)
         basis = torch.stack([basis_of_scale, basis_of_shift], -3)
         scale, shift = _newton(basis, targets, zeta).unbind(-1)
-        centre, spread = centre[..., 0, 0], spread[..., 0, 0]
+        centre = centre[..., 0, 0]
+        spread = spread[..., 0, 0]
         return Platt(scale / spread, shift - scale * centre / spread)
 
 
@@ -177,7 +180,8 @@ def _newton(basis: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
 
 def _entropy(theta: Tensor, basis: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The cross-entropy (...), Newton's step (..., j) and the squared Newton decrement (...)."""
-    log_p = (theta[..., None, None] * basis).sum(-3).log_softmax(-2)  # (..., k, n)
+    logits = (theta[..., None, None] * basis).sum(-3)  # (..., k, n)
+    log_p = logits.log_softmax(-2)
     p = log_p.exp()
     loss = -(weight * targets * log_p).sum((-2, -1))
     slope = weight * (p - targets)  # in the logits, (..., k, n)

@@ -25,7 +25,10 @@ class Partition:
     """
 
     def __init__(
-        self, groups: tuple[Tensor, ...], labels: Tensor | None = None, padding: int | None = None
+        self,
+        groups: tuple[Tensor, ...],
+        labels: Tensor | None = None,
+        padding: int | None = None,
     ) -> None:
         self._groups = groups
         self._single: tuple[int, torch.device] | None = None
@@ -45,7 +48,12 @@ class Partition:
 
     @classmethod
     def of(
-        cls, function: str, clusters: object | None, rows: int, device: torch.device, alone: bool = True
+        cls,
+        function: str,
+        clusters: object | None,
+        rows: int,
+        device: torch.device,
+        alone: bool = True,
     ) -> "Partition":
         """The partition given by cluster labels; None for every row alone.
 
@@ -140,7 +148,8 @@ class Partition:
         """D V for the block-diagonal matrix D of blocks (..., g, s, s) and V (..., n, m)."""
         if self.only_single(V.shape[-2]):
             return blocks[0][..., 0] * V
-        parts = [block @ part for block, part in zip(blocks, self.gather(V), strict=True)]
+        pairs = zip(blocks, self.gather(V), strict=True)
+        parts = [block @ part for block, part in pairs]
         return self.scatter(parts, V.shape[-2])
 
 
@@ -153,7 +162,9 @@ class PaddedSets:
     """
 
     def __init__(self, sets: Tensor, n: int) -> None:
-        self.sets, self.shape, self._n = sets, sets.shape, n
+        self.sets = sets
+        self.shape = sets.shape
+        self._n = n
         flat = sets.flatten()
         place = (flat < n).nonzero()[:, 0]
         self.rows = flat[place]
@@ -165,12 +176,15 @@ class PaddedSets:
             return values.unflatten(-1, self.shape)
         blank = torch.as_tensor(fill, dtype=values.dtype, device=values.device)
         blank = blank.expand(*values.shape[:-1], self.shape.numel())
-        return blank.index_copy(-1, self._place.to(values.device), values).unflatten(-1, self.shape)
+        place = self._place.to(values.device)
+        return blank.index_copy(-1, place, values).unflatten(-1, self.shape)
 
     def taken(self, values: Tensor) -> Tensor:
         """(..., g, s) as (..., b), without padding."""
         values = values.flatten(-2)
-        return values if self._place is None else values.index_select(-1, self._place.to(values.device))
+        if self._place is None:
+            return values
+        return values.index_select(-1, self._place.to(values.device))
 
     def __getitem__(self, k: int) -> Tensor:
         """The rows (s,) of one set."""
@@ -195,7 +209,8 @@ def row_sets(function: str, rows: object, n: int) -> tuple[Tensor, bool]:
         ) from None
     if given.dtype.kind not in "iu":
         raise TypeError(f"{function}: rows must be integers, got {given.dtype}")
-    sets = given.astype(np.int64).reshape(given.shape if given.ndim == 2 else (1, -1))
+    shape = given.shape if given.ndim == 2 else (1, -1)
+    sets = given.astype(np.int64).reshape(shape)
     if given.ndim > 2 or sets.size == 0 or sets.size // len(sets) >= n:
         raise ValueError(
             f"{function}: rows must be one row, (s,) or (g, s), with 1 to {n - 1} of the {n} rows in a set, "

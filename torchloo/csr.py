@@ -41,14 +41,15 @@ def dense(X: Tensor) -> Tensor:
 def _entries(X: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Places of the entries of some rows, row after row, and how many each row has."""
     crow = X.crow_indices()
-    start, counts = crow[rows], crow.diff()[rows]
+    start = crow[rows]
+    counts = crow.diff()[rows]
     ends = counts.cumsum(0)
     shift = torch.repeat_interleave(start - (ends - counts), counts)
     return torch.arange(len(shift), device=X.device) + shift, counts
 
 
 def _lines(counts: Tensor) -> Tensor:
-    """The number of the row of every entry, for rows with so many entries (n,)."""
+    """The row number of every entry, given the number of entries of each row (n,)."""
     numbers = torch.arange(len(counts), device=counts.device)
     return torch.repeat_interleave(numbers, counts)
 
@@ -76,7 +77,8 @@ def select(X: Tensor, rows: Tensor) -> Tensor:
 
 def _matrix(X: Tensor, crow: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     size = (len(crow) - 1, X.shape[-1])
-    crow, device = crow.to(columns.dtype), values.device
+    crow = crow.to(columns.dtype)
+    device = values.device
     return torch.sparse_csr_tensor(crow, columns, values, size, device=device, check_invariants=False)
 
 

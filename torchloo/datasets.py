@@ -113,7 +113,8 @@ def ringnorm(
     draw = _Draw(generator, device)
     y = _signs(draw.uniform(n) < 0.5)
     Z = draw.normal(n, 20)
-    X = torch.where(y[:, None] > 0, 2 * Z, Z + 2 / math.sqrt(20))
+    a = 2 / math.sqrt(20)
+    X = torch.where(y[:, None] > 0, 2 * Z, Z + a)
     return X.to(device, dtype), y.to(device, dtype)
 
 
@@ -213,7 +214,8 @@ def clustered(
     numbers = torch.arange(k, device="cpu")
     counts = torch.tensor(sizes, device="cpu")
     labels = torch.repeat_interleave(numbers, counts)  # (n,)
-    n, draw = len(labels), _Draw(generator, device)
+    n = len(labels)
+    draw = _Draw(generator, device)
     centre = draw.normal(k, d)
     shared = effect * draw.normal(k)
     member = labels.to(centre.device)
@@ -239,7 +241,11 @@ class Benchmark(NamedTuple):
 
 
 def benchmark(
-    name: str, data: str | os.PathLike[str], *, dtype: torch.dtype = torch.float64, device: Device = None
+    name: str,
+    data: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: Device = None,
 ) -> Benchmark:
     """A data set by name from a benchmark folder, which holds <kind>/<name>.npz with arrays X and y.
 
@@ -284,11 +290,12 @@ def ida(
     splits = arrays["train_own" if own else "train"]
     if whole_number("ida", "split", split, 0) >= len(splits):
         remedy = "" if own else "; own=True has more"
-        raise ValueError(f"ida: split must be under {len(splits)} for {name}, got {split}{remedy}")
+        raise ValueError(f"ida: split must be below {len(splits)} for {name}, got {split}{remedy}")
     train_rows = splits[split].astype(np.int64)
     if own:
         test_rows = np.setdiff1d(np.arange(len(y)), train_rows)
     else:
         test_rows = arrays["test"][split].astype(np.int64)
-    train, test = (torch.as_tensor(rows, device=y.device) for rows in (train_rows, test_rows))
+    train = torch.as_tensor(train_rows, device=y.device)
+    test = torch.as_tensor(test_rows, device=y.device)
     return X[train], y[train], X[test], y[test]

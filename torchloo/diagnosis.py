@@ -139,7 +139,8 @@ class Diagnosis:
             K = torch.nonzero(clusters != label)[:, 0].to(P.device)
             P_KL = P[K][:, L]
             P_LL = P[L][:, L]
-            solved = torch.linalg.solve(P_LL, torch.cat([P_KL.mT, a[L]], -1))
+            right = torch.cat([P_KL.mT, a[L]], -1)
+            solved = torch.linalg.solve(P_LL, right)
             by_P, by_a = solved.tensor_split([len(K)], -1)
             P_after = P[K][:, K] - P_KL @ by_P
             a_after = a[K] - P_KL @ by_a
@@ -264,7 +265,8 @@ def diagnose(
     fit = machine.solve(X, y, weight)
     if fit.targets.ndim > 2 or fit.leverage.ndim > 1:
         raise ValueError("diagnose: takes one problem with one regularisation, got several; call it for each")
-    held_out, h = fit.held_out(clusters), fit.leverage
+    held_out = fit.held_out(clusters)
+    h = fit.leverage
     wide = fit.held_out(clusters, flat=False)
     e = fit.targets - fit.outputs.reshape(fit.targets.shape)  # (n, c)
     zeta = fit.weight.unsqueeze(-1)
@@ -291,7 +293,9 @@ def _apart(rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[int]:
     """The first eight rows whose labels do not overlap in a plot with coordinates between 0 and 1."""
     chosen: list[int] = []
     for i in rows.tolist():
-        distances = np.maximum(abs(x[chosen] - x[i]), abs(y[chosen] - y[i]))
+        across = abs(x[chosen] - x[i])
+        up = abs(y[chosen] - y[i])
+        distances = np.maximum(across, up)
         if len(chosen) < _NUMBERS and (distances > 0.07).all():
             chosen.append(i)
     return chosen
@@ -300,7 +304,8 @@ def _apart(rows: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[int]:
 def _squared_change(fit: Fit, r: Tensor, members: Tensor, count: int) -> Tensor:
     """sum_j weight_j (H_{:L} r_L)_j^2 for every set L, (g, c), one output at a time."""
     ridge = fit.problem.ridge
-    H = torch.diag_embed(torch.ones_like(ridge)) - ridge.unsqueeze(-1) * fit.annihilator()
+    identity = torch.diag_embed(torch.ones_like(ridge))
+    H = identity - ridge.unsqueeze(-1) * fit.annihilator()
     zeta = fit.weight.unsqueeze(-1)
     by_output = []
     for column in r.unbind(-1):
@@ -321,6 +326,7 @@ def _suspicion(held_out: HeldOut, wide: HeldOut) -> Tensor | None:
         return None
     p = calibrate(held_out)(held_out.outputs)
     if len(targets) == 1:
-        p, positive = p.reshape(-1), targets[0] > 0
+        p = p.reshape(-1)
+        positive = targets[0] > 0
         return torch.where(positive, 1 - p, p)
     return 1 - (p * (wide.targets > 0)).sum(-1)

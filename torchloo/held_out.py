@@ -52,7 +52,8 @@ def assemble(
     `parts` are residuals (..., n, c), variances (..., n, 1) or (..., n, c), and refitted rows (..., n).
     """
     r, variance, refitted = parts
-    r, variance = r.to(Y.dtype), variance.to(Y.dtype)
+    r = r.to(Y.dtype)
+    variance = variance.to(Y.dtype)
     weight = expanded(weight, refitted.shape)
     outputs = Y - r if outputs is None else outputs
     fields = (outputs, r, expanded(Y, r.shape), expanded(variance, r.shape))

@@ -245,15 +245,19 @@ def _check(function: str, machine: Any, X: object, y: object, level: object) -> 
 
 def _rank(level: float, n: int) -> int:
     """k of Note [intervals]."""
-    return math.ceil(round(level * (n + 1), 9))  # 0.7 * 10 is 7, whatever the rounding of 0.7
+    return math.ceil(round(level * (n + 1), 9))  # 0.7 * 10 is 7 despite the rounding of 0.7
 
 
 def _groups(
-    function: str, groups: object | None, groups_new: object | None, n: int, q: int
+    function: str,
+    groups: object | None,
+    groups_new: object | None,
+    n: int,
+    q: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The training rows and the new rows of every group of new rows; without groups, all of them."""
     if (groups is None) != (groups_new is None):
-        raise ValueError(f"{function}: groups and groups_new must come together, got only one of them")
+        raise ValueError(f"{function}: groups and groups_new must be given together, got only one of them")
     if groups is None:
         yield torch.arange(n, device="cpu"), torch.arange(q, device="cpu")
         return

@@ -124,7 +124,9 @@ class _Rows:
     def by_size(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Rows (g, s) of the sets of each size, ascending, and the position of each row (l,) among them."""
         starts = self.sizes.cumsum() - self.sizes
-        groups, place, total = [], np.empty_like(self.rows), 0
+        groups = []
+        place = np.empty_like(self.rows)
+        total = 0
         for size in np.unique(self.sizes):
             index = starts[self.sizes == size, None] + np.arange(size)  # (g, s)
             groups.append(self.rows[index])
@@ -142,7 +144,8 @@ def _flat(function: str, pairs: Iterable[Any]) -> tuple[_Rows, _Rows]:
         raise TypeError(f"{function}: {expected}: {fault}") from None
     if not sets:
         raise ValueError(f"{function}: {expected}, got none")
-    return _Rows([predicted for predicted, _ in sets]), _Rows([left for _, left in sets])
+    predicted_rows, rows_left = zip(*sets, strict=True)
+    return _Rows(list(predicted_rows)), _Rows(list(rows_left))
 
 
 def _integers(rows: Any) -> np.ndarray:
@@ -171,7 +174,11 @@ def _require_rows(function: str, sets: _Rows, n: int) -> None:
 
 
 def leave_out_by_annihilator(
-    sets: LeaveOutSets, P: Tensor, a: Tensor, root: Callable[[], tuple[Tensor, Tensor]], guard: Guard
+    sets: LeaveOutSets,
+    P: Tensor,
+    a: Tensor,
+    root: Callable[[], tuple[Tensor, Tensor]],
+    guard: Guard,
 ) -> Parts:
     """Held-out rows from P = T^T T (..., n, n), a = P Y (..., n, c) and (T, T Y); Note [overlapping sets].
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[object]:
-    """A context in which products keep the dtype of their inputs, whatever autocast says outside."""
+    """A context in which products keep the dtype of their inputs, even under autocast."""
     if not torch._C._is_any_autocast_enabled():
         return _NOTHING
     kind = like.device.type

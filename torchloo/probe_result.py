@@ -117,7 +117,8 @@ class Probe:
         if self.class_accuracy is not None:
             lines += ["", *rendered(self._by_class(), 22)]
         lines += ["", *rendered(self._by_reg(), len(self.regs))]
-        if self.reg in (self.regs[0].item(), self.regs[-1].item()):
+        ends = (self.regs[0].item(), self.regs[-1].item())
+        if self.reg in ends:
             lines.append("the best reg is at the end of the range: give regs= with a wider range")
         return "\n".join(lines)
 
@@ -182,11 +183,12 @@ def _share(value: Any) -> str:
 
 def _draw_curves(found: Probe, above: "Axes", below: "Axes") -> None:
     """Accuracy or r2, and the criterion, for each regularisation."""
-    regs, curve, error = (t.double().cpu().numpy() for t in (found.regs, found.curve, found.curve_error))
+    columns = (found.regs, found.curve, found.curve_error, found.criterion)
+    regs, curve, error, criterion = (column.double().cpu().numpy() for column in columns)
     kind = "leave-one-out" if found.grouped is None else "leave-group-out"
     above.fill_between(regs, curve - error, curve + error, color=_PALE, label="± 1 standard error")
     above.plot(regs, curve, color=_BLUE, marker=".", label=kind)
-    below.plot(regs, found.criterion.double().cpu().numpy(), color=_BLUE, marker=".")
+    below.plot(regs, criterion, color=_BLUE, marker=".")
     if found.grouped is not None:
         value = getattr(found.loo, found.measure)
         above.plot([found.reg], [value], "o", color=_GREY, label="leave-one-out")

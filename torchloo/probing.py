@@ -126,7 +126,9 @@ def _best_reg(rows: _Rows, groups: object, regs: Iterable[Tensor]) -> tuple[floa
     These are the criterion, and accuracy or r2 with its standard error; `regs` are tried a few at a time.
     """
     table: list[tuple[float, float, float]] = []
-    best, best_reg, least = None, math.nan, math.inf
+    best = None
+    best_reg = math.nan
+    least = math.inf
     for some in regs:
         path = rows.path(some, groups)
         for r, reg in enumerate(some.tolist()):
@@ -134,7 +136,9 @@ def _best_reg(rows: _Rows, groups: object, regs: Iterable[Tensor]) -> tuple[floa
             mse = criteria.mse(held_out).item()
             table.append((mse, *_headline(held_out, rows.classes)))
             if best is None or mse < least:
-                best, best_reg, least = _copied(held_out), reg, mse
+                best = _copied(held_out)
+                best_reg = reg
+                least = mse
     assert best is not None
     return best_reg, best, torch.tensor(table, dtype=torch.float64, device="cpu")
 
@@ -167,7 +171,8 @@ def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
     classes = _classes_of(stream)
 
     def path(regs: Tensor, groups: object) -> HeldOut:
-        return LSSVM(Linear(), classes=classes).path(Z, y, regs.to(Z), groups, zeta)
+        machine = LSSVM(Linear(), classes=classes)
+        return machine.path(Z, y, regs.to(Z), groups, zeta)
 
     return _Rows(path, lambda head: head.fit(Z, y, zeta), stream.with_classes(classes), classes)
 
@@ -276,12 +281,14 @@ def _scores(held_out: HeldOut, classes: Tensor | None) -> ProbeScores:
     if classes is None:
         return ProbeScores(math.nan, score, error, None, math.nan, rmse)
     log_loss = criteria.cross_entropy(held_out, weight=None, scale=_softmax_scale(held_out)).item()
-    return ProbeScores(score, math.nan, error, criteria.class_accuracy(held_out, weight=None), log_loss, rmse)
+    by_class = criteria.class_accuracy(held_out, weight=None)
+    return ProbeScores(score, math.nan, error, by_class, log_loss, rmse)
 
 
 def _softmax_scale(held_out: HeldOut) -> float:
     """The scale > 0 of least cross-entropy, by Newton's method: its slope grows with the scale."""
-    f, t = held_out.outputs.double(), held_out.targets
+    f = held_out.outputs.double()
+    t = held_out.targets
     if f.ndim == 1:
         of_true_class = f * t.sign()
         f = torch.stack([-f, f], -1)

@@ -54,7 +54,8 @@ def standard_error(criterion: Any, held_out: HeldOut, weight: Weight = "own") ->
         deviation = _summed(deviation, cluster, len(labels))
         counted = _summed(counted, cluster, len(labels))
     n = (counted > 0).sum(-1).to(w.dtype)
-    return (n / (n - 1) * deviation.square().sum(-1)).sqrt()
+    squares = deviation.square().sum(-1)
+    return (n / (n - 1) * squares).sqrt()
 
 
 def _summed(values: Tensor, cluster: Tensor, count: int) -> Tensor:

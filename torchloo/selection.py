@@ -64,7 +64,8 @@ class Selection(NamedTuple):
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row of the table with its parameters in one cell."""
-    numbers = [(name, value) for name, value in row["parameters"].items() if not isinstance(value, list)]
+    named = row["parameters"].items()
+    numbers = [(name, value) for name, value in named if not isinstance(value, list)]
     parameters = ", ".join(f"{name} {value:.4g}" for name, value in numbers)
     return {**row, "parameters": parameters, "chosen": "*" if row["chosen"] else ""}
 
@@ -234,7 +235,9 @@ def _rows(
             return stack("select", [X], [targets], [all_weights], [scored], [clusters])
         weights = weight_of("select", "weight", weight, y, targets, train)
         inputs = X[train][:, train] if takes_kernel_matrix(machine) else X[train]
-        labels = None if clusters is None else host_labels("select", clusters, len(X))[train.cpu()]
+        labels = None
+        if clusters is not None:
+            labels = host_labels("select", clusters, len(X))[train.cpu()]
         return stack("select", [inputs], [targets[train]], [weights], [scored], [labels])
 
     if pairs is None:

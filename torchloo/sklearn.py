@@ -74,7 +74,12 @@ class _LOOEstimator(BaseEstimator):
         self.device = device
 
     def _fit_rows(
-        self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, groups: Any, **options: Any
+        self,
+        X: np.ndarray,
+        y: np.ndarray,
+        weight: np.ndarray | None,
+        groups: Any,
+        **options: Any,
     ) -> HeldOut:
         """Select and fit `machine_`; returns the held-out predictions of the rows of positive weight.
 
@@ -90,7 +95,8 @@ class _LOOEstimator(BaseEstimator):
             )
         clusters = None
         if groups is not None:
-            _, numbers = np.unique(_column(name, "groups", groups, len(X)), return_inverse=True)
+            labels = _column(name, "groups", groups, len(X))
+            _, numbers = np.unique(labels, return_inverse=True)
             clusters = torch.from_numpy(numbers[taking_part])
 
         def on_device(array: np.ndarray) -> Tensor:
@@ -144,7 +150,10 @@ class _LOOEstimator(BaseEstimator):
             chosen = torch.randperm(len(X), generator=generator, device="cpu")[:count]
             options = {**options, "basis": X[chosen.to(X.device)]}
         kind = MACHINES[self.machine]
-        strength = {"reg": self.reg} if issubclass(kind, LeastSquares) else {"C": 1 / self.reg}
+        if issubclass(kind, LeastSquares):
+            strength = {"reg": self.reg}
+        else:
+            strength = {"C": 1 / self.reg}
         with X.device:
             return kind(kernel, **strength, **options).to(X.device), generator
 
@@ -155,7 +164,8 @@ class _LOOEstimator(BaseEstimator):
 
     def _outputs_at(self, X: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            return self.machine_(torch.tensor(X, device=self.device)).cpu().numpy()
+            inputs = torch.tensor(X, device=self.device)
+            return self.machine_(inputs).cpu().numpy()
 
     def _outputs_of_others(self, X: np.ndarray) -> Any:
         """Outputs of the fitted machine at the rows of weight zero."""
@@ -227,7 +237,8 @@ class LOORegressor(MultiOutputMixin, RegressorMixin, _LOOEstimator):
     def predict_interval(self, X: Any, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """Prediction intervals with coverage `level`; see `intervals.jackknife_plus`."""
         check_is_fitted(self, "machine_")
-        X_new = torch.tensor(validate_data(self, X, dtype=np.float64, reset=False), device=self.device)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        X_new = torch.tensor(X, device=self.device)
         rows = self._rows
         with torch.no_grad():
             ends = jackknife_plus(
@@ -306,7 +317,9 @@ class LOOClassifier(ClassifierMixin, _LOOEstimator):
         self.loo_decision_ = self._in_all_rows(held_out.outputs, self._outputs_of_others(X))
         self.loo_residuals_ = self._in_all_rows(held_out.residuals, np.nan)
         self.loo_predictions_ = self._labels(self.loo_decision_)
-        counted = None if given is None else torch.tensor(given[self._taking_part], device=self.device)
+        counted = None
+        if given is not None:
+            counted = torch.tensor(given[self._taking_part], device=self.device)
         self.calibration_ = calibrate(held_out, counted).cpu()
         return self
 

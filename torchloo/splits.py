@@ -129,7 +129,8 @@ def h_block(times: Any, buffer: float) -> list[LeaveOut]:
         if not finite:
             received += " with NaN or infinity"
         raise ValueError(f"h_block: times must be finite, (n,) or (n, d), got {received}")
-    if isinstance(buffer, bool) or not isinstance(buffer, numbers.Real) or not 0 <= buffer < math.inf:
+    is_number = isinstance(buffer, numbers.Real) and not isinstance(buffer, bool)
+    if not is_number or not 0 <= buffer < math.inf:
         raise ValueError(f"h_block: buffer must be a number, 0 or more, got {buffer!r}")
     rounding = 4 * torch.finfo(places.dtype).eps * float(places.abs().max())
     reach = float(buffer) * (1 + 1e-12) + rounding
@@ -212,7 +213,9 @@ def require_whole_clusters(pairs: list[Split], clusters: object, n: int) -> None
     """Raise if a split of `validate` has a cluster with both training and test rows."""
     labels = host_labels("validate", clusters, n)
     for number, pair in enumerate(pairs):
-        cut = np.intersect1d(labels[pair.train.numpy()], labels[pair.test.numpy()])
+        train = labels[pair.train.numpy()]
+        test = labels[pair.test.numpy()]
+        cut = np.intersect1d(train, test)
         if len(cut):
             raise ValueError(
                 f"validate: split {number} must not cut clusters, but cluster {cut[0]} ({len(cut)} such) has "

@@ -32,7 +32,7 @@ def threshold(held_out: HeldOut, metric: Any = "error_rate") -> Tensor:
     Args:
         held_out: of leave-one-out or leave-cluster-out, outputs (..., n) or (..., n, c).
         metric: one of tl.criteria, its name, or a callable of a HeldOut, which is minimised, or maximised if
-            higher is better. By default the error rate, of each class against the rest.
+            higher is better. By default the error rate, for several classes that of each one-vs-rest column.
 
     Returns:
         Shifts, of batch shape (...), or (..., c), each optimal for the metric of its column.
@@ -77,14 +77,16 @@ def _threshold(held_out: Any, score: Score) -> Tensor:
     edge = 1 + levels.abs().max()
     between = (levels[1:] + levels[:-1]) / 2
     zero = torch.zeros_like(levels[:1])
-    below, above = levels[:1] - edge, levels[-1:] + edge
+    below = levels[:1] - edge
+    above = levels[-1:] + edge
     shifts = -torch.cat([zero, between, below, above])
     shifts = shifts[shifts.abs().argsort(stable=True)]  # the smallest first, which wins ties
     shifts = shifts[_may_be_best(held_out, shifts, score)]
     at_once = max(1, _ENTRIES // len(f))
     values = [score.sign * _scored(held_out, some, score) for some in shifts.split(at_once)]
     losses = torch.cat(values)
-    return shifts[torch.where(losses.isnan(), torch.inf, losses).argmin()]
+    losses = torch.where(losses.isnan(), torch.inf, losses)
+    return shifts[losses.argmin()]
 
 
 def _may_be_best(held_out: Any, shifts: Tensor, score: Score) -> Tensor:

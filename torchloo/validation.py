@@ -190,7 +190,7 @@ def _search_groups(outer: OuterLoop, pairs: list[Split], plan: Search, deadline:
     with tqdm(total=len(pairs), desc="splits", unit="split", disable=quiet) as bar:
         for group in groups:
             if generator is not None and state is not None:
-                generator.set_state(state)  # every split starts from the same state, whatever its group
+                generator.set_state(state)  # every split starts from the same state, in any group
             before = len(rows)
             try:
                 reasons = outer.run({k: pairs[k] for k in group}, rows, deadline)
@@ -210,7 +210,8 @@ def _search_groups(outer: OuterLoop, pairs: list[Split], plan: Search, deadline:
 
 def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Validation:
     """A Validation from the rows of its table."""
-    scores = torch.tensor([row["score"] for row in table], dtype=torch.float64, device="cpu")
+    values = [row["score"] for row in table]
+    scores = torch.tensor(values, dtype=torch.float64, device="cpu")
     stderr = math.nan
     if len(scores) > 1:
         stderr = scores.std().item() / math.sqrt(len(scores))
@@ -218,7 +219,10 @@ def summed_up(table: list[dict[str, Any]], metric: str, criterion: str) -> Valid
 
 
 def _common_targets(
-    rivals: list[Rival], X: Tensor, y: Tensor, standardise: bool | Sequence[int]
+    rivals: list[Rival],
+    X: Tensor,
+    y: Tensor,
+    standardise: bool | Sequence[int],
 ) -> tuple[Tensor, Tensor | None]:
     """The encoded targets, which must be the same for all machines, and the columns to standardise."""
     machines = [rival.space.machine for rival in rivals]
@@ -261,6 +265,9 @@ def _groups(pairs: list[Split], clusters: object | None, rows: int) -> list[list
     labels = np.arange(rows) if clusters is None else host_labels("validate", clusters, rows)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for k, pair in enumerate(pairs):
-        shape = (len(pair.train),) if clusters is None else sizes(labels[pair.train.numpy()])
+        if clusters is None:
+            shape: tuple[int, ...] = (len(pair.train),)
+        else:
+            shape = sizes(labels[pair.train.numpy()])
         by_shape.setdefault(shape, []).append(k)
     return list(by_shape.values())

@@ -48,7 +48,8 @@ def agreement(n: int, m: int, device: torch.device) -> dict[str, float]:
     expected = held_out.outputs[own].detach()
 
     def gap(received: Tensor, expected: Tensor) -> float:
-        return ((received.detach() - expected).abs().max() / expected.abs().max()).item()
+        error = (received.detach() - expected).abs().max()
+        return (error / expected.abs().max()).item()
 
     scale = many.kernel.log_lengthscale.grad, alone.kernel.log_lengthscale.grad
     reg = many.log_reg.grad, alone.log_reg.grad

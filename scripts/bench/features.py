@@ -145,7 +145,8 @@ def against_decomposition(table: Table, n: int, d: int, repeats: int) -> None:
 
 def sparse_machine(X: Tensor, m: int) -> tl.SparseLSSVM:
     """An ARD machine whose basis, trainable, starts as the first m rows."""
-    kernel = tl.kernels.RBF(lengthscale=torch.full((X.shape[-1],), 5.0, dtype=X.dtype))
+    lengthscale = torch.full((X.shape[-1],), 5.0, dtype=X.dtype)
+    kernel = tl.kernels.RBF(lengthscale=lengthscale)
     return tl.SparseLSSVM(kernel, reg=1.0, basis=nn.Parameter(X[:m].clone()))
 
 
@@ -231,7 +232,8 @@ def stream(table: Table, quick: bool, repeats: int) -> None:
     times = in_turns(f"stream {n} m = {m}", sides, repeats)
     what = f"{n:,} rows, m = {m}: PRESS and gradient / LOO ({times['LOO']:.3f} s)"
     table.row(what, times["gradient"], times["gradient"] / times["LOO"], 2.8)
-    received, expected = press_gradient(machine, source), press_gradient(machine, X, y)
+    received = press_gradient(machine, source)
+    expected = press_gradient(machine, X, y)
     table.agreement("gradients, streamed and in memory", received, expected, 1e-8)
     if not table.wants("peak"):
         return
@@ -253,7 +255,12 @@ def head(table: Table, quick: bool, repeats: int) -> None:
 
 
 def against_autograd(
-    table: Table, what: str, shape: tuple[int, ...], outputs: int, limit: float, repeats: int
+    table: Table,
+    what: str,
+    shape: tuple[int, ...],
+    outputs: int,
+    limit: float,
+    repeats: int,
 ) -> None:
     """PRESS of linear problems (..., n, d) and its gradient in X and reg."""
     X = normal(*shape, dtype=torch.float32).requires_grad_()
@@ -262,7 +269,8 @@ def against_autograd(
     log_reg = machine.log_reg.detach().to(X.dtype).requires_grad_()
 
     def ours() -> list[Tensor]:
-        return gradient(tl.criteria.press(machine.loo(X, Y)).sum(), [X, machine.log_reg])
+        press = tl.criteria.press(machine.loo(X, Y)).sum()
+        return gradient(press, [X, machine.log_reg])
 
     def by_hand(inverse: plain.Inverse) -> list[Tensor]:
         residuals = plain.linear_residuals(X, Y, log_reg.exp(), inverse)
@@ -286,7 +294,8 @@ def small(table: Table, quick: bool, repeats: int) -> None:
 
 
 def small_kernel(table: Table, n: int, repeats: int) -> None:
-    X, Y = normal(n, 5).requires_grad_(), normal(n, 1, seed=1)
+    X = normal(n, 5).requires_grad_()
+    Y = normal(n, 1, seed=1)
     machine = tl.RLS(tl.kernels.RBF(lengthscale=2.0), reg=0.5)
     leaves = [X, machine.log_reg, machine.kernel.log_lengthscale]
 

@@ -18,7 +18,8 @@ from torchloo.cli.bench import kernel_matrix, loo, loo_with_gradient, targets, t
 
 
 def against_training(table: Table, n: int, repeats: int, forward: float, backward: float) -> None:
-    K, Y = kernel_matrix(n), targets(n, 1)
+    K = kernel_matrix(n)
+    Y = targets(n, 1)
     times = best_times(
         {
             "train": lambda: train(K, Y),
@@ -34,7 +35,8 @@ def against_training(table: Table, n: int, repeats: int, forward: float, backwar
 
 
 def against_eigh(table: Table, n: int, repeats: int) -> None:
-    K, Y = kernel_matrix(n), targets(n, 1)
+    K = kernel_matrix(n)
+    Y = targets(n, 1)
     machine = tl.LSSVM(tl.kernels.Precomputed())
     regs = torch.logspace(-3, 3, 30, dtype=torch.float64)
     clusters = torch.arange(n) % 100
@@ -77,7 +79,8 @@ def ragged_clusters(table: Table, repeats: int) -> None:
     sizes = 22 + (torch.arange(139) * 1.5).long()
     clusters = torch.repeat_interleave(torch.arange(139), sizes)
     n = len(clusters)
-    X, y = targets(n, 8, seed=3), targets(n, 1)[:, 0]
+    X = targets(n, 8, seed=3)
+    y = targets(n, 1)[:, 0]
     machine = tl.SparseLSSVM(tl.kernels.RBF(lengthscale=3.0), basis=X[:60])
 
     def gradient(held_out: tl.HeldOut) -> None:
@@ -97,18 +100,21 @@ def ragged_clusters(table: Table, repeats: int) -> None:
         repeats,
     )
     for what, limit in (("", 4.0), (" and gradient", 5.0)):
-        seconds, ratio = times["LCO" + what], times["LCO" + what] / times["LOO" + what]
+        seconds = times["LCO" + what]
+        ratio = times["LCO" + what] / times["LOO" + what]
         table.row(f"n = {n}, m = 60: LCO{what}, 139 clusters / LOO{what}", seconds, ratio, limit)
 
 
 def own_regularisations(table: Table, n: int, c: int, repeats: int) -> None:
     """One regularisation for each output: one decomposition against a batch of c factorisations."""
-    K, Y = kernel_matrix(n), targets(n, c)
+    K = kernel_matrix(n)
+    Y = targets(n, c)
     regs = torch.logspace(-1, 1, c, dtype=torch.float64)
     machine = tl.LSSVM(tl.kernels.Precomputed(), regs, reg_per_output=True)
 
     def batch(inputs: torch.Tensor) -> tl.HeldOut:
-        return tl.functional.lssvm(inputs.expand(c, n, n), Y.mT.unsqueeze(-1), regs).held_out()
+        by_output = Y.mT.unsqueeze(-1)
+        return tl.functional.lssvm(inputs.expand(c, n, n), by_output, regs).held_out()
 
     def gradient(call) -> None:
         inputs = K.clone().requires_grad_()
@@ -124,7 +130,8 @@ def own_regularisations(table: Table, n: int, c: int, repeats: int) -> None:
         repeats,
     )
     for what, limit in (("", 2.0), (" and gradient", 1.2)):
-        seconds, ratio = times["own" + what], times["batch" + what] / times["own" + what]
+        seconds = times["own" + what]
+        ratio = times["batch" + what] / times["own" + what]
         table.row(
             f"n = {n}, c = {c}: batch / reg_per_output, LOO{what}", seconds, ratio, limit, at_least=True
         )
@@ -132,11 +139,14 @@ def own_regularisations(table: Table, n: int, c: int, repeats: int) -> None:
 
 def buffers(table: Table, n: int, buffer: int, repeats: int) -> None:
     """h-block: every row left out with those about it, against as many trainings as there are rows."""
-    K, Y = kernel_matrix(n), targets(n, 1)
-    sets, machine = tl.splits.h_block(torch.arange(n), buffer), tl.LSSVM(tl.kernels.Precomputed())
+    K = kernel_matrix(n)
+    Y = targets(n, 1)
+    sets = tl.splits.h_block(torch.arange(n), buffer)
+    machine = tl.LSSVM(tl.kernels.Precomputed())
 
     def gradient() -> None:
-        machine.lso(K.clone().requires_grad_(), Y, sets).residuals.square().sum().backward()
+        leaf = K.clone().requires_grad_()
+        machine.lso(leaf, Y, sets).residuals.square().sum().backward()
 
     def forward() -> None:
         with torch.no_grad():
@@ -150,7 +160,8 @@ def buffers(table: Table, n: int, buffer: int, repeats: int) -> None:
 
 def memory(n: int) -> None:
     """Print the peak memory of LOO forward, and of forward and backward, in n^2 numbers."""
-    K, Y = kernel_matrix(n), targets(n, 1)
+    K = kernel_matrix(n)
+    Y = targets(n, 1)
     loo_with_gradient(K[:64, :64].contiguous(), Y[:64])
     for call in (loo, loo_with_gradient):
         print(peak_bytes(lambda call=call: call(K, Y)) / (8 * n * n))

@@ -98,7 +98,12 @@ class Table:
         return self._case in what
 
     def row(
-        self, what: str, seconds: float | None, ratio: float, limit: float, at_least: bool = False
+        self,
+        what: str,
+        seconds: float | None,
+        ratio: float,
+        limit: float,
+        at_least: bool = False,
     ) -> None:
         met = ratio >= limit if at_least else ratio <= limit
         self.failed += not met
@@ -111,13 +116,18 @@ class Table:
         print(f"{what:<64}{seconds:>10.3f}{ratio:>9.2f}", flush=True)
 
     def agreement(
-        self, what: str, received: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], limit: float
+        self,
+        what: str,
+        received: Iterable[torch.Tensor],
+        expected: Iterable[torch.Tensor],
+        limit: float,
     ) -> None:
         """The largest difference of two sides, each tensor relative to its largest entry."""
         errors = []
         for ours, theirs in zip(received, expected, strict=True):
             assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
-            errors.append((ours - theirs).abs().max().double() / theirs.abs().max())
+            error = (ours - theirs).abs().max().double()
+            errors.append(error / theirs.abs().max())
         error = torch.stack(errors).max().item()
         met = error <= limit  # NaN is not
         self.failed += not met

@@ -33,11 +33,13 @@ def linear_path(X: Tensor, y: Tensor, weight: Tensor, regs: Tensor) -> Tensor:
 def linear_residuals(X: Tensor, Y: Tensor, reg: Tensor, inverse: Inverse) -> Tensor:
     """Residuals (..., n, c) of ridge regression with a bias, in the smaller of the two forms."""
     n, d = X.shape[-2:]
-    Xc, Yc = X - X.mean(-2, keepdim=True), Y - Y.mean(-2, keepdim=True)
+    Xc = X - X.mean(-2, keepdim=True)
+    Yc = Y - Y.mean(-2, keepdim=True)
     unit = torch.eye(min(n, d), dtype=X.dtype)
     if n <= d:
         P = inverse(Xc @ Xc.mT + reg * unit)
-        return P @ Yc / (P.diagonal(dim1=-2, dim2=-1) - 1 / (n * reg)).unsqueeze(-1)
+        diagonal = P.diagonal(dim1=-2, dim2=-1) - 1 / (n * reg)
+        return P @ Yc / diagonal.unsqueeze(-1)
     XC = Xc @ inverse(Xc.mT @ Xc + reg * unit)
     leverage = (XC * Xc).sum(-1, keepdim=True) + 1 / n
     return (Yc - XC @ (Xc.mT @ Yc)) / (1 - leverage)
@@ -45,7 +47,9 @@ def linear_residuals(X: Tensor, Y: Tensor, reg: Tensor, inverse: Inverse) -> Ten
 
 def _rbf(X: Tensor, Z: Tensor, lengthscale: Tensor) -> Tensor:
     X, Z = X / lengthscale, Z / lengthscale
-    square = X.square().sum(-1).unsqueeze(-1) + Z.square().sum(-1).unsqueeze(-2) - 2 * X @ Z.mT
+    left = X.square().sum(-1).unsqueeze(-1)
+    right = Z.square().sum(-1).unsqueeze(-2)
+    square = left + right - 2 * X @ Z.mT
     return torch.exp(-0.5 * square)
 
 

@@ -51,7 +51,8 @@ def ridge(X: np.ndarray, labels: np.ndarray, alphas: np.ndarray) -> RidgeClassif
 def chosen_reg(table: Table, repeats: int) -> None:
     """`tl.select` with reg as its only parameter, which goes along paths."""
     X, labels = embeddings(20_000, 384, 10)
-    machine, regs = tl.LSSVM(tl.kernels.Linear()), len(X) * torch.logspace(-4, 3, 30)
+    machine = tl.LSSVM(tl.kernels.Linear())
+    regs = len(X) * torch.logspace(-4, 3, 30)
     selections = [timed(lambda: tl.select(machine, X, labels, progress=False)) for _ in range(repeats)]
     seconds, chosen = min(selections, key=lambda run: run[0])
     path = min(timed(lambda: without_graph(machine.path, X, labels, regs))[0] for _ in range(repeats))
@@ -73,8 +74,10 @@ def main() -> None:
     arguments = parser.parse_args()
     n, d = arguments.rows, arguments.columns
     X, labels = embeddings(n + TEST, d, arguments.classes)
-    (X, X_test), (labels, labels_test) = X.split([n, TEST]), labels.split([n, TEST])
-    regs = n * X.var(0).mean().item() * torch.logspace(-4, 3, 30, dtype=torch.float64)
+    X, X_test = X.split([n, TEST])
+    labels, labels_test = labels.split([n, TEST])
+    scale = n * X.var(0).mean().item()
+    regs = scale * torch.logspace(-4, 3, 30, dtype=torch.float64)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
     table = Table()
     chosen_reg(table, arguments.repeats)

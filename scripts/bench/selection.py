@@ -82,7 +82,8 @@ def one_by_one(call):
     """The same call with chunks of one candidate."""
 
     def run() -> object:
-        entries, objective.ENTRIES = objective.ENTRIES, {"cpu": 1, "cuda": 1}
+        entries = objective.ENTRIES
+        objective.ENTRIES = {"cpu": 1, "cuda": 1}
         try:
             return call()
         finally:
@@ -116,7 +117,9 @@ def splits(table: Table, data: Path, quick: bool) -> None:
     in_batches(table, f"heart, {len(pairs)} hold-outs", X, y, pairs)
     X, y, speakers, _ = tl.datasets.benchmark("vowel", data)
     rows = y < 2
-    X, y, speakers = X[rows], 2 * y[rows] - 1, speakers[rows]
+    X = X[rows]
+    y = 2 * y[rows] - 1
+    speakers = speakers[rows]
     pairs = tl.splits.leave_cluster_out(speakers)[: 5 if quick else None]
     in_batches(table, f"two vowels, {len(pairs)} speakers left out", X, y, pairs, speakers)
 
@@ -141,13 +144,18 @@ def _summary(rates: torch.Tensor) -> tuple[float, float]:
 
 
 def peeked(
-    machine: tl.LSSVM, X: torch.Tensor, y: torch.Tensor, columns: list[int], pairs: list
+    machine: tl.LSSVM,
+    X: torch.Tensor,
+    y: torch.Tensor,
+    columns: list[int],
+    pairs: list,
 ) -> torch.Tensor:
     """Balanced error rates of the splits if the test rows themselves choose the shift: too good."""
     rates = []
     for train, test in tqdm(pairs, desc="peeking", leave=False):
         Z = X.clone()
-        Z[:, columns] = (X[:, columns] - X[train][:, columns].mean(0)) / X[train][:, columns].std(0)
+        known = X[train][:, columns]
+        Z[:, columns] = (X[:, columns] - known.mean(0)) / known.std(0)
         f = machine.fit(Z[train], y[train])(Z[test]).detach()
         one = torch.ones_like(f)
         tested = tl.HeldOut(f, y[test] - f, y[test], one, None, one, one > 1)
@@ -164,7 +172,8 @@ def ada(table: Table, data: Path, quick: bool) -> None:
         X, y = X[:600], y[:600]
     machine = tl.LSSVM(tl.kernels.Polynomial(degree=2))
     Z = X.clone()
-    Z[:, columns] = (Z[:, columns] - Z[:, columns].mean(0)) / Z[:, columns].std(0)
+    chosen = Z[:, columns]
+    Z[:, columns] = (chosen - chosen.mean(0)) / chosen.std(0)
     begin, found = time.perf_counter(), []
     peak = peak_bytes(lambda: found.append(tl.select(machine, Z, y)))
     seconds = time.perf_counter() - begin

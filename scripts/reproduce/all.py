@@ -4,7 +4,7 @@
     python scripts/reproduce/all.py --jobs 2            # all papers in full: hours
     python scripts/reproduce/all.py --document          # docs/reproduction/*.csv -> docs/reproduction.md
 
-Exits with 1 if a script fails; the others are run all the same.
+Exits with 1 if a script fails; the others are run in any case.
 """
 
 import argparse

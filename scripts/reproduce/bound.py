@@ -109,7 +109,8 @@ def test_errors(data: Path, name: str, C: float, rate: float | None, splits: lis
     for split in splits:
         X, y, X_test, y_test = whole.rows(split)
         outputs = machine(C, rate).fit(X, y)(X_test)
-        errors.append(100 * ((outputs >= 0) != (y_test > 0)).double().mean().item())
+        wrong = (outputs >= 0) != (y_test > 0)
+        errors.append(100 * wrong.double().mean().item())
     return errors
 
 
@@ -221,7 +222,13 @@ def table_2(args: Namespace, choices: dict[tuple[str, str], Choice]) -> None:
 
 
 def smo_costs(
-    data: Path, library: Path, name: str, split: int, C: float, rates: list[float | None], most: int
+    data: Path,
+    library: Path,
+    name: str,
+    split: int,
+    C: float,
+    rates: list[float | None],
+    most: int,
 ) -> list[dict[str, Any]]:
     """What the paper's two methods and the exact path cost in a training split, for each rate.
 
@@ -233,7 +240,8 @@ def smo_costs(
 
 def _machine_costs(library: Path, X: Tensor, y: Tensor, svc: tl.SVC, most: int) -> dict[str, Any]:
     """The same of one machine, of the rows drawn."""
-    K, C = svc.kernel(X).detach().numpy(), svc.C.item()
+    K = svc.kernel(X).detach().numpy()
+    C = svc.C.item()
     full = pairs.trained(library, np.ascontiguousarray(K), y.numpy(), C, EPSILON)
     rows = np.random.default_rng(0).permutation(full.open)[:most].tolist()
     standard = [pairs.without(library, full, row, EPSILON) for row in rows]
@@ -292,7 +300,8 @@ class Extended(NamedTuple):
 
 def extended(machines: list[dict[str, Any]]) -> Extended:
     """Every open row of a machine costs what those drawn cost on average; the test is made of M rows."""
-    standard, proposed = dict.fromkeys(COSTS, 0.0), dict.fromkeys(COSTS, 0.0)
+    standard = dict.fromkeys(COSTS, 0.0)
+    proposed = dict.fromkeys(COSTS, 0.0)
     proved = 0.0
     for one in machines:
         count = one["open"] if one["useful"] else min(M, one["open"])
@@ -317,7 +326,8 @@ def proved_share(by_split: list[list[dict[str, Any]]]) -> tuple[float, float]:
 
 
 def _with_error(
-    by_split: list[list[dict[str, Any]]], figure: Callable[[Extended], float]
+    by_split: list[list[dict[str, Any]]],
+    figure: Callable[[Extended], float],
 ) -> tuple[float, float]:
     """A figure of all splits, and its standard error by leaving one of them out at a time."""
 
@@ -366,7 +376,10 @@ def splits_of_table_3(args: Namespace) -> int:
 
 
 def _row_of_table_3(
-    name: str, paper: tuple[float, ...], by_split: list[list[dict[str, Any]]], exact_seconds: float
+    name: str,
+    paper: tuple[float, ...],
+    by_split: list[list[dict[str, Any]]],
+    exact_seconds: float,
 ) -> dict[str, Any]:
     """The paper's figures of a set beside ours."""
     machines = [one for split in by_split for one in split]
@@ -396,7 +409,13 @@ EPSILONS = [10.0**k for k in range(-4, 1)]
 
 
 def to_epsilon(
-    data: Path, library: Path, name: str, C: float, rates: list[float], epsilon: float, full_too: bool
+    data: Path,
+    library: Path,
+    name: str,
+    C: float,
+    rates: list[float],
+    epsilon: float,
+    full_too: bool,
 ) -> dict[str, Any]:
     """Leave-one-out errors in % of the first training split by machines solved to epsilon, for each rate.
 
@@ -408,10 +427,13 @@ def to_epsilon(
     for rate in rates:
         svc = machine(C, rate)
         K = np.ascontiguousarray(svc.kernel(X).detach().numpy())
-        alpha = None if full_too else (svc.solve(X, y).coef * y).clamp(0, C).detach().numpy()
+        alpha = None
+        if not full_too:
+            alpha = (svc.solve(X, y).coef * y).clamp(0, C).detach().numpy()
         full = pairs.trained(library, K, y.numpy(), C, epsilon, alpha)
         solved = [pairs.without(library, full, row, epsilon) for row in full.open.tolist()]
-        wrong = sum(one.sign != y[row].item() for one, row in zip(solved, full.open, strict=True))
+        rows = zip(solved, full.open, strict=True)
+        wrong = sum(one.sign != y[row].item() for one, row in rows)
         errors.append(100 * (wrong + int(full.errors.sum())) / len(y))
         columns.append(full.columns + sum(one.columns for one in solved))
     return {"errors": errors, "columns": columns}
@@ -451,7 +473,8 @@ def figure_1(args: Namespace, library: Path) -> None:
 def _selected_errors(parts: list[dict[str, Any]], truth: list[float]) -> dict[str, float]:
     """Errors in % at one epsilon, of the machine selected there and of the one that is truly best."""
     errors = [error for part in parts for error in part["errors"]]
-    least, best = errors.index(min(errors)), truth.index(min(truth))
+    least = errors.index(min(errors))
+    best = truth.index(min(truth))
     return {
         "selected at epsilon, %": errors[least],
         "its exact error, %": truth[least],

@@ -1,7 +1,7 @@
 """Cawley (2006), "Leave-one-out cross-validation based model selection criteria for weighted LS-SVMs".
 
 Tables II to VI and Figure 1 on ADA, HIVA and SYLVA: five criteria, with and without weights in training and
-in selection, and five kernels, 70 experiments in all. Every experiment chooses its hyper-parameters anew in
+in selection, and five kernels, 70 experiments in all. Every experiment chooses its hyper-parameters again in
 every split, shifts its outputs by the threshold that is best in leave-one-out, and is tested on the tenth of
 the rows that was left out.
 
@@ -97,7 +97,12 @@ TABLE_2 = {"ada": (46, 72.1), "hiva": (1617, 91.8), "sylva": (211, 76.7)}  # col
 
 # Columns of ADA, known by their values (ages up to 90, years of education up to 16, gains up to 99999): the
 # challenge of 2007, whose files these are, has other columns at the numbers that the paper names.
-HOURS, WEIGHT, EDUCATION, AGE, LOSS, GAIN = 1, 14, 17, 19, 23, 29
+HOURS = 1
+WEIGHT = 14
+EDUCATION = 17
+AGE = 19
+LOSS = 23
+GAIN = 29
 
 
 class Rows(NamedTuple):
@@ -167,7 +172,8 @@ class Effort(NamedTuple):
     """Rows in the basis of a sparse machine."""
 
 
-FULL, QUICK = Effort(steps=3, basis=300), Effort(steps=1, basis=150)
+FULL = Effort(steps=3, basis=300)
+QUICK = Effort(steps=1, basis=150)
 
 
 class Candidate(NamedTuple):
@@ -283,11 +289,16 @@ def entry(path: tl.HeldOut, reg: int, rows: Rows) -> tl.HeldOut:
 
 
 def tested_machine(
-    candidate: Candidate, number: int, held_out: tl.HeldOut, rows: Rows, weight: Tensor | None
+    candidate: Candidate,
+    number: int,
+    held_out: tl.HeldOut,
+    rows: Rows,
+    weight: Tensor | None,
 ) -> dict[str, Any]:
     """Errors of a machine, regularisation `number` of those tried: in the test, in training, held out."""
     reg = candidate.regs[number].item()
-    machine = tl.LSSVM(tl.kernels.Linear(), reg=reg).fit(candidate.X, rows.y, weight)
+    machine = tl.LSSVM(tl.kernels.Linear(), reg=reg)
+    machine.fit(candidate.X, rows.y, weight)
     shift = tl.threshold(held_out, tl.criteria.error_rate)
     outputs = machine(candidate.X_test)
     ruled = torch.where(rows.ruled_out, -torch.inf, outputs + shift)
@@ -337,7 +348,8 @@ def sampling_error(counts: list[list[int]], of: list[list[int]]) -> float:
     tested = torch.tensor(of).sum(0)
     rates = (torch.tensor(counts, dtype=torch.float64).sum(0) + 1) / tested
     repeats = max(1, len(of) // 10)
-    return ((rates * (1 - rates) / (tested / repeats)).sum().sqrt() / 2).item()
+    variance = rates * (1 - rates) / (tested / repeats)
+    return (variance.sum().sqrt() / 2).item()
 
 
 class Results:
@@ -352,7 +364,12 @@ class Results:
         return [self.results[piece][str(experiment)] for piece in pieces]
 
     def estimate(
-        self, name: str, kernel: str, experiment: Experiment, what: str = "wrong", form: str = "paper"
+        self,
+        name: str,
+        kernel: str,
+        experiment: Experiment,
+        what: str = "wrong",
+        form: str = "paper",
     ) -> tuple[float, float]:
         """The balanced error rate and its standard error."""
         splits = self.splits(name, kernel, experiment, form)
@@ -483,7 +500,8 @@ def tables_5_and_6(args: Any, found: Results) -> None:
                 others = [one for k, one in enumerate(by_model[model]) if k != split] or [chosen[-1]]
                 validated = balanced_error([one["wrong"] for one in others], [one["of"] for one in others])
                 guesses.append(chosen[-1]["loo"] if guesser == "loo" else validated)
-            counts, of = [one["wrong"] for one in chosen], [one["of"] for one in chosen]
+            counts = [one["wrong"] for one in chosen]
+            of = [one["of"] for one in chosen]
             ber = balanced_error(counts, of)
             sigma = sampling_error(counts, of)
             guess = sum(guesses) / len(guesses)
@@ -579,7 +597,8 @@ def figure_table_3(args: Any, found: Results) -> None:
                     *beside_paper(found, name, kernel, "rows left"), "o^sDv"[k], fillstyle="none", **style
                 )
         error = found.estimate(name, "Linear", EXPERIMENTS[0])[1]
-        ends = [min(panel.get_xlim()[0], panel.get_ylim()[0]), max(panel.get_xlim()[1], panel.get_ylim()[1])]
+        limits = [*panel.get_xlim(), *panel.get_ylim()]
+        ends = [min(limits), max(limits)]
         panel.plot(ends, ends, color="0.4", linewidth=0.8)
         band = 2 * math.sqrt(2) * error
         panel.fill_between(ends, [e - band for e in ends], [e + band for e in ends], color="0.9", zorder=0)

@@ -49,7 +49,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def options(
-    description: str, splits: int | None = None, quick_splits: int = 2, flags: dict[str, str] | None = None
+    description: str,
+    splits: int | None = None,
+    quick_splits: int = 2,
+    flags: dict[str, str] | None = None,
 ) -> argparse.Namespace:
     """The options of the command line, and .script, the name of the script; prints what is run.
 
@@ -249,7 +252,9 @@ def beside(
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Mean and its standard error, not a number for a single value."""
     numbers = torch.tensor(values, dtype=torch.float64)
-    error = numbers.std() / math.sqrt(len(numbers)) if len(numbers) > 1 else torch.tensor(math.nan)
+    error = torch.tensor(math.nan)
+    if len(numbers) > 1:
+        error = numbers.std() / math.sqrt(len(numbers))
     return numbers.mean().item(), error.item()
 
 

@@ -23,7 +23,7 @@ class Set(NamedTuple):
     y: Tensor
     """-1 and +1, (n,)."""
     splits: list[tuple[Tensor, Tensor]]
-    """Rows to train on and to test on: the predefined splits that could be had, then random ones."""
+    """Rows to train on and to test on: the predefined splits that are available, then random ones."""
     predefined: int
     """How many of the splits are predefined ones."""
 
@@ -34,11 +34,13 @@ class Set(NamedTuple):
 
 
 def load(folder: Path, name: str, most: int = 100) -> Set:
-    """A set with at most so many splits, and never more than the papers have: 100, of image and splice 20."""
+    """A set with at most `most` splits, and never more than the papers have: 100, of image and splice 20."""
     file = np.load(folder / "ida" / f"{name}.npz", allow_pickle=False)
-    rows, most = np.arange(len(file["y"])), min(most, len(file["train_own"]))
+    rows = np.arange(len(file["y"]))
+    most = min(most, len(file["train_own"]))
     pairs = list(zip(file["train"], file["test"], strict=True))
     pairs += [(train, np.setdiff1d(rows, train)) for train in file["train_own"]]
     splits = [tuple(torch.from_numpy(part).long() for part in pair) for pair in pairs[:most]]
-    X, y = torch.from_numpy(file["X"]), torch.from_numpy(file["y"]).double()
+    X = torch.from_numpy(file["X"])
+    y = torch.from_numpy(file["y"]).double()
     return Set(X, y, splits, min(most, len(file["train"])))

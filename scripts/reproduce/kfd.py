@@ -81,7 +81,11 @@ def _others(rows: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def test_errors(
-    data: Path, name: str, reg: float, lengthscale: float, splits: list[int]
+    data: Path,
+    name: str,
+    reg: float,
+    lengthscale: float,
+    splits: list[int],
 ) -> dict[str, list[float]]:
     """Error rates in % on the test rows of some splits, by either threshold.
 
@@ -93,9 +97,11 @@ def test_errors(
     for split in splits:
         X, y, X_test, y_test = whole.rows(split)
         outputs = tl.KFD(tl.kernels.RBF(lengthscale), reg).fit(X, y)(X_test)
-        first, n = (y > 0).sum().item(), len(y)
+        first = (y > 0).sum().item()
+        n = len(y)
         for key, threshold in (("middle", (n / first - n / (n - first)) / 2), ("zero", 0.0)):
-            errors[key].append(100 * ((outputs >= threshold) != (y_test > 0)).double().mean().item())
+            wrong = (outputs >= threshold) != (y_test > 0)
+            errors[key].append(100 * wrong.double().mean().item())
     return errors
 
 
@@ -104,10 +110,12 @@ def table_1(args: Namespace) -> None:
     sets = ida.SMALL if args.quick else ida.SETS
     keys = [(name, scheme) for name in sets for scheme in SCHEMES]
     pieces = {key: Piece(f"select {' '.join(key)}", chosen, (args.data, *key)) for key in keys}
-    parameters = run(sorted(pieces.values(), key=lambda piece: piece.arguments[1] in ida.LARGE), args)
+    small_first = sorted(pieces.values(), key=lambda piece: piece.arguments[1] in ida.LARGE)
+    parameters = run(small_first, args)
     tests = {}
     for name, scheme in keys:
-        found, whole = parameters[pieces[name, scheme].name], ida.load(args.data, name, args.splits)
+        found = parameters[pieces[name, scheme].name]
+        whole = ida.load(args.data, name, args.splits)
         for first in range(0, len(whole.splits), 10):
             numbers = list(range(first, min(first + 10, len(whole.splits))))
             called = f"errors {name} {scheme} splits {numbers[0]} to {numbers[-1]}"
@@ -118,7 +126,8 @@ def table_1(args: Namespace) -> None:
     for name, scheme in keys:
         own = [errors[piece.name] for key, piece in tests.items() if key[:2] == (name, scheme)]
         middle, zero = ([e for part in own for e in part[key]] for key in ("middle", "zero"))
-        found, at = parameters[pieces[name, scheme].name], 2 * SCHEMES.index(scheme)
+        found = parameters[pieces[name, scheme].name]
+        at = 2 * SCHEMES.index(scheme)
         paper, paper_error = PAPER[name][at : at + 2]
         mean, error = mean_and_error(middle)
         row = beside(f"{name}, {scheme}", mean, paper, error, paper_error)
@@ -133,8 +142,10 @@ def seconds(n: int, trials: int) -> dict[str, float]:
 
     Of the n refits of the explicit leave-one-out five are timed, evenly spread.
     """
-    generator, machine = torch.Generator().manual_seed(n), tl.KFD(tl.kernels.RBF(1.0), 1.0)
-    some, rows = torch.linspace(0, n - 1, 5).long(), torch.arange(n)
+    generator = torch.Generator().manual_seed(n)
+    machine = tl.KFD(tl.kernels.RBF(1.0), 1.0)
+    some = torch.linspace(0, n - 1, 5).long()
+    rows = torch.arange(n)
     total = dict.fromkeys(COSTS, 0.0)
     for trial in range(trials + 1):
         X, y = tl.datasets.annulus(n, generator=generator)
@@ -163,7 +174,8 @@ def _refit(machine: tl.KFD, X: torch.Tensor, y: torch.Tensor, left_out: torch.Te
 def figure_1(args: Namespace) -> None:
     """Synthetic data and the decision boundary of the machine that leave-one-out chooses."""
     X, y = tl.datasets.annulus(200, generator=torch.Generator().manual_seed(0))
-    machine = tl.select(tl.KFD(tl.kernels.RBF()), X, y, "press", progress=False).machine
+    chosen = tl.select(tl.KFD(tl.kernels.RBF()), X, y, "press", progress=False)
+    machine = chosen.machine
     line = torch.linspace(-9, 9, 200, dtype=X.dtype)
     grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).flatten(0, 1)
     outputs = machine(grid).reshape(200, 200).detach()

@@ -88,7 +88,12 @@ class Full(NamedTuple):
 
 
 def trained(
-    library: Path, K: np.ndarray, y: np.ndarray, C: float, epsilon: float, alpha: np.ndarray | None = None
+    library: Path,
+    K: np.ndarray,
+    y: np.ndarray,
+    C: float,
+    epsilon: float,
+    alpha: np.ndarray | None = None,
 ) -> Full:
     """Steps 1 and 2 of Algorithm 1: the full machine from zero to epsilon, and the checks of Table 1.
 
@@ -97,12 +102,14 @@ def trained(
     """
     start = time.process_time()
     if alpha is None:
-        alpha, F = np.zeros(len(y)), -y
+        alpha = np.zeros(len(y))
+        F = -y
         solved = _solve(library, K, y, C, -1, alpha, F, epsilon, NO_PROOF)
         bias, columns = solved.bias, solved.columns
     else:
         alpha = _snapped(alpha, C)
-        F, columns = K @ (alpha * y) - y, 0
+        F = K @ (alpha * y) - y
+        columns = 0
         bias = _middle_bias(alpha, F, y, C)
     outputs = F + y + bias
     correct = y * outputs >= 0
@@ -119,7 +126,8 @@ def trained(
 def _middle_bias(alpha: np.ndarray, F: np.ndarray, y: np.ndarray, C: float) -> float:
     """-(b_up + b_low) / 2 of a solution."""
     can_grow, can_shrink = alpha < C, alpha > 0
-    rises, falls = np.where(y > 0, can_grow, can_shrink), np.where(y > 0, can_shrink, can_grow)
+    rises = np.where(y > 0, can_grow, can_shrink)
+    falls = np.where(y > 0, can_shrink, can_grow)
     return -(F[rises].min() + F[falls].max()) / 2
 
 
@@ -128,7 +136,8 @@ def without(library: Path, full: Full, row: int, epsilon: float, proof: int = NO
     start = time.process_time()
     alpha = seed(full, row)
     changed = np.flatnonzero(alpha != full.alpha)
-    F = full.F + full.K[changed].T @ ((alpha - full.alpha) * full.y)[changed]
+    change = (alpha - full.alpha) * full.y
+    F = full.F + full.K[changed].T @ change[changed]
     solved = _solve(library, full.K, full.y, full.C, row, alpha, F, epsilon, proof)
     seconds = time.process_time() - start
     return solved._replace(columns=solved.columns + len(changed), seconds=seconds)
@@ -139,12 +148,15 @@ def seed(full: Full, row: int) -> np.ndarray:
 
     First by growing alpha of its own class, then by shrinking that of the other.
     """
-    alpha, C, same = full.alpha.copy(), full.C, full.y == full.y[row]
+    alpha = full.alpha.copy()
+    C = full.C
+    same = full.y == full.y[row]
     held, alpha[row] = alpha[row], 0.0
     same[row] = False
     given = _poured(held, np.where(same, C - alpha, 0.0), full.K[row])
     alpha += given
-    taken = _poured(held - given.sum(), np.where(full.y == full.y[row], 0.0, alpha), full.K[row])
+    others = np.where(full.y == full.y[row], 0.0, alpha)
+    taken = _poured(held - given.sum(), others, full.K[row])
     return _snapped(alpha - taken, C)
 
 

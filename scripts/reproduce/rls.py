@@ -3,8 +3,8 @@
     python scripts/reproduce/rls.py --data DATA [--quick] [--jobs 2] [--out reproduction] [--splits 10]
 
 Figure 1: Kendall's tau_b within clusters by leave-one-out (LOO) and leave-cluster-out (LCO) over lambda =
-2^-15 to 2^14, and on clusters that were not learned from. The paper's parses of 200 sentences could not be
-had; the same is done on Parkinsons (subjects), vowel (speakers), school (schools), MQ2008 (queries, its
+2^-15 to 2^14, and on clusters that were not learned from. The paper's parses of 200 sentences are not
+available; the same is done on Parkinsons (subjects), vowel (speakers), school (schools), MQ2008 (queries, its
 official folds), `datasets.clustered` and made-up parses. As in the paper, 100 clusters, or half of those
 there are (50 of those that are made up), of at most 20 rows are learned from, and as many others are
 tested on.
@@ -105,9 +105,11 @@ def halves(rows: Rows, seed: int, learned: int) -> tuple[Rows, Rows]:
 def mq2008(data: Path, fold: int, learned: int | None) -> tuple[Rows, Rows]:
     """Official fold 0 to 4: queries of its three training parts (None: all of them), its test part."""
     X, y, query, extra = tl.datasets.benchmark("mq2008", data)
-    rows, part = Rows(X, y, query), torch.as_tensor(extra["part"]).long() - 1
+    rows = Rows(X, y, query)
+    part = torch.as_tensor(extra["part"]).long() - 1
     train = torch.isin(part, (fold + torch.arange(3)) % 5)
-    learn, test = rows.only(train), rows.only(part == (fold + 4) % 5)
+    learn = rows.only(train)
+    test = rows.only(part == (fold + 4) % 5)
     if learned is None:
         return learn, test
     generator = seeded(fold)
@@ -122,7 +124,12 @@ def clustered(seed: int, learned: int) -> tuple[Rows, Rows]:
 
 
 def parses(
-    seed: int, learned: int, kinds: int, own: float, noise: float, links: int = 20
+    seed: int,
+    learned: int,
+    kinds: int,
+    own: float,
+    noise: float,
+    links: int = 20,
 ) -> tuple[Rows, Rows]:
     """Made-up parses of sentences, the target being the share of right links, as the paper's F-score.
 
@@ -210,7 +217,9 @@ CASES = [
 
 def standardised(learn: Rows, test: Rows) -> tuple[Rows, Rows]:
     """By the rows that are learned from: inputs of mean 0 and deviation 1 and targets of mean 0."""
-    mean, deviation, middle = learn.X.mean(0), learn.X.std(0), learn.y.mean(0)
+    mean = learn.X.mean(0)
+    deviation = learn.X.std(0)
+    middle = learn.y.mean(0)
     deviation = torch.where(deviation > 0, deviation, 1.0)
     return tuple(Rows((part.X - mean) / deviation, part.y - middle, part.clusters) for part in (learn, test))
 
@@ -223,13 +232,15 @@ def tau(outputs: Tensor, rows: Rows) -> list[float]:
     outputs = outputs.round(decimals=9)
     targets = rows.y.expand_as(outputs)
     weight = torch.ones(outputs.shape[:2], dtype=outputs.dtype)
-    variance, refitted = torch.ones_like(outputs), torch.zeros(outputs.shape[:2], dtype=torch.bool)
+    variance = torch.ones_like(outputs)
+    refitted = torch.zeros(outputs.shape[:2], dtype=torch.bool)
     predicted = tl.HeldOut(outputs, targets - outputs, targets, weight, rows.clusters, variance, refitted)
     return tl.criteria.kendall_tau(predicted).tolist()
 
 
 def rmse(outputs: Tensor, rows: Rows) -> list[float]:
-    return (outputs - rows.y).square().flatten(1).mean(-1).sqrt().tolist()
+    squares = (outputs - rows.y).square().flatten(1)
+    return squares.mean(-1).sqrt().tolist()
 
 
 def neighbours(K: Tensor, clusters: Tensor, k: int = 5) -> float:
@@ -248,8 +259,11 @@ def one_split(name: str, kernel_name: str, data: Path, split: int, learned: int)
         learn, test = standardised(learn, test)
     else:
         middle = learn.y.mean()
-        learn, test = learn._replace(y=learn.y - middle), test._replace(y=test.y - middle)
-    kernel = tl.kernels.Linear() if kernel_name == "linear" else tl.kernels.RBF(math.sqrt(learn.X.shape[-1]))
+        learn = learn._replace(y=learn.y - middle)
+        test = test._replace(y=test.y - middle)
+    kernel = tl.kernels.Linear()
+    if kernel_name != "linear":
+        kernel = tl.kernels.RBF(math.sqrt(learn.X.shape[-1]))
     regs = torch.tensor([2.0**power for power in POWERS], dtype=torch.float64)
     solved = tl.RLS(kernel.double()).solve_path(learn.X, learn.y, regs)
     outputs = {
@@ -285,7 +299,8 @@ def cost(rows: int, numbers: list[int], repeats: int) -> dict[str, Any]:
         shrunk = V * (eigenvalues / (eigenvalues + 1.0))  # B = shrunk V^T
         fitted = (shrunk @ (V.T @ y))[held]
         B = shrunk[held] @ V[held].mT  # (n, rows / n, rows / n)
-        return torch.linalg.solve(torch.eye(held.shape[1], dtype=B.dtype) - B, fitted - B @ y[held])
+        identity = torch.eye(held.shape[1], dtype=B.dtype)
+        return torch.linalg.solve(identity - B, fitted - B @ y[held])
 
     def retrain(kept: Tensor) -> Tensor:
         M = K[kept][:, kept] + torch.eye(int(kept.sum()), dtype=K.dtype)
@@ -303,7 +318,8 @@ def cost(rows: int, numbers: list[int], repeats: int) -> dict[str, Any]:
         }
         times = in_turns(sides, repeats)
         factor = {"library": 1 / len(regs), "equation (9)": 1, "retraining": n}
-        found.append({"folds": n, **{side: min(each) * factor[side] for side, each in times.items()}})
+        least = {side: min(each) * factor[side] for side, each in times.items()}
+        found.append({"folds": n, **least})
     eigh = in_turns({"eigh": lambda: torch.linalg.eigh(K)}, repeats)["eigh"]
     return {"folds": found, "eigh": min(eigh)}
 
@@ -375,11 +391,12 @@ def error_row(found: dict[str, Any], name: str, kernel: str, count: int) -> dict
     each = torch.arange(count)
     for way in ("LOO", "LCO"):
         best = curve[way].argmin(-1)
-        said, true = curve[way][each, best].mean().item(), curve["test"][each, best].mean().item()
+        estimate = curve[way][each, best].mean().item()
+        true = curve["test"][each, best].mean().item()
         row |= {
-            f"{way} says": said,
+            f"{way} estimate": estimate,
             f"{way}'s choice, new clusters": true,
-            f"{way}: true / said": true / said,
+            f"{way}: true / estimate": true / estimate,
         }
     return row
 

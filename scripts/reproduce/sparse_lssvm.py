@@ -7,7 +7,7 @@ Motorcycle: dense and sparse fits (Figure 1), explicit and fast leave-one-out (F
 times of explicit and fast leave-one-out against the number of rows (Figure 4).
 
 The hyper-parameters that the paper prints cannot be what they are called; `readings` tries every reading of
-them. Times are CPU seconds of one process of one thread, whatever --jobs says.
+them. Times are CPU seconds of one process of one thread, for any --jobs.
 """
 
 import argparse
@@ -96,7 +96,8 @@ def meanings(name: str, data: Path) -> dict[str, tuple[Tensor, float]]:
     """Inputs and sigma of what the paper's first number may mean."""
     X, _ = load(name, data)
     printed, _ = PRINTED[name]
-    raw, tried = "milliseconds" if name == "motorcycle" else "standardised", {}
+    raw = "milliseconds" if name == "motorcycle" else "standardised"
+    tried = {}
     for scale, inputs in {raw: X, "standardised": standardised(X)}.items():
         tried[f"{printed} is sigma^-2, {scale}"] = inputs, printed**-0.5
         tried[f"{printed} is sigma, {scale}"] = inputs, printed
@@ -144,7 +145,8 @@ def explicit(machine: tl.SparseLSSVM, X: Tensor, y: Tensor, rows: range | None =
     residuals = []
     for i in range(len(y)) if rows is None else rows:
         kept = torch.arange(len(y)) != i
-        residuals.append(y[i] - machine.fit(X[kept], y[kept])(X[i : i + 1])[0])
+        machine.fit(X[kept], y[kept])
+        residuals.append(y[i] - machine(X[i : i + 1])[0])
     return torch.stack(residuals)
 
 
@@ -159,8 +161,11 @@ class Printed:
 
     def __init__(self, kernel: tl.kernels.RBF, ridge: float, basis: Tensor, X: Tensor, y: Tensor) -> None:
         with torch.no_grad():
-            Kxz, Kzz = kernel(X, basis), kernel(basis)
-        self.Z, self.y = torch.cat([Kxz, torch.ones(len(X), 1, dtype=X.dtype)], -1), y
+            Kxz = kernel(X, basis)
+            Kzz = kernel(basis)
+        ones = torch.ones(len(X), 1, dtype=X.dtype)
+        self.Z = torch.cat([Kxz, ones], -1)
+        self.y = y
         self.R = torch.block_diag(ridge * Kzz, torch.zeros(1, 1, dtype=X.dtype))
 
     def explicit(self) -> Tensor:
@@ -211,7 +216,8 @@ def motorcycle(vectors: int | None, seed: int | None = None) -> dict[str, Any]:
     residuals = {"explicit": explicit(sparse, X, y), "fast": fast(sparse, X, y)}
     printed = Printed(gaussian(MOTORCYCLE[0]), MOTORCYCLE[1], basis, X, y)
     within = (t[:, 0] >= X.min()) & (t[:, 0] <= X.max())
-    gap = (fits["dense"] - fits["sparse"]).abs()[within].max() / fits["dense"].abs().max()
+    difference = (fits["dense"] - fits["sparse"]).abs()
+    gap = difference[within].max() / fits["dense"].abs().max()
     return {
         "vectors": len(basis),
         "basis": basis[:, 0].tolist(),
@@ -263,7 +269,8 @@ def boston_times(data: Path, rows: int, trials: int) -> dict[str, Any]:
     else:
         drawn = torch.randint(len(y), (rows,), generator=generator)
         noise = 0.1 * torch.randn(rows, X.shape[-1], dtype=X.dtype, generator=generator)
-        X, y = X[drawn] + noise, y[drawn]
+        X = X[drawn] + noise
+        y = y[drawn]
     some = range(EXPLICIT_REFITS)
     sides = {"explicit": lambda: explicit(machine, X, y, some), "fast": lambda: fast(machine, X, y)}
     times = in_turns(sides, trials)
@@ -293,7 +300,9 @@ def write_searches(found: dict[str, Any], seeds: int, args: argparse.Namespace) 
         results = torch.tensor(
             [[found[f"{name} search {s}"][key] for key in ("sigma", "ridge", "rmse")] for s in range(seeds)]
         )
-        low, middle, high = results.amin(0), results.median(0).values, results.amax(0)
+        low = results.amin(0)
+        middle = results.median(0).values
+        high = results.amax(0)
         row = {"": name, "partitions": seeds, "printed": " and ".join(f"{v:g}" for v in PRINTED[name])}
         for k, key in enumerate(("sigma", "ridge", "RMSE")):
             row[key] = f"{middle[k]:.3g} ({low[k]:.3g} to {high[k]:.3g})"
@@ -398,7 +407,9 @@ def write_reconstruction(found: dict[str, Any], seeds: int, args: argparse.Names
         for m in (50, 100, 200, 300, 400):
             if m <= len(greedy):
                 row[f"greedy, {m}"] = greedy[m - 1]
-        middle, low, high = drawn.median(0).values, drawn.amin(0), drawn.amax(0)
+        middle = drawn.median(0).values
+        low = drawn.amin(0)
+        high = drawn.amax(0)
         k = min(BOSTON_VECTORS, len(greedy)) - 1
         row[f"stochastic, {k + 1}"] = f"{middle[k]:.3g} ({low[k]:.3g} to {high[k]:.3g})"
         rows.append(row)
@@ -423,7 +434,8 @@ def write_growth(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
         }
         for entry in found
     ]
-    size, labels = max(BOSTON_ROWS), {side: side for side in sides}
+    size = max(BOSTON_ROWS)
+    labels = {side: side for side in sides}
     for name, some in (
         (f"slope, 200 to {size}", [row for row in rows if 200 <= row["rows"] <= size]),
         ("slope, from 2000 on", [row for row in rows if row["rows"] >= 2000]),

@@ -80,7 +80,8 @@ class stochastic(Seeded):  # noqa: N801
             candidates = priority.topk(min(self.candidates, n)).indices  # (..., b)
             rows = uniform[1].topk(min(self.rows, n)).indices
             rows = rows.expand(*batch, -1)  # (..., a)
-            E = gram(rows, candidates) - factor.columns(rows).mT @ factor.columns(candidates)  # (..., a, b)
+            explained = factor.columns(rows).mT @ factor.columns(candidates)
+            E = gram(rows, candidates) - explained  # (..., a, b)
             residual = factor.residual.take_along_dim(candidates, -1)
             eligible = factor.eligible.take_along_dim(candidates, -1)
             gain = torch.where(eligible, E.square().sum(-2) / residual, -1.0)

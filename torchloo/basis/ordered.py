@@ -59,14 +59,16 @@ class pruned(_InOrder):  # noqa: N801
             raise ValueError(f"pruned: drop must be between 0 and 1, got {self.drop}")
 
     def _order(self, factor: Factor, y: Tensor | None, weight: Tensor | None) -> Tensor:
-        K, n = factor.gram.matrix(), factor.residual.shape[-1]
+        K = factor.gram.matrix()
+        n = factor.residual.shape[-1]
         Y = self._targets(y, n, factor.gram.ndim)
         if weight is not None and (weight.ndim < 1 or weight.shape[-1] != n):
             raise ValueError(f"pruned: weight must have {n} entries, got shape {tuple(weight.shape)}")
         remaining = torch.arange(n, device=K.device).expand_as(factor.residual)
         dropped: list[Tensor] = []
         while remaining.shape[-1] > 1:
-            size = self._coefficients(K, Y, weight, remaining).square().sum(-1)  # (..., r)
+            coefficients = self._coefficients(K, Y, weight, remaining)
+            size = coefficients.square().sum(-1)  # (..., r)
             largest_first = size.argsort(dim=-1, descending=True, stable=True)
             remaining = remaining.take_along_dim(largest_first, -1)
             count = remaining.shape[-1]

@@ -8,8 +8,8 @@ of the squared errors relative to k_ii,
 
 is the mean over i of r_i, the diagonal of the residual of the normalised kernel matrix
 k_ij / sqrt(k_ii k_jj). Scaling vectors does not change their span: everything here works on the normalised
-matrix, where all rows have the same weight whatever their length. A row with k_ii = 0 is reconstructed by
-any basis: it has r_i = 0 and is never chosen. With L (k, n) the factor, L^T L = K_:S K_SS^{-1} K_S: and
+matrix, where all rows have the same weight, independent of their length. A row with k_ii = 0 is reconstructed
+by any basis: it has r_i = 0 and is never chosen. With L (k, n) the factor, L^T L = K_:S K_SS^{-1} K_S: and
 r = 1 - the column sums of L^2; adding a vector adds a row to L.
 
 Note [least pivot]
@@ -123,7 +123,8 @@ def _take(values: Tensor, rows: Tensor) -> Tensor:
 
 def submatrix(H: Tensor, rows: Tensor) -> Tensor:
     """Entries (..., b, b) of H (..., n, n) in the given rows (..., b) and in the same columns."""
-    return H.take_along_dim(rows.unsqueeze(-1), -2).take_along_dim(rows.unsqueeze(-2), -1)
+    of_rows = H.take_along_dim(rows.unsqueeze(-1), -2)
+    return of_rows.take_along_dim(rows.unsqueeze(-2), -1)
 
 
 def _accepted_first(accepted: Tensor) -> Tensor:
@@ -296,7 +297,8 @@ class Factor:
         self.error = self.residual.mean(-1)
         gain = gains.mean(-1)  # (..., w)
         later_gains = gain[..., 1:].flip(-1).cumsum(-1).flip(-1)
-        errors = self.error.unsqueeze(-1) + torch.nn.functional.pad(later_gains, (0, 1))
+        later_gains = torch.nn.functional.pad(later_gains, (0, 1))  # none after the last
+        errors = self.error.unsqueeze(-1) + later_gains
         self._chosen.append((rows, accepted, errors))
         self.size = self.size + accepted.sum(-1)
 

@@ -50,12 +50,15 @@ def loo_with_gradient(K: Tensor, Y: Tensor) -> Tensor | None:
     """The gradient of PRESS in the kernel matrix."""
     K = K.detach().requires_grad_()
     reg = torch.tensor(REG, dtype=K.dtype, device=K.device, requires_grad=True)
-    tl.functional.lssvm(K, Y, reg).held_out().residuals.square().sum().backward()
+    held_out = tl.functional.lssvm(K, Y, reg).held_out()
+    held_out.residuals.square().sum().backward()
     return K.grad
 
 
 def best_times(
-    sides: dict[str, Callable[[], object]], repeats: int, on_turn: Callable[[], object] | None = None
+    sides: dict[str, Callable[[], object]],
+    repeats: int,
+    on_turn: Callable[[], object] | None = None,
 ) -> dict[str, float]:
     """The fastest of `repeats` timings of every side, in seconds, after one untimed warm-up.
 

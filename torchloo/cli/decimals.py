@@ -117,7 +117,10 @@ def _marks_of(values: "pd.Series") -> list[str]:
 
 
 def _decided(
-    possible: Mapping[str, list[str]], unparsed: Collection[str], separator: str, known: Mapping[str, str]
+    possible: Mapping[str, list[str]],
+    unparsed: Collection[str],
+    separator: str,
+    known: Mapping[str, str],
 ) -> dict[str, str]:
     """One decimal mark for each column; see Note [decimal marks]."""
     certain = {name: marks[0] for name, marks in possible.items() if len(marks) == 1}

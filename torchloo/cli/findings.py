@@ -163,7 +163,10 @@ def _seconds_of_one(machine: Any, data: TrainingData, request: Request) -> float
 
 
 def estimate(
-    data: TrainingData, request: Request, splits: list[Split], measures: list[Measure]
+    data: TrainingData,
+    request: Request,
+    splits: list[Split],
+    measures: list[Measure],
 ) -> list[OuterEstimate] | None:
     """The outer estimate of every measure: the whole selection is repeated in every split."""
     if not splits:
@@ -196,7 +199,10 @@ def examine(
     outer: list[OuterEstimate] | None,
 ) -> Findings:
     """Held-out predictions and diagnostics of the selected machine."""
-    machine, X, y, weight = choice.machine, data.X, data.y, data.weight
+    machine = choice.machine
+    X = data.X
+    y = data.y
+    weight = data.weight
     loo = machine.loo(X, y, weight)
     lco = None if data.clusters is None else machine.lco(X, y, data.clusters, weight)
     leverage = machine.solve(X, y, weight).leverage if isinstance(machine, LeastSquares) else None
@@ -226,7 +232,10 @@ def _of_table(held_out: Any, y: Tensor) -> HeldOut:
 
 
 def _rows(
-    measures: list[Measure], loo: HeldOut, lco: HeldOut | None, outer: list[OuterEstimate] | None
+    measures: list[Measure],
+    loo: HeldOut,
+    lco: HeldOut | None,
+    outer: list[OuterEstimate] | None,
 ) -> list[MeasureRow]:
     """Every measure, by leave-one-out and, if there are clusters, by leave-cluster-out."""
     trivial = baseline(loo.targets)
@@ -252,7 +261,8 @@ def _parameters(machine: KernelMachine, unit: str) -> list[Parameter]:
             meaning = declared.meaning
             if declared.unit == "inputs":
                 meaning += f", in {unit}"
-            found.append(Parameter(path, logarithm.exp().cpu().numpy(), meaning))
+            value = logarithm.exp().cpu().numpy()
+            found.append(Parameter(path, value, meaning))
     short_names = [each.name.rpartition(".")[2].removeprefix("log_") for each in found]
     return [
         each._replace(name=name) if short_names.count(name) == 1 else each
@@ -287,7 +297,8 @@ def _path(data: TrainingData, request: Request, choice: SearchResult) -> tuple[n
         return None
     if request.criterion_function.takes_fit:
         return None
-    regs = machine.reg * torch.logspace(-3, 3, 49, dtype=data.X.dtype, device=data.X.device)
+    factors = torch.logspace(-3, 3, 49, dtype=data.X.dtype, device=data.X.device)
+    regs = machine.reg * factors
     try:
         path = machine.path(data.X, data.y, regs, data.clusters, data.weight)
         values = request.score(path)

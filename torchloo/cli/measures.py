@@ -1,7 +1,7 @@
 """Performance measures of the command: a few for each task, and their values for a trivial predictor.
 
-A measure is called like a criterion of tl.criteria, with a HeldOut, and returns one number. It is unweighted,
-whatever the training weights.
+A measure is called like a criterion of tl.criteria, with a HeldOut, and returns one number. It does not use
+the training weights.
 """
 
 from collections.abc import Callable
@@ -81,7 +81,9 @@ class Measure(NamedTuple):
         if places is None and not 1e-3 <= abs(mean) < 1e6:
             return f"{mean:.3g} ± {error:.2g}"
         if places is None:
-            places = max(0, 1 - int(np.floor(np.log10(error)))) if error else 3
+            places = 3
+            if error:
+                places = max(0, 1 - int(np.floor(np.log10(error))))
         return f"{mean:.{places}f} ± {error:.{places}f}"
 
 
@@ -119,7 +121,8 @@ def _balanced(held_out: HeldOut) -> Tensor:
 
 
 def _auc(held_out: HeldOut) -> Tensor:
-    if bool(held_out.targets.min() > 0) or bool(held_out.targets.max() < 0):
+    targets = held_out.targets
+    if bool(targets.min() > 0) or bool(targets.max() < 0):
         return held_out.outputs.new_tensor(torch.nan)
     return tl.criteria.auc(held_out)
 

@@ -73,7 +73,8 @@ def _on_host(value: Any) -> Any:
 def checksum(content: dict[str, Any]) -> str:
     """SHA-256 of the content of a model, except for the field `sha256` itself."""
     digest = hashlib.sha256()
-    for part in _bytes_of({name: value for name, value in content.items() if name != "sha256"}):
+    hashed = {name: value for name, value in content.items() if name != "sha256"}
+    for part in _bytes_of(hashed):
         digest.update(part)
     return digest.hexdigest()
 
@@ -145,7 +146,11 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _require_state(
-    spec: Spec, schema: Schema, machine: KernelMachine, state: object, rows_kept: TrainingRows | None
+    spec: Spec,
+    schema: Schema,
+    machine: KernelMachine,
+    state: object,
+    rows_kept: TrainingRows | None,
 ) -> None:
     """Raise ValueError if a state does not belong to such a machine."""
     logarithms = dict(machine.named_parameters())

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     X = torch.tensor(schema.design(frame, args.ignore_extra), device=args.device)
     try:
         with torch.no_grad():
-            outputs = torch.cat([machine(part) for part in X.split(_ROWS)]).cpu().numpy()
+            parts = [machine(part) for part in X.split(_ROWS)]
+            outputs = torch.cat(parts).cpu().numpy()
         _require_finite(outputs)
         intervals = uncertainty.columns(schema, machine, X, outputs, args.level or 0.9)
     except (ValueError, RuntimeError) as error:
@@ -117,7 +118,8 @@ def _columns(schema: Schema, outputs: np.ndarray) -> dict[str, np.ndarray]:
         return prediction
     if outputs.ndim == 1:
         return prediction | {"score": outputs}
-    return prediction | {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
+    scores = {f"score {label}": outputs[:, k] for k, label in enumerate(schema.labels)}
+    return prediction | scores
 
 
 def _comparison(schema: Schema, y: np.ndarray, outputs: np.ndarray, intervals: dict[str, np.ndarray]) -> str:

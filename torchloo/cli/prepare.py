@@ -77,7 +77,8 @@ def prepare(
     _require_roles(frame, roles)
     if len(frame) < FEWEST_ROWS:
         raise TableError(f"the table has {len(frame)} rows; at least {FEWEST_ROWS} are needed")
-    special = [name for name in (roles.target, roles.clusters, roles.weights) if name is not None]
+    given = (roles.target, roles.clusters, roles.weights)
+    special = [name for name in given if name is not None]
     inputs = [name for name in frame.columns if name not in special and name not in roles.drop]
     dates = [name for name in inputs if is_date(frame[name])]
     frame = with_dates(frame, dates)
@@ -91,12 +92,14 @@ def prepare(
     )
     notes += [*drop_notes, *fill_notes, *input_notes]
     if dates:
-        notes.append(f"dates, taken as days since 1970: {listed(dates, 20)}")
+        notes.append(f"dates, converted to days since 1970: {listed(dates, 20)}")
     if standardise:
-        centre, scale = raw.mean(0), raw.std(0, ddof=1)
+        centre = raw.mean(0)
+        scale = raw.std(0, ddof=1)
     else:
         _require_binary(columns, raw)
-        centre, scale = np.zeros_like(raw[0]), np.ones_like(raw[0])
+        centre = np.zeros_like(raw[0])
+        scale = np.ones_like(raw[0])
     names = [column.name for column in columns]
     schema = Schema(
         target=roles.target,
@@ -125,7 +128,10 @@ def prepare(
 
 
 def _complete_rows(
-    frame: "pd.DataFrame", special: list[str], inputs: list[str], missing: str
+    frame: "pd.DataFrame",
+    special: list[str],
+    inputs: list[str],
+    missing: str,
 ) -> tuple["pd.DataFrame", list[str]]:
     """The rows to train on, with their index in the table, and a note of how many were dropped."""
     needed = {"error": [], "drop": special + inputs, "mean": special}[missing]

@@ -25,7 +25,9 @@ class TableError(ValueError):
 
 
 def read_table(
-    path: Path, text: Collection[str] = (), decimals: Mapping[str, str] | None = None
+    path: Path,
+    text: Collection[str] = (),
+    decimals: Mapping[str, str] | None = None,
 ) -> tuple["pd.DataFrame", list[str]]:
     """Read a file; returns the table and notes for the user.
 
@@ -41,7 +43,8 @@ def read_table(
     """
     pandas()
     readers: dict[str, Any] = {".parquet": _parquet, ".npz": _npz}
-    readers |= dict.fromkeys((".csv", ".tsv", ".txt"), partial(_csv, text=text, decimals=decimals or {}))
+    read_csv = partial(_csv, text=text, decimals=decimals or {})
+    readers |= dict.fromkeys((".csv", ".tsv", ".txt"), read_csv)
     read = readers.get(path.suffix.lower())
     if read is None:
         raise TableError(f"{str(path)!r} must be a .csv, .parquet or .npz file")
@@ -133,7 +136,8 @@ def _require_distinct(path: Path, names: list[str]) -> None:
 def _without_row_numbers(frame: "pd.DataFrame") -> tuple["pd.DataFrame", list[str]]:
     """Ignore an unnamed first column of row numbers, as pandas writes it."""
     first = frame.iloc[:, 0]
-    if frame.columns[0].startswith("Unnamed: ") and first.dtype.kind == "i" and first.is_unique:
+    counts_rows = first.dtype.kind == "i" and first.is_unique
+    if frame.columns[0].startswith("Unnamed: ") and counts_rows:
         return frame.iloc[:, 1:], ["the first column is unnamed and counts the rows: ignored"]
     return frame, []
 
@@ -146,7 +150,8 @@ def _parquet(path: Path) -> tuple["pd.DataFrame", list[str]]:
     try:
         frame = pandas().read_parquet(path, engine="pyarrow").reset_index(drop=True)
     except Exception as error:  # pyarrow's own errors, whatever their class
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise TableError(f"{str(path)!r} is not a Parquet file: {reason}") from error
     frame.attrs.clear()  # other programs may have stored their own
     names = [str(name) for name in frame.columns]

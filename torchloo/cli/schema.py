@@ -140,7 +140,8 @@ class Schema:
                 f"target {self.target!r} has the value {str(labels[row])!r} in row "
                 f"{row_number(values, row)}; known classes: {listed(list(self.labels))}"
             )
-        columns = one_vs_rest(position, range(len(self.labels)), dtype=torch.float64).numpy()
+        classes = range(len(self.labels))
+        columns = one_vs_rest(position, classes, dtype=torch.float64).numpy()
         return columns[:, 0] if len(self.labels) == 2 else columns
 
     def decoded(self, outputs: np.ndarray) -> np.ndarray:
@@ -178,7 +179,7 @@ class Schema:
         _require_distinct("names of columns", [*names, self.target, *self.ignored])
         _require_distinct("labels", self.labels)
         if not names or len(self.labels) == 1:
-            raise ValueError("schema: there must be a column at least, and no single label")
+            raise ValueError("schema: there must be at least one column, and labels must be none or several")
         for name, values in (("centre", self.centre), ("scale", self.scale)):
             if len(values) != len(self.inputs) or not np.isfinite(values).all():
                 raise ValueError(f"schema: {name} must be {len(self.inputs)} finite numbers")
@@ -227,7 +228,7 @@ def _column(plain: object) -> Column:
         column = replace(column, levels=_sequence(f"levels of {name!r}", levels, str))
         _require_distinct(f"levels of {name!r}", levels)
         if len(levels) < 2:
-            raise ValueError(f"schema: levels of {name!r} must be two at least, got {len(levels)}")
+            raise ValueError(f"schema: levels of {name!r} must be at least two, got {len(levels)}")
     _require_fill(column)
     return column
 
@@ -291,7 +292,8 @@ def is_date(series: "pd.Series") -> bool:
     known = series.dropna()
     if not len(known) or is_number(series) or not all(isinstance(value, str) for value in known):
         return False
-    return bool(known.str.fullmatch(_ISO_DATE).all()) and not _moments(known).isna().any()
+    looks_like_dates = bool(known.str.fullmatch(_ISO_DATE).all())
+    return looks_like_dates and not _moments(known).isna().any()
 
 
 def _moments(series: "pd.Series") -> "pd.Series":
@@ -330,7 +332,8 @@ def is_number(series: "pd.Series") -> bool:
 
 def numbers(series: "pd.Series") -> np.ndarray:
     """Values (n,) in float64; TableError for text that is not a number."""
-    values = pandas().to_numeric(series, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    parsed = pandas().to_numeric(series, errors="coerce")
+    values = parsed.to_numpy(dtype=float, na_value=np.nan)
     if np.isnan(values).any():
         row = int(np.isnan(values).argmax())
         raise TableError(

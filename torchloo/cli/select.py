@@ -282,7 +282,8 @@ def _too_large(machine: str, kernel: str, n: int) -> str:
     if machine == "sparse" or KERNELS[kernel].is_linear:
         return ""
     try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":") for line in lines)
         available = 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return ""
@@ -300,7 +301,8 @@ def _find(prepared: PreparedTable, request: Request, check: Any) -> Findings:
         choice = choose(data, request)
         check()
         _announce(len(splits), choice.seconds, request.time_of_each)
-        outer = estimate(data, request, splits, measures(data.y, len(prepared.schema.labels)))
+        measured = measures(data.y, len(prepared.schema.labels))
+        outer = estimate(data, request, splits, measured)
         check()
         return examine(prepared, request, data, choice, outer)
     except (ValueError, TypeError, RuntimeError, MemoryError) as error:

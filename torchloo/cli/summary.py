@@ -22,7 +22,9 @@ def described(path: Path, prepared: PreparedTable) -> str:
     labels = schema.labels
     task = f"regression of {schema.target!r}"
     if labels:
-        shown = ", ".join(labels[:6]) + (", ..." if len(labels) > 6 else "")
+        shown = ", ".join(labels[:6])
+        if len(labels) > 6:
+            shown += ", ..."
         task = f"{len(labels)} classes of {schema.target!r}: {shown}"
     first = f"{path.name}: {n} rows, {d} input{'s' * (d > 1)}, {task}"
     notes = [f"  note: {note}" for note in prepared.notes]
@@ -35,7 +37,8 @@ def held_out(findings: Findings) -> Any:
     n = len(prepared.y)
     columns: dict[str, np.ndarray] = {"row": prepared.rows, "target": prepared.target}
     columns |= _columns(findings, "loo", findings.loo)
-    columns["leverage"] = np.full(n, np.nan) if findings.leverage is None else findings.leverage
+    leverage = findings.leverage
+    columns["leverage"] = np.full(n, np.nan) if leverage is None else leverage
     if prepared.clusters is not None and findings.lco is not None:
         columns["cluster"] = prepared.clusters
         columns |= _columns(findings, "lco", findings.lco)
@@ -73,7 +76,8 @@ def summary(findings: Findings) -> str:
     if first.outer is not None:
         splits = len(first.outer.scores)
         head.append(f"outer ({splits} split{'s' * (splits > 1)})")
-    rows = [head, *([row.measure.name, *row.shown()] for row in findings.rows)]
+    measured = [[row.measure.name, *row.shown()] for row in findings.rows]
+    rows = [head, *measured]
     return "\n\n".join([chosen, table(rows), *_by_class(findings)])
 
 

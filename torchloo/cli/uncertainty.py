@@ -54,7 +54,9 @@ class TrainingRows(NamedTuple):
 
     def intervals(self, machine: Any, X: Tensor, level: float) -> np.ndarray:
         """Lower and upper ends of the prediction intervals, (2, q)."""
-        inputs, targets, weight = (t.to(X.device) for t in (self.X, self.y, self.weight))
+        inputs = self.X.to(X.device)
+        targets = self.y.to(X.device)
+        weight = self.weight.to(X.device)
         all_distinct = len(self.clusters.unique()) == len(self.clusters)
         clusters = None if all_distinct else self.clusters
         ends = tl.intervals.jackknife_plus(machine, inputs, targets, X, level, clusters, weight=weight)
@@ -77,7 +79,8 @@ class Uncertainty(NamedTuple):
         """Plain data, for torch.save."""
         state = {} if self.calibration is None else self.calibration.state_dict()
         numbers = {name: float(value) for name, value in state.items()}
-        return {"calibration": numbers, "rows": {} if self.rows is None else self.rows._asdict()}
+        rows = {} if self.rows is None else self.rows._asdict()
+        return {"calibration": numbers, "rows": rows}
 
     @classmethod
     def from_dict(cls, plain: object, schema: Schema, rows: int) -> "Uncertainty":
@@ -90,11 +93,17 @@ class Uncertainty(NamedTuple):
         return cls(calibration, TrainingRows.from_dict(values["rows"], rows, len(schema.inputs)))
 
     def columns(
-        self, schema: Schema, machine: Any, X: Tensor, outputs: np.ndarray, level: float
+        self,
+        schema: Schema,
+        machine: Any,
+        X: Tensor,
+        outputs: np.ndarray,
+        level: float,
     ) -> dict[str, np.ndarray]:
         """Columns for predictions.csv: an interval, or the probability of every class."""
         if self.rows is not None:
-            return dict(zip(("lower", "upper"), self.rows.intervals(machine, X, level), strict=True))
+            lower, upper = self.rows.intervals(machine, X, level)
+            return {"lower": lower, "upper": upper}
         if self.calibration is None:
             return {}
         with torch.no_grad():

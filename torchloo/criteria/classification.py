@@ -65,7 +65,7 @@ def balanced_error_rate(
 ) -> Tensor:
     """Mean of the error rates of the two classes: `error_rate` under the weights of `balanced_weight`.
 
-    Unweighted otherwise, whatever the training weights. Lower is better. Not differentiable.
+    The training weights are not used. Lower is better. Not differentiable.
     """
     no_weight("balanced_error_rate", weight)
     rows = ScoredRows(
@@ -94,13 +94,13 @@ def balanced_weight(y: Tensor, classes: Any = None, *, dtype: torch.dtype | None
 
     Args:
         y: integer or bool labels (..., n); or one positive and one negative value, (..., n); or columns
-            (..., n, c) with one positive entry in each row, such as `tl.one_vs_rest` makes, (..., n, 1) for
-            two classes. A batch of numbers (B, n) with a single positive one in each problem looks like
-            columns: give integer labels there.
-        classes: of integer labels, all classes; None takes them from the values. k is the number of classes
-            that are present, in each problem separately.
-        dtype: of the weights; None for that of y, torch's default for integer labels. Machines need that
-            of X.
+            (..., n, c) with one positive entry in each row, as from `tl.one_vs_rest`, (..., n, 1) for two
+            classes. A batch (B, n) of numbers with a single positive one in each problem is ambiguous, and is
+            read as columns: use integer labels instead.
+        classes: all classes, for integer labels; None takes them from the values of y. k is the number of
+            classes that are present, in each problem separately.
+        dtype: of the weights; None for that of y, or torch's default for integer labels. Machines need the
+            dtype of X.
 
     Memory: n c numbers. Reference: Cawley 2006, eq. 18, for two classes.
 

@@ -82,8 +82,8 @@ def criterion(
         known = CRITERIA.setdefault(marked.__name__, marked)
         if known.__module__ != marked.__module__:
             raise ValueError(
-                f"criterion: the name of the function must be new, got {marked.__name__}, which "
-                f"{known.__module__} has"
+                f"criterion: the name of the function must not be in use, got {marked.__name__}, which is "
+                f"defined in {known.__module__}"
             )
         CRITERIA[marked.__name__] = marked
         return cast("Criterion[P]", marked)

@@ -152,7 +152,8 @@ def tau_b(targets: Tensor, outputs: Tensor, cluster: Tensor, sizes: Tensor) -> t
 
     targets, outputs (..., n); cluster (n,), numbers below k; sizes (k,) -> (..., k), (..., k).
     """
-    n, k = targets.shape[-1], len(sizes)
+    n = targets.shape[-1]
+    k = len(sizes)
     x = _keys(targets.contiguous(), cluster)  # (..., n)
     z = _keys(outputs.contiguous(), cluster)
     rank_x, rank_z = x - cluster * n, z - cluster * n

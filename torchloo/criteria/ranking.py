@@ -100,7 +100,8 @@ def smooth_wmw(
     positive, negative = pairs.by_class(rows.positive, rows.outputs.dtype)
     f = gamma * rows.outputs.gather(-1, positive.row)  # (..., c, p)
     g = gamma * rows.outputs.gather(-1, negative.row)  # (..., c, q)
-    wrong = (positive.mask * pairs.logistic_sum(f, g, negative.mask)).sum(-1)
+    above = pairs.logistic_sum(f, g, negative.mask)  # (..., c, p)
+    wrong = (positive.mask * above).sum(-1)
     count = positive.mask.sum(-1) * negative.mask.sum(-1)
     return rows.over_outputs(wrong / count)
 
@@ -130,7 +131,8 @@ def kendall_tau(
     """
     no_weight("kendall_tau", weight)
     rows = ScoredRows("kendall_tau", held_out, None, per_output, steps=True)
-    n, device = rows.outputs.shape[-1], rows.outputs.device
+    n = rows.outputs.shape[-1]
+    device = rows.outputs.device
     if isinstance(clusters, str) and clusters == "own":
         clusters = held_out.clusters
     if clusters is None:
@@ -142,9 +144,10 @@ def kendall_tau(
     cluster, sizes = cluster.to(device), sizes.to(device)
     tau, defined = pairs.tau_b(rows.targets, rows.outputs, cluster, sizes)  # (..., c, k)
     count = defined.sum(-1)
-    rows.guard.require(count > 0, "targets must differ within one cluster at least, all are tied")
+    rows.guard.require(count > 0, "targets must differ within at least one cluster, got only ties")
     rows.guard.check()
-    return rows.over_outputs((tau.sum(-1) / count).to(rows.outputs.dtype))
+    mean = tau.sum(-1) / count
+    return rows.over_outputs(mean.to(rows.outputs.dtype))
 
 
 class _PairFit(Protocol):
@@ -231,7 +234,8 @@ def leave_pair_out_auc(
         in_order = torch.where(tied, 0.5, (gap > 0).to(a.dtype))
         right += (is_pair * in_order).sum((-2, -1), dtype=torch.float64)
     guard.check()
-    value = right / (positive.mask.sum(-1) * negative.mask.sum(-1))
+    count = positive.mask.sum(-1) * negative.mask.sum(-1)
+    value = right / count
     has_output_axis = not getattr(fit, "flat", False)
     if not (per_output and has_output_axis):
         value = value.mean(-1)

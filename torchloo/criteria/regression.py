@@ -80,11 +80,11 @@ def log_density(
     """
     rows = ScoredRows("log_density", held_out, weight, per_output)
     v = rows.turn("variance", held_out.variance)
-    rows.guard.require(~v.isnan().any(), "variance must be known, but this machine has none")
+    rows.guard.require(~v.isnan().any(), "variance must not be NaN; this machine has no predictive variance")
     ratio = rows.mean(_squares(rows, held_out) / v)  # (..., c)
     if noise is None:
         s2 = ratio
-        rows.guard.require(s2 > 0, "residuals must not all be zero, the density has no bound; give noise")
+        rows.guard.require(s2 > 0, "residuals must not all be zero if noise is None; give noise=")
     else:
         rows.guard.positive(noise=noise)
         s2 = torch.as_tensor(noise, dtype=v.dtype, device=v.device)

@@ -129,7 +129,8 @@ class Score:
 def as_held_out(outputs: Tensor, y: Tensor) -> HeldOut:
     """Outputs on test rows, (n,) or (n, c), as an unweighted HeldOut."""
     ones = torch.ones_like(y if y.ndim == 1 else y[:, 0])
-    return HeldOut(outputs, y - outputs, y, ones, None, torch.full_like(outputs, torch.nan), ones > 1)
+    unknown = torch.full_like(outputs, torch.nan)
+    return HeldOut(outputs, y - outputs, y, ones, None, unknown, ones > 1)
 
 
 def _unbatched(held_out: Any, batch: torch.Size) -> list[HeldOut]:

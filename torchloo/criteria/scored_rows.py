@@ -26,8 +26,8 @@ Average = Literal["outputs"] | None
 Classes = Literal["sign", "both signs", "column", "any"] | None
 
 _CODING = (
-    "code two classes as -1 and +1; of several, give each a column, +1 in its rows and -1 elsewhere, "
-    "and use multiclass_error"
+    "encode two classes as -1 and +1; for several classes use tl.one_vs_rest(labels), a column for each, "
+    "and multiclass_error"
 )
 
 
@@ -76,7 +76,7 @@ def require_average(guard: Guard, targets: Tensor, per_output: bool, average: Av
     if columns > 1 and average is None and not per_output:
         guard.require(
             ~one_positive(targets).all(-1),
-            f"average must be 'outputs' for the mean over {columns} columns of one class against the rest, "
+            f"average must be 'outputs' for the mean over {columns} one-vs-rest columns, "
             "got None; the error of the class with the largest output is multiclass_error",
         )
 
@@ -137,7 +137,7 @@ class ScoredRows:
         if self.per_output:
             raise ValueError(
                 f"{self.function}: per_output must be False, as a row has one predicted class, not one for "
-                "each column; error_rate(held_out, per_output=True) has the columns one by one"
+                "each column; for the columns one by one use error_rate(held_out, per_output=True)"
             )
 
     def _require_columns(self) -> None:

@@ -54,8 +54,8 @@ def multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool
 def balanced_multiclass_error(held_out: HeldOut, weight: Weight = "own", per_output: bool = False) -> Tensor:
     """Mean misclassification rate over the classes that are present.
 
-    `multiclass_error` under the weights of `balanced_weight`; unweighted otherwise, whatever the training
-    weights. Targets as there. Lower is better. Not differentiable.
+    This is `multiclass_error` under the weights of `balanced_weight`, with the same targets. The training
+    weights are not used. Lower is better. Not differentiable.
     """
     no_weight("balanced_multiclass_error", weight)
     rows = ScoredRows("balanced_multiclass_error", held_out, None, per_output, classes="column", steps=True)

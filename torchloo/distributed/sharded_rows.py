@@ -167,7 +167,8 @@ def gather(held_out: HeldOut, group: Any = None) -> HeldOut:
     require_same("distributed.gather", processes, "whether there are clusters, other axes and dtype", kind)
 
     def of_all(values: Tensor) -> Tensor:
-        return processes.rows(values.movedim(rows, 0).contiguous(), shared=True).movedim(0, rows)
+        rows_first = values.movedim(rows, 0).contiguous()
+        return processes.rows(rows_first, shared=True).movedim(0, rows)
 
     clusters = held_out.clusters
     return HeldOut(

@@ -103,7 +103,9 @@ def select(
 
 def _axes(machine: KernelMachine, grid: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
     """The values of a grid as lists; ValueError if it is not valid."""
-    axes = {name: list(values) for name, values in grid.items()} if isinstance(grid, Mapping) else {}
+    axes: dict[str, list[Any]] = {}
+    if isinstance(grid, Mapping):
+        axes = {name: list(values) for name, values in grid.items()}
     if not axes or not all(axes.values()):
         raise ValueError(f"distributed.select: grid must be a dict of name -> values, got {grid!r}")
     if not isinstance(machine, KernelMachine):

@@ -100,7 +100,8 @@ class _SquaredDistance(Function):
             tiles = []
             step = _tile_rows(G.shape, X.device)
             for index, x in enumerate(X.split(step, dim=-2)):
-                start, rows = index * step, x.shape[-2]
+                start = index * step
+                rows = x.shape[-2]
                 g = G.narrow(-2, start, rows)
                 if both:
                     g = g + G.narrow(-1, start, rows).mT
@@ -164,7 +165,12 @@ class _MaternOfSquare(Function):
 
 
 def squared_distance(
-    X: Tensor, Z: Tensor | None, *, direct: bool, factor: float, dtype: torch.dtype
+    X: Tensor,
+    Z: Tensor | None,
+    *,
+    direct: bool,
+    factor: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """factor |x_i - z_j|^2, (..., n, m) of a dtype, for float64 points; see `_SquaredDistance`."""
     return apply(_SquaredDistance, X, Z, direct, factor, dtype)

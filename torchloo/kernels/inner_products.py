@@ -37,7 +37,7 @@ class _OfInner(Kernel):
 
 
 class Linear(_OfInner):
-    """k(x, z) = x . z (CRITERIA eq. 2)."""
+    """k(x, z) = x . z (Cawley 2006, eq. 2)."""
 
     choices = (Choice("linear", "a linear kernel", lambda d: Linear()),)
 
@@ -54,14 +54,15 @@ class Linear(_OfInner):
 
     def feature_map(self, X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """X itself, or its features; sparse rows made dense."""
-        return csr.dense(self._embed("X", X)).to(dtype or full_dtype(X.dtype))
+        features = csr.dense(self._embed("X", X))
+        return features.to(dtype or full_dtype(X.dtype))
 
 
 class Polynomial(_OfInner):
-    """k(x, z) = (x . z + offset)^degree (CRITERIA eq. 3), offset >= 0 of shape (...).
+    """k(x, z) = (x . z + offset)^degree (Cawley 2006, eq. 3), offset >= 0 of shape (...).
 
-    Zero has no finite logarithm to train: if any offset is 0, all of them are fixed, and `log_offset` is a
-    buffer (-inf where the offset is 0) instead of a parameter.
+    An offset of 0 has no finite logarithm and cannot be trained: if any offset is 0, all of them are fixed,
+    and `log_offset` is a buffer (-inf where the offset is 0) instead of a parameter.
     """
 
     settings = ("degree",)
@@ -94,7 +95,7 @@ class Polynomial(_OfInner):
 
 
 class Boolean(_OfInner):
-    """k(x, z) = (1 + rate)^(x . z) (CRITERIA, below eq. 3), rate > 0 of shape (...).
+    """k(x, z) = (1 + rate)^(x . z) (Cawley 2006, below eq. 3), rate > 0 of shape (...).
 
     For x in {0, 1}^d: every conjunction of s of the d variables is a feature, of squared weight rate^s.
     """

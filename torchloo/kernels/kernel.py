@@ -111,7 +111,8 @@ class Kernel(nn.Module):
             module = known.make.__module__
             if module != choice.make.__module__:
                 raise ValueError(
-                    f"{cls.__name__}: choices must have new names, got {choice.name}, which {module} has"
+                    f"{cls.__name__}: names of choices must not be in use, got {choice.name}, which is "
+                    f"defined in {module}"
                 )
             KERNELS[choice.name] = choice
 
@@ -130,7 +131,8 @@ class Kernel(nn.Module):
 
         With `dtype`, X and Z, or their `features`, are converted to it and the matrix is evaluated in it.
         """
-        left, right = self._embed("X", X), None
+        left = self._embed("X", X)
+        right = None
         if Z is not None:
             require_inputs(self._get_name(), X=X, Z=Z)
             right = self._embed("Z", Z)
@@ -168,7 +170,8 @@ class Kernel(nn.Module):
         """The kernel matrix (..., n, m) of X and Z, given `embed_support` of Z, evaluated in a dtype."""
         if self._has_own_forward:
             return self(X, next(support), dtype)
-        left, right = self._embed("X", X), next(support)
+        left = self._embed("X", X)
+        right = next(support)
         self._match(left, right)
         with full_precision(X):
             return self._evaluate_in(left, right, dtype)
@@ -204,7 +207,8 @@ class Kernel(nn.Module):
     @property
     def is_embedding_inside(self) -> bool:
         """Whether parts of the kernel embed inputs themselves, so that `embed` returns them unchanged."""
-        return any(part._embeds for part in self.modules() if isinstance(part, Kernel) and part is not self)
+        parts = [part for part in self.modules() if isinstance(part, Kernel) and part is not self]
+        return any(part._embeds for part in parts)
 
     @property
     def _embeds(self) -> bool:
@@ -341,11 +345,13 @@ class Kernel(nn.Module):
                 return X
             return X.flatten(-event).to(dtype)
         if event == 1:
-            F, n = self.features(X), X.shape[-2]
+            F = self.features(X)
+            n = X.shape[-2]
             self._require(F.ndim >= 2 and F.shape[-2] == n, f"features must return (..., {n}, p)", F.shape)
             return F.to(dtype)
         rows = X.flatten(0, -event - 1)  # one batch, as convolutions need
-        F, n = self.features(rows), len(rows)
+        F = self.features(rows)
+        n = len(rows)
         self._require(F.ndim == 2 and len(F) == n, f"features must return ({n}, p)", F.shape)
         return F.to(dtype).unflatten(0, X.shape[:-event])
 
@@ -374,7 +380,12 @@ class Scaled(Kernel):
     scale = Positive("the weight of this part of the kernel")
 
     def __init__(
-        self, kernel: Kernel, scale: Values, *, features: Features = None, event_dim: int | None = None
+        self,
+        kernel: Kernel,
+        scale: Values,
+        *,
+        features: Features = None,
+        event_dim: int | None = None,
     ) -> None:
         events = _event_dim("Scaled", [kernel], features, event_dim)
         super().__init__(features=features, event_dim=events, scale=scale)

@@ -48,7 +48,8 @@ class _Stationary(Kernel):
 
     def _distance(self, X: Tensor, Z: Tensor | None, factor: float, direct: bool = False) -> Tensor:
         """factor |x - z|^2 / lengthscale^2, (..., n, m); only the result is rounded to the dtype of X."""
-        scale, d = self.lengthscale.double(), X.shape[-1]
+        scale = self.lengthscale.double()
+        d = X.shape[-1]
         columns = X if Z is None else Z
         batch_shapes = {
             "lengthscale": scale.shape[:-1],
@@ -84,7 +85,8 @@ class _Stationary(Kernel):
         Z64 = None if Z is None else Z.double()
         left = csr.square_length(X64)
         right = left if Z64 is None else csr.square_length(Z64)
-        square = left.unsqueeze(-1) + right.unsqueeze(-2) - 2 * csr.inner(X64, Z64)
+        squares = left.unsqueeze(-1) + right.unsqueeze(-2)
+        square = squares - 2 * csr.inner(X64, Z64)
         square = square.clamp_(min=0)
         if Z is None:
             square.fill_diagonal_(0)
@@ -121,7 +123,7 @@ class RBF(_Stationary):
 
     @classmethod
     def from_rate(cls, eta: Values, *, features: Features = None, event_dim: int = 1) -> Self:
-        """exp(-eta |x - z|^2) (CRITERIA eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
+        """exp(-eta |x - z|^2) (Cawley 2006, eq. 1): lengthscale (2 eta)^(-1/2), in any of its shapes."""
         lengthscale = (2 * log_of("RBF.from_rate", "eta", eta).exp()).rsqrt()
         return cls(lengthscale, features=features, event_dim=event_dim)
 

@@ -58,12 +58,15 @@ class _Line:
         self.problem = problem
         self.remaining = setup.evaluations
         self.tolerance = max(setup.tolerance, setup.rounding**0.5)  # a factorisation costs digits
-        self.x, self.f = np.empty(0), np.empty(0)
+        self.x = np.empty(0)
+        self.f = np.empty(0)
 
     def search(self, low: float, high: float) -> None:
         """Evaluate all of the box, then between the neighbours of the best until the search converges."""
         start = self.start.item()
-        scan = np.append(_half_decades(start, low), _half_decades(start, high)[1:])
+        downwards = _half_decades(start, low)
+        upwards = _half_decades(start, high)
+        scan = np.append(downwards, upwards[1:])
         nearest_first = abs(scan - start).argsort(kind="stable")
         self.evaluate(scan[nearest_first])
         while np.isfinite(self.f).any():

@@ -117,7 +117,10 @@ def _listed(plan: Search) -> dict[str, list[Any]] | None:
 
 
 def _for_each_machine(
-    function: str, argument: str, given: Mapping[str, Any] | None, known: list[list[str]]
+    function: str,
+    argument: str,
+    given: Mapping[str, Any] | None,
+    known: list[list[str]],
 ) -> list[dict[str, Any] | None]:
     """For each machine the given values of its parameters, by full name; ValueError for unknown names.
 
@@ -233,7 +236,11 @@ class _Watch:
     """Ends a search between evaluations: by the time budget or the callback."""
 
     def __init__(
-        self, until: float, callback: Callable[[Evaluation], Any] | None, machine: int, done: int
+        self,
+        until: float,
+        callback: Callable[[Evaluation], Any] | None,
+        machine: int,
+        done: int,
     ) -> None:
         self.until, self.callback = until, callback
         self.machine, self.done = machine, done

@@ -31,7 +31,8 @@ def given_axes(space: Space, grid: Mapping[str, Iterable[Any]]) -> Axes:
                 f"{space.function}: grid of {name} must be a list of numbers or of {size} numbers each, "
                 f"got {listed!r}"
             ) from None
-        if not bool(((points > 0) & (points < torch.inf)).all()):
+        valid = (points > 0) & (points < torch.inf)
+        if not bool(valid.all()):
             raise ValueError(f"{space.function}: grid of {name} must be positive and finite")
         axes.append((entry, points.log()))
     return axes

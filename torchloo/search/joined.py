@@ -74,7 +74,10 @@ def _evaluations(searched: list[list[Outcome]]) -> int:
 
 
 def _each_split(
-    rivals: Sequence[Rival], splits: Sequence[Sequence[ProblemBatch]], score: Score, deadline: float
+    rivals: Sequence[Rival],
+    splits: Sequence[Sequence[ProblemBatch]],
+    score: Score,
+    deadline: float,
 ) -> list[list[Outcome]]:
     """A separate search of every split, up to an early stop; each has an equal share of the time."""
     searched: list[list[Outcome]] = []

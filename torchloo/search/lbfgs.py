@@ -62,14 +62,16 @@ class _Runs:
 
     def turn(self, which: Tensor) -> None:
         """A new direction for the runs `which`: L-BFGS, or steepest descent where that does not minimise."""
-        free, metric = self.free(), self.unit.square()
+        free = self.free()
+        metric = self.unit.square()
         direction = -_two_loops(self.g * free, self.s, self.z, metric) * free
         steepest = -metric * self.g * free
         descent = (direction * self.g).sum(-1)
         descends = descent < -1e-8 * _norm(direction) * _norm(self.g * free)
         use_lbfgs = (self.remembers() & descends).unsqueeze(-1)
         length = self.length(steepest).clamp(min=1e-300)
-        direction = torch.where(use_lbfgs, direction, steepest * (self.reach.unsqueeze(-1) / length))
+        scaled = steepest * (self.reach.unsqueeze(-1) / length)
+        direction = torch.where(use_lbfgs, direction, scaled)
         direction = direction * (_LONGEST / self.length(direction).clamp(min=_LONGEST))
         self.direction = torch.where(which.unsqueeze(-1), direction, self.direction)
         self.step = torch.where(which, torch.ones_like(self.step), self.step)
@@ -178,7 +180,8 @@ def _remember(runs: _Runs, accepted: Tensor, moved: Tensor, change: Tensor) -> N
     Where the curvature is negative, the pairs do not describe the minimum ahead: the run forgets them and
     goes on along the gradient, twice as far each time.
     """
-    curved = (moved * change).sum(-1) > 1e-10 * _norm(moved) * _norm(change)
+    curvature = (moved * change).sum(-1)
+    curved = curvature > 1e-10 * _norm(moved) * _norm(change)
     not_curved = accepted & ~curved
     doubled = (2 * runs.length(moved)[..., 0]).clamp(_FIRST, _LONGEST)
     reach = torch.where(accepted, _FIRST, runs.reach)

@@ -35,7 +35,8 @@ def minimise(objective: Objective, setup: RunSetup) -> None:
         order = f.argsort(dim=1, stable=True)
         f = f.gather(1, order)
         simplex = simplex.gather(1, order.unsqueeze(-1).expand_as(simplex))
-        best, worst = f[:, 0], f[:, -1]
+        best = f[:, 0]
+        worst = f[:, -1]
         edges = (simplex[:, 1:] - simplex[:, :1]) / unit
         edge = edges.abs().amax((1, 2))
         converged = (worst - best <= tolerance * best.abs()) & (edge <= _SMALL)

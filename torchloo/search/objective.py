@@ -129,7 +129,8 @@ class Objective:
     def along_reg(self, theta: Tensor, problem: Tensor, regs: Tensor) -> Tensor:
         """Values (B, R) for regularisations (R,), or (R, c), instead of each candidate's own, by `path`."""
         width = self._width()
-        outputs = self.problems.X.shape[1] * self.problems.y[0, 0].numel()
+        columns = self.problems.y[0, 0].numel()
+        outputs = self.problems.X.shape[1] * columns
         together = max(1, _PATH // (min(width, len(theta)) * outputs))
         chunks = [self._along_reg(theta, problem, some, width) for some in regs.split(together)]
         return torch.cat(chunks, 1)
@@ -206,7 +207,11 @@ class Objective:
         return values.detach().cpu(), slopes
 
     def _held_out_values(
-        self, data: ProblemBatch, theta: Tensor, problem: Tensor, regs: Tensor | None = None
+        self,
+        data: ProblemBatch,
+        theta: Tensor,
+        problem: Tensor,
+        regs: Tensor | None = None,
     ) -> Tensor:
         """Criterion values (B,), or (R, B) along a path."""
         theta = theta[0] if len(theta) == 1 else theta
@@ -230,7 +235,12 @@ class Objective:
         return self.score(clusters.own_order(held_out, problem), rows.criterion_weight)
 
     def _held_out(
-        self, theta: Tensor, rows: _Rows, regs: Tensor | None, labels: Tensor | None, among: Any = None
+        self,
+        theta: Tensor,
+        rows: _Rows,
+        regs: Tensor | None,
+        labels: Tensor | None,
+        among: Any = None,
     ) -> Any:
         """The argument of the criterion: a HeldOut, or a Fit."""
         call = functools.partial(self.space.call, theta, among=among)
@@ -257,7 +267,11 @@ class Objective:
         return ordered._replace(X=in_order(ordered.X.mT, order, axis).mT)
 
     def _record(
-        self, theta: Tensor, problem: Tensor, values: Tensor, penalty: Tensor | None = None
+        self,
+        theta: Tensor,
+        problem: Tensor,
+        values: Tensor,
+        penalty: Tensor | None = None,
     ) -> Tensor:
         """Record candidates and their values; returns the objective, infinite where it is undefined."""
         if penalty is None:

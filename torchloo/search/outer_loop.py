@@ -174,8 +174,9 @@ def columns_of(standardise: Any, machine: KernelMachine, X: Tensor) -> Tensor | 
         return torch.arange(d, device=X.device)
     columns = torch.as_tensor(standardise, device=X.device)
     is_index = columns.ndim == 1 and not columns.is_floating_point()
-    if not is_index or not bool(((columns >= 0) & (columns < d)).all()):
+    in_range = (columns >= 0) & (columns < d)
+    if not is_index or not bool(in_range.all()):
         raise ValueError(
-            f"validate: standardise must be True, False or numbers of columns under {d}, got {standardise!r}"
+            f"validate: standardise must be True, False or column numbers below {d}, got {standardise!r}"
         )
     return columns.long()

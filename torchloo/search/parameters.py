@@ -201,7 +201,10 @@ class Space:
         return positive[unique_name(self.function, argument, name, list(positive))]
 
     def bounds(
-        self, first: Tensor, given: Mapping[str, tuple[float, float]] | None, decades: float
+        self,
+        first: Tensor,
+        given: Mapping[str, tuple[float, float]] | None,
+        decades: float,
     ) -> Tensor:
         """Lower and upper bounds (2, ..., p) for first starts (..., p): this many decades around them."""
         reach = torch.full((self.size,), torch.inf, dtype=torch.float64, device="cpu")

@@ -165,7 +165,12 @@ def check_clusters(function: str, score: Score, clusters: object | None) -> None
 
 
 def weight_of(
-    function: str, name: str, weight: Any, y: Tensor, targets: Tensor, rows: Tensor | None = None
+    function: str,
+    name: str,
+    weight: Any,
+    y: Tensor,
+    targets: Tensor,
+    rows: Tensor | None = None,
 ) -> Any:
     """Weights (n,), given or computed by a function of y; "own" and None are returned as they are.
 
@@ -208,7 +213,9 @@ def stack(
             return values[0].unsqueeze(0)
         return torch.stack(values)
 
-    labels = None if clusters[0] is None else Clusters.of(function, clusters, len(X[0]))
+    labels = None
+    if clusters[0] is not None:
+        labels = Clusters.of(function, clusters, len(X[0]))
     return ProblemBatch(
         X=together(X),
         y=together(y),
@@ -227,5 +234,7 @@ def streamed(function: str, stream: RowSource, clusters: object | None) -> Probl
     first = stream.sample(function, _FIRST)
     y = first.Y[:, 0] if stream.flat else first.Y
     rows = StreamRows(stream, first.X)
-    labels = None if clusters is None else Clusters.of(function, [clusters], rows.shape[1])
+    labels = None
+    if clusters is not None:
+        labels = Clusters.of(function, [clusters], rows.shape[1])
     return ProblemBatch(rows, y.unsqueeze(0), first.weight.unsqueeze(0), "own", labels)

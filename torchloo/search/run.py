@@ -160,7 +160,9 @@ class Search:
 
 def _is_positive(value: Any) -> bool:
     """Whether a value is a positive, finite number."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return 0 < float(value) < math.inf
 
 
 def run(
@@ -210,10 +212,14 @@ def _search(plan: Search, objective: Objective, first: Tensor, box: Tensor) -> N
         values, _ = objective(first, torch.arange(len(first), device=first.device))
         objective.prior.anchor(first, values)
     if plan.method == "grid":
-        axes = grid.default_axes(space) if plan.grid is None else grid.given_axes(space, plan.grid)
+        if plan.grid is None:
+            axes = grid.default_axes(space)
+        else:
+            axes = grid.given_axes(space, plan.grid)
         grid.scan(objective, first, axes, plan.grid is None, box)
         return
-    search, count = _FROM_STARTS[plan.method], plan.starts
+    search = _FROM_STARTS[plan.method]
+    count = plan.starts
     if plan.method == "gradient" and only_reg(space, objective.score):
         search, count = search_reg, 1  # covers the whole box from one start
     starts = further_starts(space, first, count, plan.generator)  # (P, S, p)

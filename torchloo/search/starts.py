@@ -145,7 +145,8 @@ def _embedded(path: str, kernel: Kernel, X: Tensor) -> Iterator[tuple[str, Kerne
 
 def _regularisation(K: Tensor, y: Tensor) -> Tensor:
     """q k of Note [first start] for a kernel matrix (m, m) and targets (m,) or (m, c)."""
-    diagonal, Y = K.diagonal(), y.reshape(len(y), -1)
+    diagonal = K.diagonal()
+    Y = y.reshape(len(y), -1)
     rounding = 1e-12 * diagonal.abs().mean() + 1e-300
     size = (diagonal.mean() - K.mean()).clamp(min=rounding)
     square = diagonal.unsqueeze(0) + diagonal.unsqueeze(1) - 2 * K

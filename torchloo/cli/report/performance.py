@@ -104,7 +104,8 @@ def _estimate_table(findings: Findings) -> str:
         head.append("outer estimate")
     rows = [[row.measure.name, *row.shown()] for row in findings.rows]
     last = len(head) - 1
-    return table(head, rows, {(i, last): "best" for i in range(len(rows))})
+    marked = {(i, last): "best" for i in range(len(rows))}
+    return table(head, rows, marked)
 
 
 def _inner(row: MeasureRow) -> float:
@@ -124,7 +125,8 @@ def clusters(findings: Findings) -> str:
         "further rows of known clusters, and only leave-cluster-out that on new clusters."
     )
     names, member, counts = np.unique(clusters, return_inverse=True, return_counts=True)
-    lco, loo = (_loss(findings, held_out, member) for held_out in (findings.lco, findings.loo))
+    lco = _loss(findings, findings.lco, member)
+    loo = _loss(findings, findings.loo, member)
     order = np.argsort(-lco, kind="stable")[:_MAX_CLUSTERS]
     label = "error rate" if findings.classes else "root mean square of the residuals"
     rows = [f"{names[k]} ({counts[k]})" for k in order]
@@ -144,4 +146,5 @@ def _loss(findings: Findings, predictions: HeldOutPredictions, member: np.ndarra
     if findings.classes:
         wrong = findings.predicted(predictions) != findings.prepared.target
         return np.bincount(member, wrong) / np.bincount(member)
-    return np.sqrt(np.bincount(member, predictions.residuals**2) / np.bincount(member))
+    squares = np.bincount(member, predictions.residuals**2)
+    return np.sqrt(squares / np.bincount(member))

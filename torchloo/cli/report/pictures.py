@@ -267,7 +267,9 @@ def _farthest(x: np.ndarray, y: np.ndarray, most: int = 6) -> list[int]:
     farthest_first = np.argsort(-(x + y)).tolist()
     chosen: list[int] = []
     for row in farthest_first[: 5 * most]:
-        distances = np.maximum(abs(x[chosen] - x[row]), abs(y[chosen] - y[row]))
+        across = abs(x[chosen] - x[row])
+        up = abs(y[chosen] - y[row])
+        distances = np.maximum(across, up)
         if (distances > 0.06).all():
             chosen.append(row)
     return chosen[:most]
