@@ -201,8 +201,6 @@ def test_rooms_that_must_not_know_each_other_do_not():
 
 # Names of a class for annotations only, to the right of where they are used.
 TYPES_FROM_THE_RIGHT = {
-    ("torchloo.primal.front", "torchloo.machine"),
-    ("torchloo.primal.solved", "torchloo.machine"),
     ("torchloo.smoothers", "torchloo.spectral.path"),
 }
 

@@ -4,7 +4,6 @@ A machine says what the features of its rows are: `features_of` of tensors, `fea
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,17 +12,14 @@ from torchloo.guards import Guard, values_visible
 from torchloo.primal.block import Memory, Rows, RowSource, Shard, require_alone
 from torchloo.primal.collective import Peers, shared_labels
 from torchloo.primal.machines import Expansion, transposed
-from torchloo.primal.solved import StreamFit
+from torchloo.primal.solved import MachineOfFeatures, StreamFit
 from torchloo.problem import Regs, check_rows
-
-if TYPE_CHECKING:
-    from torchloo.machine import LeastSquares
 
 __all__ = ["explicit", "solve_rows", "solve_tensors"]
 
 
 def solve_rows(
-    machine: "LeastSquares", rows: Rows | StreamFit, y: object, weight: object, reg: Tensor | Regs
+    machine: MachineOfFeatures, rows: Rows | StreamFit, y: object, weight: object, reg: Tensor | Regs
 ) -> StreamFit:
     """The machine solved from rows that bring their targets and weights, and from those of other processes.
 
@@ -38,7 +34,7 @@ def solve_rows(
     return _of_stream(machine, rows, reg)
 
 
-def _of_stream(machine: "LeastSquares", stream: RowSource, reg: Tensor | Regs) -> StreamFit:
+def _of_stream(machine: MachineOfFeatures, stream: RowSource, reg: Tensor | Regs) -> StreamFit:
     function, others = machine._function, stream.others
     if machine.has_given_classes:
         stream = stream.with_classes(machine.classes)
@@ -50,7 +46,7 @@ def _of_stream(machine: "LeastSquares", stream: RowSource, reg: Tensor | Regs) -
     return StreamFit(machine, Guard(function), stream, expansion, reg, others)
 
 
-def _of_shard(machine: "LeastSquares", shard: Shard, reg: Tensor | Regs) -> StreamFit:
+def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> StreamFit:
     function, others, X, y, weight = machine._function, shard.others, shard.X, shard.y, shard.weight
     classes = None
     if not machine.has_given_classes:
@@ -84,7 +80,7 @@ def explicit(Z: Tensor) -> tuple[Tensor, Expansion]:
 
 
 def solve_tensors(
-    machine: "LeastSquares",
+    machine: MachineOfFeatures,
     guard: Guard,
     X: Tensor,
     Z: Tensor | None,
@@ -110,7 +106,7 @@ def solve_tensors(
 
 
 def _in_memory(
-    machine: "LeastSquares",
+    machine: MachineOfFeatures,
     guard: Guard,
     inputs: Tensor,
     expansion: Expansion,

@@ -12,12 +12,12 @@ with rows that are to be refitted leave the batch and are solved one by one.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchloo.clusters import Partition
 from torchloo.factors import SINGLE, condition, triangle
@@ -44,14 +44,46 @@ from torchloo.primal.sink import Sink, require_folders
 from torchloo.primal.whole import Normal, centred, spread_of
 from torchloo.problem import Regs
 
-if TYPE_CHECKING:
-    from torchloo.machine import LeastSquares
-
-__all__ = ["StreamFit"]
+__all__ = ["MachineOfFeatures", "StreamFit"]
 
 # Part of the spread of the targets by which no held-out output may be in doubt: by a bound for all rows,
 # which is many times what happens, and by what would happen to the last rows. Float32 has fewer digits.
 _SETTLED = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-7, 1e-8)}
+
+
+class MachineOfFeatures(Protocol):
+    """What the engine asks of a machine: above all, what the features of its rows are."""
+
+    _function: str
+    has_bias: bool
+    kernel: Any
+    log_reg: nn.Parameter
+    classes: Tensor | None
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of the rows of X, counted from behind."""
+
+    @property
+    def has_given_classes(self) -> bool:
+        """Whether the classes were given beforehand."""
+
+    def is_one(self, reg: Tensor | Regs) -> bool:
+        """Whether there is no batch of regularisations."""
+
+    def coded_targets(self, guard: Guard, X: Tensor, y: Any, classes: Tensor) -> tuple[Any, Any]:
+        """Labels of known classes as targets, and the classes."""
+
+    def checked_targets(self, X: Tensor, y: Any) -> tuple[Guard, Tensor, bool]:
+        """Checks still to be made, targets (..., n, c), and whether they came without an output axis."""
+
+    def features_of(
+        self, guard: Guard, X: Tensor, Y: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Expansion] | None:
+        """Rows in memory with their graph and features; None if there are no explicit features."""
+
+    def features_of_rows(self, first: Callable[[int], Tensor]) -> Expansion:
+        """The features of rows that come in blocks; `first(k)` returns the first k rows."""
 
 
 class StreamFit:
@@ -78,7 +110,7 @@ class StreamFit:
     @in_full_precision
     def __init__(
         self,
-        machine: "LeastSquares",
+        machine: MachineOfFeatures,
         guard: Guard,
         stream: Source,
         expansion: Expansion,
@@ -228,7 +260,7 @@ class StreamFit:
             R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)], -2))
         return R
 
-    def checked_for(self, machine: "LeastSquares") -> Self:
+    def checked_for(self, machine: MachineOfFeatures) -> Self:
         """The same, if it is this machine that was solved, as it is now."""
         if machine is not self._owner:
             raise ValueError(f"{self.function}: fit takes only what solve of the same machine gave")
@@ -608,7 +640,7 @@ def _mean(columns: Tensor, part: Block) -> Tensor:
     return (columns @ share.to(columns.dtype)).double()
 
 
-def _settings(machine: "LeastSquares") -> dict[str, Tensor]:
+def _settings(machine: MachineOfFeatures) -> dict[str, Tensor]:
     """A copy of what the coefficients of a machine depend on, by name."""
     state = machine.kernel.state_dict(prefix="kernel.") | {"log_reg": machine.log_reg.detach()}
     return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
