@@ -326,7 +326,7 @@ def test_scikit_learn_serves_a_machine_of_ones_own():
 
 
 def test_a_name_of_a_machine_of_the_library_cannot_be_taken():
-    with pytest.raises(ValueError, match=r"Mine: name must be new, got 'rls', which torchloo.rls has"):
+    with pytest.raises(ValueError, match=r"Mine: name must be new, but torchloo.rls already has 'rls'"):
 
         class Mine(tl.RLS):
             name = "rls"

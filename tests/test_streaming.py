@@ -751,7 +751,7 @@ def test_machines_without_few_features_say_what_to_use():
     for machine in (tl.LSSVM(tl.kernels.RBF()), tl.RLS(tl.kernels.RBF()), tl.KFD(tl.kernels.Linear())):
         with pytest.raises(TypeError, match="SparseLSSVM"):
             machine.loo(stream)
-    with pytest.raises(TypeError, match="a stream brings its own y and weight"):
+    with pytest.raises(TypeError, match="a stream includes y and weight"):
         tl.LSSVM(tl.kernels.Linear()).loo(stream, Y)
     with pytest.raises(ValueError, match="basis must be at most the number of rows, 90, got 91"):
         tl.SparseLSSVM(tl.kernels.RBF(), basis=91).loo(stream)

@@ -78,7 +78,7 @@ class KernelMachine(nn.Module):
             known = MACHINES.setdefault(name, cls)
             if known.__module__ != cls.__module__:
                 raise ValueError(
-                    f"{cls.__name__}: name must be new, got {name!r}, which {known.__module__} has"
+                    f"{cls.__name__}: name must be new, but {known.__module__} already has {name!r}"
                 )
             MACHINES[name] = cls
 

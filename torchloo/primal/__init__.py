@@ -1,10 +1,10 @@
-"""Machines with explicit features: one engine of passes over blocks of rows, wherever these come from.
+"""Machines with explicit features: one engine of passes over blocks of rows, from any source.
 
 front.py is where machines hand over their rows. moments.py gathers the normal equations, machines.py solves
 them for one regularisation or many, solved.py leaves single rows out, sets.py clusters, by the formulas of
 leaving_out.py; refit.py refits what would cancel; backward.py has their gradients. sink.py takes the held-out
 rows and files.py makes files for them, seen.py notices rows that have changed, collective.py is what passes
-ask of other processes. whole.py has all rows at once, for batches of problems and derivatives of every order.
+ask of other processes. whole.py has all rows at once, for `solve`, derivatives of every order and torch's transforms.
 """
 
 from torchloo.primal.whole import Primal

@@ -29,7 +29,7 @@ class Rows:
 def require_alone(function: str, y: object, weight: object) -> None:
     """Raise where targets or weights are given beside rows that bring them."""
     if y is not None or weight is not None:
-        raise TypeError(f"{function}: a stream brings its own y and weight; leave them None")
+        raise TypeError(f"{function}: a stream includes y and weight; leave them None")
 
 
 class Shard(Rows):

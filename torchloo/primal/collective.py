@@ -50,7 +50,7 @@ def require_same(function: str, others: Peers, what: str, value: Any) -> None:
     """Raise, in all processes, if they do not all have the same value."""
     values = others.gather(value)
     if any(other != values[0] for other in values):
-        raise ValueError(f"{function}: {what} must be alike in all processes, got {values}")
+        raise ValueError(f"{function}: {what} must be the same in all processes, got {values}")
 
 
 def shared_labels(function: str, others: Peers, own: Tensor | None, rows: int) -> Tensor | None:

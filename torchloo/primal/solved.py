@@ -89,7 +89,7 @@ class MachineOfFeatures(Protocol):
 class StreamFit:
     """A least-squares machine solved from a stream; `machine.fit(solved)` stores it.
 
-    It stays as it was solved, whatever becomes of the machine. Held-out rows belong to the graph of the
+    It does not change when the machine does. Held-out rows belong to the graph of the
     machine's parameters as they were then; coefficients to none. Memory, also in the backward: a few (m, m)
     matrices and a few blocks of m features, whatever the number n of rows, in float64; with a graph 200 MiB
     of features at most, so that they are not computed again; and what comes back, of order n c for each

@@ -14,9 +14,10 @@ An unpenalised bias takes features and targets about their weighted means, Note 
 Omega 1 1^T Omega / sum zeta to what P is less than Omega. With V = Omega^{1/2} Z this is plain ridge
 regression of Omega^{1/2} Y on V, which is how it is computed.
 
-All rows stand together here, and a batch of problems is a leading axis; regularisations of the same rows
-have more of them. Every operation is one that torch differentiates, to every order and under its
-transforms; backward.py has the gradient of order one by blocks.
+All rows stand together here, for `solve`, whose Fit keeps them, and for what needs operations that torch
+differentiates: derivatives of every order and torch's transforms. A batch of problems is a leading axis;
+regularisations of the same rows have more of them. `loo`, `lco`, `path` and `fit` pass over blocks
+(solved.py), and backward.py has their gradient of order one.
 
 Note [thin backward]
 For C p = B + V^T Y, the cotangent v = C^{-1} pbar solves the same problem, with pbar for B and no targets:
