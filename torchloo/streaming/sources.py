@@ -95,7 +95,7 @@ class Batches:
             )
         if isinstance(batches, Iterator):
             raise TypeError(
-                "Stream: X must be iterable again for every pass, got an iterator, which can be used once only"
+                "Stream: X must be iterable again for every pass, got an iterator, usable only once"
             )
         if y is not None or weight is not None:
             raise TypeError("Stream: y and weight must be None for an iterable of batches, which brings them")
