@@ -9,11 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchloo.svm import stacked, svm_loo
 from torchloo.svm.path import follow, unlearn
+from torchloo.svm.path.state import Ends
 from torchloo.svm.solve import interior
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.solve.merge import merge_duplicates
-from torchloo.svm.stacked import Tables, first_alike
+from torchloo.svm.stacked import Tables
 
 
 def _grid(n, lengthscales=8, bounds=8):
@@ -100,7 +101,7 @@ def _followed(K, y, C, stop_at_error):
         )
         with Counting() as counting:
             ends = follow.follow(base, targets.table, row, column, targets.room(full), stop_at_error)
-    return ends, len(rounds), counting.synchronisations
+    return Ends.cat(ends), len(rounds), counting.synchronisations
 
 
 @pytest.mark.parametrize("stop_at_error", [False, True])
@@ -159,9 +160,3 @@ def test_a_grid_of_C_factorises_its_kernel_matrix_once(monkeypatch):
     assert len(seen) == 2
     alone = torch.stack([svm_loo(k, y, bound).outputs for k in K[:, 0] for bound in C])
     assert_close(held.outputs.reshape(6, -1), alone)
-
-
-def test_equal_matrices_are_known_only_in_a_row():
-    a, b = torch.zeros(2, 2), torch.ones(2, 2)
-    assert first_alike(torch.stack([a, a, b, a, a, a, b])).tolist() == [0, 0, 2, 3, 3, 3, 6]
-    assert first_alike(a[None]).tolist() == [0]

@@ -49,8 +49,8 @@ def follow(
     stop_at_error: bool = False,
     most_events: int | None = None,
     distances: bool = False,
-) -> Ends:
-    """Lower alpha of each target by its room and return where each problem ends.
+) -> list[Ends]:
+    """Lower alpha of each target by its room and return where each problem ends, by sizes of change sets.
 
     Args:
         base: T full solutions.
@@ -76,7 +76,10 @@ def follow(
         rest = [_advance(shared, s, most_events, ended, to_the_end=waiting == 1) for s in blocks]
         joined = _joined([s for s in rest if s is not None], most)
         blocks, waiting = iter(joined), len(joined)
-    return Ends.cat(ended)
+    sizes: dict[int, list[Ends]] = {}
+    for part in ended:  # a few long paths would make all inverses large
+        sizes.setdefault((part.P.shape[1] - 1) // _GROWTH, []).append(part)
+    return [Ends.cat(parts) for parts in sizes.values()]
 
 
 def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_the_end: bool) -> Paths | None:
