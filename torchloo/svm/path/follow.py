@@ -36,6 +36,7 @@ _FLAT = 1e-11  # rates below this are rounding
 _GROWTH = 8  # places of a change set at first
 _BLOCK = 2**18  # entries of the state of problems that are followed together; more leave the cache
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
+_WORTH_SPLITTING = 2**22  # entries of inverses, all as large as the largest, that are worth several groups
 _SHORT = 1 - 1e-12  # of each step: rounding carries no z past an end; a tie with the reach is no event
 _NEVER = 1e-300  # 1 / step where nothing blocks
 
@@ -77,8 +78,10 @@ def follow(
         joined = _joined([s for s in rest if s is not None], most)
         blocks, waiting = iter(joined), len(joined)
     sizes: dict[int, list[Ends]] = {}
-    for part in ended:  # a few long paths would make all inverses large
-        sizes.setdefault((part.P.shape[1] - 1) // _GROWTH, []).append(part)
+    most = max(part.P.shape[1] for part in ended)
+    split = len(target) * most**2 > _WORTH_SPLITTING
+    for part in ended:
+        sizes.setdefault((part.P.shape[1] - 1) // _GROWTH if split else 0, []).append(part)
     return [Ends.cat(parts) for parts in sizes.values()]
 
 

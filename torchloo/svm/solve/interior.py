@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate
-from torchloo.svm.solve.systems import Dense, LowRank
+from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.tolerances import CLOSE
 
 __all__ = ["first_solutions", "interior_point", "solve_to_rounding"]
@@ -16,7 +16,10 @@ _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _NEAR = 0.5  # margins above 0 that a better solution may well bring down
 _WORTH_SHRINKING = 300  # live variables
 _CLEAR = 1e-7  # relative gap at which the sets can be read off
-_ROUGH = 1e-3  # the same for a sample, of which only the large margins are used
+_ROUGH = (
+    1e-3  # the same for a sample, of which only the large margins are used; and of the end of rough steps
+)
+_ROUGH_STEPS = 10  # beyond which float32 is what holds a machine up
 _LEAST = 1e-14  # relative gap that rounding hardly ever allows
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
 
@@ -152,10 +155,14 @@ def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, st
 
 
 def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """Several machines; those that are solved rest, and leave once they are half of all."""
+    """Several machines; those that are solved rest, and leave once they are half of all.
+
+    The first steps, of which large machines gain, are rough: the sets come from the last ones.
+    """
     whole = point.interior()
     machine = torch.arange(len(point.box), device=point.y.device)
-    for _ in range(steps):
+    rough = Rough(system) if point.box.shape[1] > _WORTH_FACTORING else None
+    for number in range(steps):
         point.look(system)
         point.stuck = point.solved(gap)
         left = (~point.stuck[:, 0]).nonzero()[:, 0]
@@ -165,7 +172,10 @@ def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -
             whole = _copied(whole, machine, point)
             machine, point, system = machine[left], point.take(left), system.machines(left)
             point.look(system)
-        point.step(system)
+            rough = None
+        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH)):
+            rough = None
+        point.step(rough or system)
     return _copied(whole, machine, point)
 
 
