@@ -14,6 +14,7 @@ __all__ = ["Stack", "assembled", "stacks", "without_graph"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
+_WORK = 2**30  # cubes of rows of a stack: the larger problems are, the less they gain from others beside them
 
 Stack = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """K (G, n, n), y and box (B, n), and which K each problem has, ascending, (B,); None: each its own."""
@@ -29,7 +30,9 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
     labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
     number = matrix_numbers(K, y.shape[:-1])
     first = 0
-    for last in _ends(number.tolist(), _TOGETHER // n**2, most):
+    fit = max(1, _TOGETHER // n**2)
+    machines = max(1, min(_SHARING * fit, _WORK // n**3)) if most is None else most
+    for last in _ends(number.tolist(), fit, machines):
         own = number[first:last] - number[first]
         K_part = matrices[number[first] : number[last - 1] + 1]
         kernel = None if len(K_part) == last - first else own.to(K.device)
@@ -37,14 +40,14 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
         first = last
 
 
-def _ends(number: list[int], fit: int, most: int | None) -> Iterator[int]:
-    """Where stacks of problems with these matrices end: `fit` matrices, in the order that they have.
+def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
+    """Where stacks end, of at most so many machines and matrices; the numbers of these ascend in each.
 
-    Numbers never rise by more than 1.
+    They never rise by more than 1.
     """
-    first, machines = 0, max(1, _SHARING * fit) if most is None else most
+    first = 0
     for i in range(1, len(number)):
-        full = number[i] - number[first] >= max(1, fit) or i - first >= machines
+        full = number[i] - number[first] >= matrices or i - first >= machines
         if full or number[i] < number[i - 1]:
             yield i
             first = i
