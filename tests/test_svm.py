@@ -84,7 +84,7 @@ def test_no_check_contradicts_the_path(problem):
     fit = svm(K, y, C)
     box = torch.full_like(y, C)
     sure = held.certified & (held.outputs.abs() > 1e-6)
-    doubt = value_bound(K, fit.coef * y, y * fit.outputs - 1, box, in_double(K).rounding)
+    doubt = value_bound(K.diagonal(), fit.coef * y, y * fit.outputs - 1, box, in_double(K).rounding)
     assert not bool((check_norm(K, y, fit.coef * y, fit.outputs, box, doubt) & held.errors & sure).any())
     by = sufficiency_checks(K, y, fit.coef * y, fit.outputs, box, doubt)
     assert not bool(((by > 1) & held.errors & sure).any())

@@ -8,12 +8,14 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchloo.svm import stacked, svm_loo
+from torchloo.svm.outcomes import stacks
 from torchloo.svm.path import follow, unlearn
+from torchloo.svm.path.state import Ends
 from torchloo.svm.solve import interior
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.solve.merge import merge_duplicates
-from torchloo.svm.stacked import Tables, first_alike
+from torchloo.svm.stacked import Tables
 
 
 def _grid(n, lengthscales=8, bounds=8):
@@ -100,7 +102,7 @@ def _followed(K, y, C, stop_at_error):
         )
         with Counting() as counting:
             ends = follow.follow(base, targets.table, row, column, targets.room(full), stop_at_error)
-    return ends, len(rounds), counting.synchronisations
+    return Ends.cat(ends), len(rounds), counting.synchronisations
 
 
 @pytest.mark.parametrize("stop_at_error", [False, True])
@@ -161,7 +163,23 @@ def test_a_grid_of_C_factorises_its_kernel_matrix_once(monkeypatch):
     assert_close(held.outputs.reshape(6, -1), alone)
 
 
-def test_equal_matrices_are_known_only_in_a_row():
-    a, b = torch.zeros(2, 2), torch.ones(2, 2)
-    assert first_alike(torch.stack([a, a, b, a, a, a, b])).tolist() == [0, 0, 2, 3, 3, 3, 6]
-    assert first_alike(a[None]).tolist() == [0]
+def test_stacks_share_kernel_matrices_in_the_order_of_the_batch():
+    """Numbers of matrices that fall begin a new stack; each problem keeps its own K, y and box."""
+    generator = torch.Generator().manual_seed(5)
+    K, y = torch.randn(3, 4, 4, generator=generator), torch.randn(2, 3, 2, 4, generator=generator)
+    shared, falling = K[:, None].expand(3, 2, 4, 4), K[:, None]
+    parts = list(stacks(falling, y, y + 1))
+    assert [len(part[0]) for part in parts] == [3, 3]
+    matrices = torch.cat([k[which] for k, _, _, which in parts]).view(2, 3, 2, 4, 4)
+    assert torch.equal(matrices, shared.expand(2, 3, 2, 4, 4))
+    assert torch.equal(torch.cat([part[1] for part in parts]).view_as(y), y)
+    assert torch.equal(torch.cat([part[2] for part in parts]).view_as(y), y + 1)
+
+
+def test_machines_of_one_kernel_matrix_with_tiny_boxes_are_those_of_each_alone():
+    """Boxes so small that they decide the scale of K, which is then no longer shared."""
+    X, y = toy(45, n=30, noise=1.0)
+    K, C = rbf(X, 0.9), torch.tensor([1e-9, 1.0, 50.0]).double()
+    held = svm_loo(K, y, C)
+    alone = torch.stack([svm_loo(K, y, bound).outputs for bound in C])
+    assert_close(held.outputs, alone, rtol=1e-9, atol=1e-9)

@@ -253,10 +253,10 @@ def test_machines_on_several_kernel_matrices_are_checked_as_each_alone():
     rounding = torch.rand(3, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1e-6
     fit = svm(K, y, torch.tensor([5.0, 0.3, 20.0], dtype=torch.float64))
     alpha, f = fit.coef * y, fit.outputs
-    doubt = value_bound(K, alpha, y * f - 1, box, rounding)
+    doubt = value_bound(K.diagonal(dim1=1, dim2=2), alpha, y * f - 1, box, rounding)
     by = sufficiency_checks(K, y, alpha, f, box, doubt)
     for t in range(3):
-        assert_close(doubt[t], value_bound(K[t], alpha[t], y[t] * f[t] - 1, box[t], rounding[t]))
+        assert_close(doubt[t], value_bound(K[t].diagonal(), alpha[t], y[t] * f[t] - 1, box[t], rounding[t]))
         assert torch.equal(by[t], sufficiency_checks(K[t], y[t], alpha[t], f[t], box[t], doubt[t]))
         assert torch.equal(only_of_its_class(y)[t], only_of_its_class(y[t]))
     assert len(by.unique()) >= 4

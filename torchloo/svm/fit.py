@@ -15,7 +15,6 @@ from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
 from torchloo.svm.solve.systems import Lifted
-from torchloo.svm.stacked import first_alike, times_vector
 from torchloo.svm.tolerances import FEW_DIGITS
 
 __all__ = ["SVMFit", "solve_problems", "svm", "train", "trained"]
@@ -124,15 +123,18 @@ def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tenso
     return SVMFit(coef, bias, outputs, gap)
 
 
-def trained(caller: Caller, K: Tensor, y: Tensor, box: Tensor) -> SVMFit:
-    """The machines of B problems K (B, n, n), y, box (B, n) in float64; errors name the caller."""
+def trained(caller: Caller, K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = None) -> SVMFit:
+    """The machines of B problems as `stacks` gives them, in float64; errors name the caller."""
     matrix = in_double(K)
     fits = y.new_empty(len(y), 2 * y.shape[1] + 2, dtype=torch.float64)
-    for rows, problem, full in _solve_problems(caller, K, matrix, y.double(), box.double()):
+    for rows, problem, full in _solve_problems(caller, K, matrix, y.double(), box.double(), kernel):
         fits[rows] = torch.cat(_fields(problem, full), 1)
     coef, outputs, rest = fits.split([y.shape[1], y.shape[1], 2], 1)
     bias, gap = rest.unbind(1)
-    return SVMFit(coef, bias if matrix.shift is None else bias - (matrix.shift * coef).sum(1), outputs, gap)
+    if matrix.shift is not None:
+        shift = matrix.shift if kernel is None else matrix.shift[kernel]
+        bias = bias - (shift * coef).sum(1)
+    return SVMFit(coef, bias, outputs, gap)
 
 
 def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
@@ -140,7 +142,7 @@ def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
     v = problem.variable
     share = problem.row_box / problem.box.gather(1, v)
     coef = (full.alpha * problem.y).gather(1, v) * share / problem.scale[:, None]
-    u = times_vector(problem.K, full.alpha * problem.y)
+    u = problem.product(full.alpha * problem.y)
     nothing = torch.zeros_like(v[:, 0])
     bias = held_out_bias(problem.y, Held(full.alpha, u, problem.box, nothing, problem.rounding))[:, None]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
@@ -151,20 +153,24 @@ Solved = tuple[Tensor, SVMProblem, Exact]
 """Which problems of a batch are solved here, (B,), merged, and their solutions."""
 
 
-def solve_problems(caller: Caller, K: Tensor, y: Tensor, box: Tensor) -> list[Solved]:
-    """Merge and solve exactly B problems (B, n, n), (B, n), if each K, as it came in, is a kernel matrix.
+def solve_problems(
+    caller: Caller, K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = None
+) -> list[Solved]:
+    """Merge and solve exactly B problems as `stacks` gives them, if each K is a kernel matrix.
 
     Problems of one number of variables are solved as one.
     """
-    return _solve_problems(caller, K, in_double(K), y, box)
+    return _solve_problems(caller, K, in_double(K), y, box, kernel)
 
 
-def _solve_problems(caller: Caller, given: Tensor, matrix: InDouble, y: Tensor, box: Tensor) -> list[Solved]:
+def _solve_problems(
+    caller: Caller, given: Tensor, matrix: InDouble, y: Tensor, box: Tensor, kernel: Tensor | None
+) -> list[Solved]:
     """`solve_problems` for kernel matrices that were given as they are, and in float64."""
-    groups = merge_duplicates(matrix.K, y, box, matrix.rounding)
+    groups = merge_duplicates(matrix.K, y, box, matrix.rounding, kernel)
     solved = []
     for rows, merged in groups:
-        source = _Source(caller, given, matrix, rows)
+        source = _Source(caller, given, matrix, rows if kernel is None else kernel[rows])
         parts = _solve_definite(source, _checked_definite(source, merged))
         solved += [(rows[own], problem, full) for own, problem, full in parts]
     return solved
@@ -175,10 +181,10 @@ class _Source(NamedTuple):
 
     caller: Caller
     given: Tensor
-    """Kernel matrices as they came in, (B, n, n)."""
+    """Kernel matrices as they came in, (G, n, n)."""
     matrix: InDouble
     rows: Tensor
-    """Those that are meant."""
+    """Which of them each problem has, (B,)."""
 
     def take(self, rows: Tensor) -> "_Source":
         return self._replace(rows=self.rows[rows])
@@ -257,10 +263,10 @@ def _made_definite(source: _Source, problem: SVMProblem, ridge: Tensor) -> SVMPr
         RuntimeWarning,
         stacklevel=4,
     )
-    K = problem.K.clone()
+    K = problem.matrices().clone()
     K.diagonal(dim1=1, dim2=2).add_((ridge / problem.scale)[:, None])
     every = torch.zeros_like(problem.variable[:, 0])
-    return problem._replace(K=K, rounding=problem.rounding + _off_by(problem, every, ridge))
+    return problem._replace(K=K, kernel=None, rounding=problem.rounding + _off_by(problem, every, ridge))
 
 
 def _off_by(problem: SVMProblem, rows: Tensor, much: Tensor) -> Tensor:
@@ -288,12 +294,12 @@ def _is_definite(problem: SVMProblem) -> Tensor:
     m = problem.y.shape[1]
     some = slice(None, None, -(-m // _SEEN))
     seen, largest = problem.K[:, some, some], problem.K.diagonal(dim1=1, dim2=2).amax(1)
-    first = first_alike(problem.K)
-    distinct, which = first.unique(return_inverse=True) if len(first) > 1 else (first, first)
-    definite = _definite(seen[distinct], _DOUBLE * largest[distinct])[which]
+    definite = _definite(seen, _DOUBLE * largest)
+    definite = definite if problem.kernel is None else definite[problem.kernel]
     rows = (~definite).nonzero()[:, 0]
     if len(rows):
-        definite[rows] = _definite(seen[rows], m * problem.rounding[rows].amax(1).square())
+        which = problem.kernels(rows).table
+        definite[rows] = _definite(seen[which], m * problem.rounding[rows].amax(1).square())
     return definite
 
 

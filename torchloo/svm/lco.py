@@ -106,7 +106,7 @@ def _leave_clusters_out_exactly(
 ) -> RowOutcome:
     """Every row by the exact machine without its cluster."""
     ((_, stacked, full),) = solve_problems(caller, K, y, box)
-    problem = SVMProblem(*(x[0] for x in stacked))
+    problem = stacked.one(0)
     v = problem.variable
     names, member = torch.unique(clusters.to(y.device), return_inverse=True)
     gone = y.new_zeros(len(names), len(problem.y))

@@ -118,11 +118,12 @@ def _outcomes(
     smo: SMOOptions,
 ) -> RowOutcome:
     """Leave-one-out of stacked problems; those with as many variables are solved and followed together."""
-    K, y, box = stack[0], stack[1].double(), stack[2].double()
+    K, y, box, kernel = stack[0], stack[1].double(), stack[2].double(), stack[3]
     if method == "smo":
-        fit = trained(caller, K, y, box)
+        fit = trained(caller, K, y, box, kernel)
+        K = K if kernel is None else K[kernel]
         return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows)
-    groups = solve_problems(caller, K, y, box)
+    groups = solve_problems(caller, K, y, box, kernel)
     try:
         found = [
             leave_one_out_by_path(problem, full, values, trace, checks=method == "auto", only=rows)

@@ -13,9 +13,11 @@ from torchloo.svm.result import SVMHeldOut, rounded
 __all__ = ["Stack", "assembled", "stacks", "without_graph"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
+_SHARING = 8  # problems of a stack for each kernel matrix that fits
+_WORK = 2**30  # cubes of rows of a stack: the larger problems are, the less they gain from others beside them
 
-Stack = tuple[Tensor, Tensor, Tensor]
-"""Problems K (B, n, n), y (B, n), box (B, n)."""
+Stack = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""K (G, n, n), y and box (B, n), and which K each problem has, ascending, (B,); None: each its own."""
 
 
 def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterator[Stack]:
@@ -27,15 +29,29 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
     matrices = K.detach().reshape(-1, n, n)
     labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
     number = matrix_numbers(K, y.shape[:-1])
-    size = max(1, _TOGETHER // n**2)
-    size = size if most is None else min(size, most)
-    parts = (x.split(size) for x in (number, labels, boxes))
-    for part, y_part, box_part in zip(*parts, strict=True):
-        first, last = int(part[0]), int(part[0]) + len(part)
-        # A copy only where matrices are not one after the other.
-        in_order = bool((part == torch.arange(first, last, device="cpu")).all())
-        K_part = matrices[first:last] if in_order else matrices[part.to(K.device)]
-        yield K_part, y_part, box_part
+    first = 0
+    fit = max(1, _TOGETHER // n**2)
+    machines = max(1, min(_SHARING * fit, _WORK // n**3)) if most is None else most
+    for last in _ends(number.tolist(), fit, machines):
+        own = number[first:last] - number[first]
+        K_part = matrices[number[first] : number[last - 1] + 1]
+        kernel = None if len(K_part) == last - first else own.to(K.device)
+        yield K_part, labels[first:last], boxes[first:last], kernel
+        first = last
+
+
+def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
+    """Where stacks end, of at most so many machines and matrices; the numbers of these ascend in each.
+
+    They never rise by more than 1.
+    """
+    first = 0
+    for i in range(1, len(number)):
+        full = number[i] - number[first] >= matrices or i - first >= machines
+        if full or number[i] < number[i - 1]:
+            yield i
+            first = i
+    yield len(number)
 
 
 def without_graph(trace: bool) -> AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.stacked import Tables, block_of, rows_of, times_vector
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class SVMProblem(NamedTuple):
     """
 
     K: Tensor
-    """Kernel matrices of the m variables, divided by `scale`, (B, m, m)."""
+    """Kernel matrices of the m variables, divided by `scale`, (B, m, m), or (G, m, m) if some share one."""
 
     y: Tensor
     """Labels, (B, m)."""
@@ -47,9 +48,54 @@ class SVMProblem(NamedTuple):
     rounding: Tensor
     """e of Note [rounding of K], of K as it is here, (B, m)."""
 
+    kernel: Tensor | None = None
+    """Which of G kernel matrices each problem has, ascending, (B,); None: each its own."""
+
     def take(self, rows: Tensor) -> "SVMProblem":
-        """The problems at `rows`."""
-        return SVMProblem(*(x.index_select(0, rows) for x in self))
+        """The problems at `rows`, which ascend if some share a kernel matrix."""
+        others = [x.index_select(0, rows) for x in self[1:-1]]
+        if self.kernel is None:
+            return SVMProblem._make([self.K.index_select(0, rows), *others, None])
+        return SVMProblem._make([self.K, *others, self.kernel[rows]])
+
+    def part(self, problems: slice) -> "SVMProblem":
+        """The problems of a slice."""
+        others = [x[problems] for x in self[1:-1]]
+        if self.kernel is None:
+            return SVMProblem._make([self.K[problems], *others, None])
+        return SVMProblem._make([self.K, *others, self.kernel[problems]])
+
+    def one(self, t: int) -> "SVMProblem":
+        """Problem t without the axis B."""
+        K = self.K[t if self.kernel is None else int(self.kernel[t])]
+        return SVMProblem._make([K, *(x[t] for x in self[1:-1]), None])
+
+    def matrices(self) -> Tensor:
+        """The kernel matrix of each problem, (B, m, m)."""
+        return self.K if self.kernel is None else self.K[self.kernel]
+
+    def kernels(self, table: Tensor) -> Tables:
+        """Which kernel matrix each solution of the problems `table` (N,), in ascending order, has."""
+        return Tables(table if self.kernel is None else self.kernel[table], len(self.K))
+
+    def diagonal(self) -> Tensor:
+        """The diagonals of the kernel matrices, (B, m)."""
+        k = self.K.diagonal(dim1=1, dim2=2)
+        return k if self.kernel is None else k[self.kernel]
+
+    def product(self, a: Tensor) -> Tensor:
+        """K a of each problem, (B, m)."""
+        if self.kernel is None:
+            return times_vector(self.K, a)
+        return Tables(self.kernel, len(self.K)).product(a, self.K)
+
+    def rows(self, S: Tensor) -> Tensor:
+        """Rows S (B, s) of each K, (B, s, m)."""
+        return rows_of(self.K, S, self.kernel)
+
+    def block(self, S: Tensor, T: Tensor | None = None) -> Tensor:
+        """Rows S (B, s) and columns T (B, t), or S again, of each K, (B, s, t)."""
+        return block_of(self.K, S, T, self.kernel)
 
 
 class Exact(NamedTuple):

@@ -13,7 +13,6 @@ __all__ = [
     "block_of",
     "columns_of",
     "dot",
-    "first_alike",
     "may_look",
     "rounds_per_look",
     "rows_of",
@@ -58,20 +57,6 @@ def set_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     return S, mask.gather(1, S)
 
 
-def first_alike(K: Tensor) -> Tensor:
-    """For each of B matrices (B, m, m) the number of the first in its run of equal ones, (B,).
-
-    A grid of C has one kernel matrix many times in a row; what depends on it alone is found once.
-    """
-    number = torch.arange(len(K), device=K.device)
-    differs = (K[1:, 0] != K[:-1, 0]).any(1)
-    rows = subset(~differs)
-    if len(rows):
-        differs[rows] |= (K[rows + 1] != K[rows]).flatten(1).any(1)
-    number[1:].mul_(differs)
-    return number.cummax(0).values
-
-
 def _select(x: Tensor, rows: Tensor) -> Tensor:
     """Rows of x (T, l, m), numbered from 0 to T l, in the shape of their numbers.
 
@@ -80,12 +65,12 @@ def _select(x: Tensor, rows: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
 
 
-def rows_of(K: Tensor, S: Tensor) -> Tensor:
-    """Rows S (B, s) of K (B, m, m), (B, s, m)."""
-    if len(K) == 1:
+def rows_of(K: Tensor, S: Tensor, which: Tensor | None = None) -> Tensor:
+    """Rows S (B, s) of K (B, m, m), or of `which` (B,) of several K (G, m, m): (B, s, m)."""
+    if len(S) == 1 and which is None:
         return K[0].index_select(0, S[0])[None]
-    rows = S + torch.arange(0, len(K) * K.shape[1], K.shape[1], device=K.device)[:, None]
-    return _select(K, rows)
+    which = torch.arange(len(K), device=K.device) if which is None else which
+    return _select(K, torch.add(S, which[:, None], alpha=K.shape[1]))
 
 
 def columns_of(x: Tensor, S: Tensor) -> Tensor:
@@ -95,10 +80,9 @@ def columns_of(x: Tensor, S: Tensor) -> Tensor:
     return x.gather(2, S[:, None].expand(-1, x.shape[1], -1))
 
 
-def block_of(K: Tensor, S: Tensor, T: Tensor | None = None) -> Tensor:
-    """Rows S (B, s) and columns T (B, t), or S again, of K (B, m, m): (B, s, t)."""
-    T = S if T is None else T
-    return columns_of(rows_of(K, S), T)
+def block_of(K: Tensor, S: Tensor, T: Tensor | None = None, which: Tensor | None = None) -> Tensor:
+    """Columns T (B, t), or S again, of what `rows_of` gives: (B, s, t)."""
+    return columns_of(rows_of(K, S, which), S if T is None else T)
 
 
 def times_vector(K: Tensor, a: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ _FLAT = 1e-11  # rates below this are rounding
 _GROWTH = 8  # places of a change set at first
 _BLOCK = 2**18  # entries of the state of problems that are followed together; more leave the cache
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
+_WORTH_SPLITTING = 2**22  # entries of inverses, all as large as the largest, that are worth several groups
 _SHORT = 1 - 1e-12  # of each step: rounding carries no z past an end; a tie with the reach is no event
 _NEVER = 1e-300  # 1 / step where nothing blocks
 
@@ -49,8 +50,8 @@ def follow(
     stop_at_error: bool = False,
     most_events: int | None = None,
     distances: bool = False,
-) -> Ends:
-    """Lower alpha of each target by its room and return where each problem ends.
+) -> list[Ends]:
+    """Lower alpha of each target by its room and return where each problem ends, by sizes of change sets.
 
     Args:
         base: T full solutions.
@@ -76,7 +77,12 @@ def follow(
         rest = [_advance(shared, s, most_events, ended, to_the_end=waiting == 1) for s in blocks]
         joined = _joined([s for s in rest if s is not None], most)
         blocks, waiting = iter(joined), len(joined)
-    return Ends.cat(ended)
+    sizes: dict[int, list[Ends]] = {}
+    most = max(part.P.shape[1] for part in ended)
+    split = len(target) * most**2 > _WORTH_SPLITTING
+    for part in ended:
+        sizes.setdefault((part.P.shape[1] - 1) // _GROWTH if split else 0, []).append(part)
+    return [Ends.cat(parts) for parts in sizes.values()]
 
 
 def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_the_end: bool) -> Paths | None:

@@ -14,7 +14,6 @@ from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
-from torchloo.svm.stacked import Tables, times_vector
 from torchloo.svm.tolerances import at_bound, strictly_inside
 
 __all__ = ["leave_one_out_by_path"]
@@ -33,7 +32,9 @@ class _Rows:
         self.room = alpha - self.kept
         self.open = self.room > _USED * torch.minimum(box, full.alpha.amax(1, keepdim=True))
         self.outputs = (problem.y * (1 + full.margin)).gather(1, v)
-        self.doubt = value_bound(problem.K, full.alpha, full.margin, problem.box, problem.rounding)  # (T, m)
+        self.doubt = value_bound(
+            problem.diagonal(), full.alpha, full.margin, problem.box, problem.rounding
+        )  # (T, m)
         self.certified = self.outputs.abs() > self.doubt.gather(1, v)
         in_doubt = (~(self.certified | self.open)).any(1).nonzero()[:, 0]
         if len(in_doubt):
@@ -117,7 +118,7 @@ def _settle_by_checks(rows: _Rows, some_free: Tensor) -> None:
     """
     problem, alpha = rows.problem, rows.full.alpha
     f = problem.y * (1 + rows.full.margin)
-    by = sufficiency_checks(problem.K, problem.y, alpha, f, problem.box, rows.doubt)
+    by = sufficiency_checks(problem.matrices(), problem.y, alpha, f, problem.box, rows.doubt)
     by = by.gather(1, problem.variable)
     rows.settle(rows.open & (by > code.UNUSED) & some_free, rows.outputs, by)
 
@@ -142,8 +143,15 @@ def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
 def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
     """Signs of the full machines' decision values that their active sets prove, else 0, (T, m)."""
     every = torch.arange(len(problem.y), device=problem.y.device)
-    u = times_vector(problem.K, full.alpha * problem.y)
-    held = Held(full.alpha, u, problem.box, torch.zeros_like(every), problem.rounding, table=every)
+    u = problem.product(full.alpha * problem.y)
+    held = Held(
+        full.alpha,
+        u,
+        problem.box,
+        torch.zeros_like(every),
+        problem.rounding,
+        table=problem.kernels(every).table,
+    )
     error = value_error(problem.K, problem.y, held, full.bias)
     f = u + full.bias[:, None]
     return f.sign() * (f.abs() > error)
@@ -151,9 +159,10 @@ def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
 
 def _held(problem: SVMProblem, table: Tensor, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
     """Solutions (N, m) of machines (N,) whose box of the target is what other rows leave of it."""
-    u = Tables(table, len(problem.y)).product(alpha * problem.y[table], problem.K)
+    kernels = problem.kernels(table)
+    u = kernels.product(alpha * problem.y[table], problem.K)
     box, rounding = problem.box[table], problem.rounding[table]
-    return Held(alpha, u, box, target, rounding, kept, table=table)
+    return Held(alpha, u, box, target, rounding, kept, table=kernels.table)
 
 
 def _with_refits(
@@ -207,7 +216,7 @@ class _Paths(NamedTuple):
 
 def _deferred(problem: SVMProblem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
     """The held-out machines of problem t, for a backward."""
-    problem, full = SVMProblem(*(x[t] for x in problem)), Exact(*(x[t] for x in full))
+    problem, full = problem.one(t), Exact(*(x[t] for x in full))
     machines = Deferred(problem)
     machines.add(lambda machines: machines.enter_unchanged(problem, full))
     machines.add(lambda machines: machines.clear(alone[t].nonzero()[:, 0]))

@@ -33,7 +33,7 @@ from torch.nn.functional import embedding_bag, pad
 from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.records import Exact, SVMProblem
-from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
+from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector
 
 __all__ = ["Finish"]
 
@@ -82,8 +82,8 @@ class _Machines(NamedTuple):
         columns, _ = set_of(moved)
         variable = tableau.order.gather(1, columns)
         s, A = int(free.sum(1).max()), tableau.A.view(-1, dummy + 2)
-        coef, K = full.alpha * problem.y, rows_of(problem.K, variable)
-        u, imbalance = times_vector(problem.K, coef), coef.sum(1, keepdim=True)
+        coef, K = full.alpha * problem.y, problem.rows(variable)
+        u, imbalance = problem.product(coef), coef.sum(1, keepdim=True)
         known = torch.stack([problem.y, problem.box, full.alpha, full.margin, problem.rounding], 1)
         y, box, alpha, margin, rounding = pad(columns_of(known, variable), (0, 1)).unbind(1)
         columns, variable = pad(columns, (0, 1), value=dummy), pad(variable, (0, 1))
@@ -179,7 +179,7 @@ class Finish:
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
             y_gone=tables.pick(problem.y, target[:, None]) * gone[:, None],
-            K_r=tables.rows(problem.K, target),
+            K_r=problem.kernels(tables.table).rows(problem.K, target),
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)

@@ -218,13 +218,18 @@ class Ends(NamedTuple):
         order = numbers.argsort()
         if len(parts) == 1:
             own = parts[0]
-            return own if torch.equal(order, numbers) else Ends(*(x.index_select(0, order) for x in own))
+            return (
+                own
+                if torch.equal(numbers[order], numbers)
+                else Ends(*(x.index_select(0, order) for x in own))
+            )
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         all_P = [pad(part.P, (0, k - part.P.shape[1]), value=dummy) for part in parts]
         padded = [part._replace(P=P) for part, P in zip(parts, all_P, strict=True)]
         columns = dict(zip(Ends._fields, zip(*padded, strict=True), strict=True))
         H = parts[0].H.new_zeros(len(numbers), k, k)
-        for own, part in zip(columns["problem_id"], columns.pop("H"), strict=True):
+        of_parts = order.argsort().split([len(part.problem_id) for part in parts])
+        for rows, part in zip(of_parts, columns.pop("H"), strict=True):
             places = part.shape[1]
-            H[:, :places, :places].index_copy_(0, own, part)
+            H[:, :places, :places].index_copy_(0, rows, part)
         return Ends(H=H, **{name: torch.cat(x).index_select(0, order) for name, x in columns.items()})

@@ -96,6 +96,7 @@ def pivot_transform(
     border: Tensor | None = None,
     order: Tensor | None = None,
     columns: int | None = None,
+    kernel: Tensor | None = None,
 ) -> Tableau:
     """The tableaux of Note [tableau] for the free sets given as masks; their equations must be regular.
 
@@ -106,19 +107,20 @@ def pivot_transform(
             column that is not a training point, (T, m).
         order: the variables, those of S first, (T, m); default S, then the others.
         columns: how many of them have a column; default all.
+        kernel: which of several K each problem has, (T,); default its own.
 
     Cost 2 m s l for s free variables and l columns. Memory: twice that of the tableau.
     """
     m, (least, most) = K.shape[-1], torch.stack(torch.aminmax(free.sum(1))).tolist()
     order = free.to(torch.uint8).argsort(dim=1, descending=True, stable=True) if order is None else order
     columns = m if columns is None else columns
-    rows = block_of(K, order[:, :columns], order)  # (T, l, m)
+    rows = block_of(K, order[:, :columns], order, kernel)  # (T, l, m)
     is_free = free.gather(1, order)
     border = torch.ones_like(y) if border is None else border.gather(1, order)
     of_b = _exchange(rows, least, most, is_free, border.masked_fill(is_free, 0))
     y = y.gather(1, order)
     rows.mul_(y[:, :columns, None])
-    A = K.new_zeros(len(K), m + 2, columns + 2)
+    A = K.new_zeros(len(y), m + 2, columns + 2)
     torch.mul(rows[:, :, :columns], y[:, None, :columns], out=A[:, :columns, :columns])  # it is symmetric
     torch.mul(rows[:, :, columns:].mT, y[:, columns:, None], out=A[:, columns + 2 :, :columns])
     is_free, of_b = is_free[:, :columns], (y * of_b)[:, :columns]

@@ -91,19 +91,22 @@ def _unlearn(
     tableau = _tableaux(problem, full, targets, values, whole)
     row, column = tableau.find(targets.table, targets.variable)
     base = perturbed_base(problem, full, tableau)
-    ends = follow(base, targets.table, row, column, targets.room(full), not values)
-    parts = _parts(targets.table, *problem.y.shape)
-    if len(parts) == 1:
-        return _certified(problem, full, tableau, ends, targets, coefficients)
     done = []
-    for tables, first, last in parts:
-        own = Targets(*(x[first:last] for x in targets))
-        own = own._replace(table=own.table - tables.start)
-        end = Ends(*(x[first:last] for x in ends))
-        end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
-        stack = SVMProblem(*(x[tables] for x in problem)), Exact(*(x[tables] for x in full))
-        done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
-    return Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
+    groups = follow(base, targets.table, row, column, targets.room(full), not values)
+    for ends in groups:
+        its = targets if len(groups) == 1 else targets.take(ends.problem_id)
+        for tables, first, last in _parts(its.table, *problem.y.shape):
+            own = Targets(*(x[first:last] for x in its))
+            own = own._replace(table=own.table - tables.start)
+            end = Ends(*(x[first:last] for x in ends))
+            end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
+            stack = problem.part(tables), Exact(*(x[tables] for x in full))
+            done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
+    found = Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
+    if len(groups) == 1:
+        return found
+    order = torch.cat([ends.problem_id for ends in groups]).argsort()
+    return Unlearned(*(x.index_select(0, order) for x in found))
 
 
 def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
@@ -137,10 +140,11 @@ def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, 
     margin.masked_fill_(full.free, -2.0)
     order = margin.argsort(dim=1, stable=True)
     if whole or m <= _FEW:
-        return pivot_transform(problem.K, problem.y, full.free, None, order)
-    wanted = int((margin < 0).sum(1).max())
-    columns = min(m, wanted + max(_NEAREST, m // _SHARE))
-    return pivot_transform(problem.K, problem.y, full.free, None, order, columns)
+        columns = m
+    else:
+        wanted = int((margin < 0).sum(1).max())
+        columns = min(m, wanted + max(_NEAREST, m // _SHARE))
+    return pivot_transform(problem.K, problem.y, full.free, None, order, columns, problem.kernel)
 
 
 def _certified(
@@ -174,7 +178,7 @@ def _proof_by_all(
     its = end.tables.take(rows)
     y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
     solution = end.coefficients(rows), end.u[rows], box, end.target[rows], rounding
-    held = Held(*solution, kept[rows], stuck[rows], its.table)
+    held = Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
     return _proof(problem.K, y, held, end.stray[rows])
 
 
@@ -203,7 +207,7 @@ def _proof_by_moved(
     count, pull, doubt, *of_all = tables.each(of_machine).unbind(-1)
     y, box, rounding = (tables.each(x) for x in (machines.y, machines.box, machines.rounding))
     own = kept * (1 - at_rest)
-    held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck, tables.table)
+    held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck)
     bias = bias_by_free(y, held)
     f, way = end.u + bias[:, None], 2 * down - 1
     beyond = torch.where(moved, -torch.inf, -problem.y * way)
@@ -211,7 +215,11 @@ def _proof_by_moved(
     rest = Rest(violation, count - y_r * lost, pull - y_r * gone, doubt - rounding_r * gone, *of_all)
     u_r = end.u.gather(1, r)[:, 0]
     sign, _, slip = sign_by_reach(
-        y, held._replace(rest=rest), bias, u_r, reach_of(problem.K, end.target, tables.table)
+        y,
+        held._replace(rest=rest),
+        bias,
+        u_r,
+        reach_of(problem.K, end.target, problem.kernels(tables.table).table),
     )
     return u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
@@ -250,5 +258,4 @@ def perturbed_base(problem: SVMProblem, full: Exact, tableau: Tableau) -> Base:
     low = full.alpha.clamp_max(0) * full.free - widen * jitter[0]
     high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box)
     bounds = torch.stack([low, high + widen * jitter[1]])
-    diagonal = problem.K.diagonal(dim1=1, dim2=2)
-    return Base.build(tableau, full.free, full.upper, full.alpha, margin, bounds, diagonal)
+    return Base.build(tableau, full.free, full.upper, full.alpha, margin, bounds, problem.diagonal())

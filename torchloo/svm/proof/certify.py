@@ -306,15 +306,15 @@ def gap_in_doubt(alpha: Tensor, margin: Tensor, box: Tensor, E: Tensor) -> Tenso
     return dot((box - alpha).mul_(not_above).addcmul_(alpha, not_below), E)
 
 
-def value_bound(K: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
+def value_bound(k: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding: Tensor) -> Tensor:
     """How far decision values of a solution (m,) may be from those of the optimum, Note [gap ball].
 
-    (..., m), as all arguments are; K is (..., m, m).
+    (..., m), as all arguments are; k is the diagonal of K.
     """
     alpha = alpha.clamp_min(0).minimum(box)
     E = rounding * (rounding * alpha).sum(-1, keepdim=True)
     gap = (duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E))[..., None]
-    norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    norm = k.clamp_min(0).sqrt()
     reach = _LONGER * (norm.amax(-1, keepdim=True) + norm)
     return gap.sqrt() * reach + 2 * E.amax(-1, keepdim=True) + _CLOSE
 

@@ -66,7 +66,7 @@ def _checks(
     K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, outputs: Tensor, rounding: Tensor, values: bool
 ) -> Tensor:
     """By what each row (T, n) of full machines is settled, -1 where it is open."""
-    doubt = value_bound(K, alpha, y * outputs - 1, box, rounding)
+    doubt = value_bound(K.diagonal(dim1=1, dim2=2), alpha, y * outputs - 1, box, rounding)
     by = sufficiency_checks(K, y, alpha, outputs, box, doubt)
     if values:
         # Without a free variable b has an interval, which an unused row may bound.

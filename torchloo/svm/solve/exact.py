@@ -1,5 +1,6 @@
 """The full machines exactly: from approximate solutions to the optimal active sets, all at once."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,13 +8,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchloo.svm.path.follow import follow
-from torchloo.svm.path.state import TOUCH, Base
+from torchloo.svm.path.state import TOUCH, Base, Ends
 from torchloo.svm.path.tableau import pivot_transform
 from torchloo.svm.records import Exact, SVMProblem, duality_gap
 from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
 from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered, accurate_product
-from torchloo.svm.stacked import block_of, rows_of, set_of, times_vector
+from torchloo.svm.stacked import set_of, times_vector
 from torchloo.svm.tolerances import CLOSE, EXACT, SINGULAR
 
 __all__ = ["ATTEMPTS", "Sets", "relative_gap", "solve_exactly", "solve_from"]
@@ -57,7 +58,7 @@ class Sets(NamedTuple):
 
 def solve_exactly(problem: SVMProblem) -> Exact:
     """Read the sets of B machines off interior points and solve for them."""
-    point = first_solutions(problem.K, problem.y, problem.box)
+    point = first_solutions(problem.K, problem.y, problem.box, problem.kernel)
     return _or_tighter(problem, solve_from(problem, Sets.read_off(point, problem.box)))
 
 
@@ -73,7 +74,7 @@ def _gap_inside(problem: SVMProblem, solution: Exact) -> Tensor:
     alpha, box, y = solution.alpha, problem.box, problem.y
     inside = alpha.clamp_min(0).minimum(box)
     inside = torch.where((alpha - inside).abs() > EXACT * box.clamp(min=1.0), inside, alpha)
-    margin = solution.margin + y * times_vector(problem.K, (inside - alpha) * y)
+    margin = solution.margin + y * problem.product((inside - alpha) * y)
     imbalance = ((inside * y).sum(1) * solution.bias).abs()
     return (duality_gap(inside, margin, box) + imbalance) / inside.sum(1)
 
@@ -93,7 +94,7 @@ def _or_tighter(problem: SVMProblem, solution: Exact) -> Exact:
     if not len(rows):
         return solution
     problem, first = problem.take(rows), solution.take(rows)
-    sets = Sets.read_off(solve_to_rounding(problem.K, problem.y, problem.box), problem.box)
+    sets = Sets.read_off(solve_to_rounding(problem.matrices(), problem.y, problem.box), problem.box)
     found = solve_from(problem, sets, attempts=1, tight=True)
     return solution.replaced(rows, _better(problem, first, found))
 
@@ -124,17 +125,17 @@ def solve_from(problem: SVMProblem, sets: Sets, attempts: int = ATTEMPTS, tight:
 
 def _attempt(problem: SVMProblem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     """The sets without what makes their equations singular, and the best solutions that they lead to."""
-    K, tolerance = problem.K, SINGULAR if tight else _DEPENDENT
+    tolerance = SINGULAR if tight else _DEPENDENT
     none = (~sets.free.any(1)).nonzero()[:, 0]
     if len(none):
         sets = sets.replaced(none, _free_one(problem.take(none), sets.take(none)))
-    S, system = _equations(K, sets.free)
+    S, system = _equations(problem, sets.free)
     rows = (~system.regular(tolerance)).nonzero()[:, 0]
     if len(rows):
         own = sets.take(rows)
         kept = torch.zeros_like(own.free).scatter_(1, S[rows], system.independent(tolerance, rows))
         sets = sets.replaced(rows, _drop_dependent(problem.take(rows), own, kept))
-        S, system = _equations(K, sets.free)
+        S, system = _equations(problem, sets.free)
     solution = _active_set_solution(problem, sets, tight, (S, system))
     rows = (~solution.optimal).nonzero()[:, 0]
     if len(rows):
@@ -153,7 +154,7 @@ def _rescued(problem: SVMProblem, sets: Sets, solution: Exact, tight: bool) -> E
 def _as_given(problem: SVMProblem, sets: Sets) -> Exact:
     """Solutions whose free variables need not have margin 0."""
     alpha, bias, free, upper = sets
-    margin = problem.y * (times_vector(problem.K, alpha * problem.y) + bias[:, None]) - 1
+    margin = problem.y * (problem.product(alpha * problem.y) + bias[:, None]) - 1
     slip = torch.where(free, margin.abs(), torch.where(upper, margin, -margin)).amax(1)
     imbalance = (alpha * problem.y).sum(1).abs()
     return Exact(alpha, bias, margin, free, upper, slip.maximum(imbalance))
@@ -162,7 +163,7 @@ def _as_given(problem: SVMProblem, sets: Sets) -> Exact:
 def _free_one(problem: SVMProblem, sets: Sets) -> Sets:
     """With every alpha at a bound, b has an interval; at its lower end one variable has margin 0."""
     y, alpha, upper = problem.y, sets.alpha, sets.upper
-    s = y - times_vector(problem.K, alpha * y)  # the b that gives each point margin 0
+    s = y - problem.product(alpha * y)  # the b that gives each point margin 0
     pushes_up = (y > 0) ^ upper  # lower-bound positives and upper-bound negatives demand b >= s
     first = torch.where(pushes_up, s, -torch.inf).argmax(1, keepdim=True)
     free = torch.zeros_like(upper).scatter_(1, first, True)
@@ -176,14 +177,14 @@ def _drop_dependent(problem: SVMProblem, sets: Sets, kept: Tensor) -> Sets:
     bounds at once, and the independent ones respond. Whenever one of these reaches a bound it stays there,
     and the dependent one that it responds to most takes its place.
     """
-    K, y, box = problem.K, problem.y, problem.box
+    y, box = problem.y, problem.box
     dropped, waits = set_of(sets.free & ~kept)  # (B, d)
     if not dropped.shape[1]:  # with pivots in their best order none is too small
         return sets
     chosen, held = set_of(kept)  # (B, c)
     # Change of alpha of the chosen per alpha of each dropped one, (B, c, d).
-    equations = Bordered(block_of(K, chosen), held)
-    _, rates = equations.solve(-torch.ones_like(dropped, dtype=K.dtype), -block_of(K, dropped, chosen))
+    equations = Bordered(problem.block(chosen), held)
+    _, rates = equations.solve(-torch.ones_like(dropped, dtype=y.dtype), -problem.block(dropped, chosen))
     y_chosen, y_dropped = y.gather(1, chosen), y.gather(1, dropped)
     rates = rates.mT.contiguous() * y_chosen[:, :, None] * y_dropped[:, None]
     alpha, limit = (x.gather(1, dropped) for x in (sets.alpha, box))
@@ -263,10 +264,10 @@ class _Crossing(NamedTuple):
             x.scatter_(1, index, torch.where(blocked, value, x.gather(1, index)))
 
 
-def _equations(K: Tensor, free: Tensor) -> tuple[Tensor, Bordered]:
+def _equations(problem: SVMProblem, free: Tensor) -> tuple[Tensor, Bordered]:
     """The free sets S (B, s) of B machines, as `set_of` gives them, and the systems of their equations."""
     S, real = set_of(free)
-    return S, Bordered(block_of(K, S), None if len(K) == 1 else real)  # one set needs no padding
+    return S, Bordered(problem.block(S), None if len(S) == 1 else real)  # one set needs no padding
 
 
 def _active_set_solution(
@@ -276,28 +277,29 @@ def _active_set_solution(
 
     `equations` are those of `_equations`.
     """
-    K, y, box = problem.K, problem.y, problem.box
-    S, system = _equations(K, sets.free) if equations is None else equations
+    y, box = problem.y, problem.box
+    S, system = _equations(problem, sets.free) if equations is None else equations
     a = torch.where(sets.upper, box * y, 0.0)
-    bias, K_S, y_S = torch.zeros_like(sets.bias), rows_of(K, S), y.gather(1, S)
+    bias, K_S, y_S = torch.zeros_like(sets.bias), problem.rows(S), y.gather(1, S)
     product = accurate_product if tight else times_vector
+    margin_product = partial(accurate_product, problem.matrices()) if tight else problem.product
     for _ in range(1 + _REFINEMENTS):  # a nearly singular K_SS loses digits
         rhs = y_S - bias[:, None] - product(K_S, a)
         change, step = system.solve(-a.sum(1, keepdim=True), rhs[:, None])
         a.scatter_add_(1, S, step[:, 0])
         bias = bias + change[:, 0]
     alpha = a * y
-    margin = y * (product(K, a) + bias[:, None]) - 1
+    margin = y * (margin_product(a) + bias[:, None]) - 1
     beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
-    missed = torch.where(sets.upper, margin, -margin) - _rounding(K, alpha)
+    missed = torch.where(sets.upper, margin, -margin) - _rounding(problem, alpha)
     slip = torch.where(sets.free, beyond, missed).amax(1)
     return Exact(alpha, bias, margin, sets.free, sets.upper, slip)
 
 
-def _rounding(K: Tensor, alpha: Tensor) -> Tensor:
+def _rounding(problem: SVMProblem, alpha: Tensor) -> Tensor:
     """What rounding of sums of m terms does to each margin, (B, m), up to what is close."""
-    length = K.diagonal(dim1=1, dim2=2).sqrt()
-    unit = torch.finfo(K.dtype).eps * alpha.shape[1] ** 0.5
+    length = problem.diagonal().sqrt()
+    unit = torch.finfo(alpha.dtype).eps * alpha.shape[1] ** 0.5
     return (unit * (length * alpha.abs()).sum(1, keepdim=True) * length).clamp_max_(CLOSE)
 
 
@@ -320,7 +322,7 @@ def _homotopy(problem: SVMProblem, sets: Sets) -> Sets:
     One more variable, lowered from 1 to 0, has as its column the change of margins (and of the
     equality) that makes `alpha` optimal: the path engine then does the rest.
     """
-    K, y, box = problem.K, problem.y, problem.box
+    K, y, box = problem.matrices(), problem.y, problem.box
     alpha, bias, free, upper = sets
     B, m = y.shape
     generator = torch.Generator("cpu").manual_seed(1)
@@ -340,7 +342,8 @@ def _homotopy(problem: SVMProblem, sets: Sets) -> Sets:
     base = Base.build(tableau, free_too, upper_too, *values, bounds, diagonal)
     each = torch.arange(B, device=K.device)
     row, column = tableau.find(each, torch.full_like(each, m))
-    end = follow(base, each, row, column, bias.new_ones(B), most_events=200 + 2 * m, distances=True)
+    ends = follow(base, each, row, column, bias.new_ones(B), most_events=200 + 2 * m, distances=True)
+    end = Ends.cat(ends)
     place = tableau.order.argsort(1)[:, :m]
     both_ends = end.distance[:, :, :-2].gather(2, place[:, None].expand(-1, 2, -1))
     low, high = both_ends.unbind(1)

@@ -6,8 +6,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate
-from torchloo.svm.solve.systems import Dense, LowRank
-from torchloo.svm.stacked import first_alike
+from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.tolerances import CLOSE
 
 __all__ = ["first_solutions", "interior_point", "solve_to_rounding"]
@@ -17,48 +16,47 @@ _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _NEAR = 0.5  # margins above 0 that a better solution may well bring down
 _WORTH_SHRINKING = 300  # live variables
 _CLEAR = 1e-7  # relative gap at which the sets can be read off
-_ROUGH = 1e-3  # the same for a sample, of which only the large margins are used
+_ROUGH = (
+    1e-3  # the same for a sample, of which only the large margins are used; and of the end of rough steps
+)
+_ROUGH_STEPS = 10  # beyond which float32 is what holds a machine up
 _LEAST = 1e-14  # relative gap that rounding hardly ever allows
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
 
 
-def first_solutions(K: Tensor, y: Tensor, box: Tensor) -> Interior:
-    """Interior points of B machines with K (B, m, m), y and box (B, m), all together.
+def first_solutions(K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = None) -> Interior:
+    """Interior points of B machines with K (B, m, m), or `kernel` (B,) of several K, y and box (B, m).
 
     Those whose K has low rank by its factor; large K one after another, on the variables that a third of
     them finds interesting.
     """
     B, m = box.shape
-    factors = _factors(K)
+    which = list(range(B)) if kernel is None else kernel.tolist()
+    factors = [low_rank_factor(k) if m > _WORTH_FACTORING else None for k in K]
     if B == 1 or m > _WORTH_SAMPLING:
-        return _stack([_one_solution(*parts) for parts in zip(K, y, box, factors, strict=True)])
-    systems = _systems(K, factors)
+        parts = zip(which, y, box, strict=True)
+        return _stack([_one_solution(K[g], labels, own, factors[g]) for g, labels, own in parts])
+    systems = _systems(K, factors, which)
     found = [(rows, interior_point(system, y[rows], box[rows])) for rows, system in systems]
     order = torch.cat([rows for rows, _ in found]).argsort()
     fields = zip(*(point for _, point in found), strict=True)
     return Interior(*(torch.cat(field)[order] for field in fields))
 
 
-def _factors(K: Tensor) -> list[Tensor | None]:
-    """A factor of low rank, where there is one, of each of B matrices; equal ones in a row share it."""
-    if K.shape[-1] <= _WORTH_FACTORING:
-        return [None for _ in K]
-    first = first_alike(K).tolist()
-    found = {b: low_rank_factor(K[b]) for b in set(first)}
-    return [found[b] for b in first]
-
-
-def _systems(K: Tensor, factors: list[Tensor | None]) -> list[tuple[Tensor, Dense | LowRank]]:
-    """Machines with factors of like ranks, padded to the largest, and those without one."""
+def _systems(
+    K: Tensor, factors: list[Tensor | None], which: list[int]
+) -> list[tuple[Tensor, Dense | LowRank]]:
+    """Machines of K[which[b]] with factors of like ranks, padded to the largest, and those without one."""
     groups: dict[int, list[int]] = {}
-    for b, factor in enumerate(factors):
+    for b, g in enumerate(which):
+        factor = factors[g]
         groups.setdefault(0 if factor is None else factor.shape[1].bit_length(), []).append(b)
     systems: list[tuple[Tensor, Dense | LowRank]] = []
     for machines in groups.values():
-        rows = torch.tensor(machines, device=K.device)
-        own = [factor for b in machines if (factor := factors[b]) is not None]
+        rows, matrices = torch.tensor(machines, device=K.device), [which[b] for b in machines]
+        own = [factor for g in matrices if (factor := factors[g]) is not None]
         if not own:
-            systems.append((rows, Dense(K if len(rows) == len(K) else K[rows])))
+            systems.append((rows, Dense(K if matrices == list(range(len(K))) else K[matrices])))
             continue
         rank = max(factor.shape[1] for factor in own)
         F = torch.stack([pad(factor, (0, rank - factor.shape[1])) for factor in own])
@@ -157,10 +155,14 @@ def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, st
 
 
 def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """Several machines; those that are solved rest, and leave once they are half of all."""
+    """Several machines; those that are solved rest, and leave once they are half of all.
+
+    The first steps, of which large machines gain, are rough: the sets come from the last ones.
+    """
     whole = point.interior()
     machine = torch.arange(len(point.box), device=point.y.device)
-    for _ in range(steps):
+    rough = Rough(system) if point.box.shape[1] > _WORTH_FACTORING else None
+    for number in range(steps):
         point.look(system)
         point.stuck = point.solved(gap)
         left = (~point.stuck[:, 0]).nonzero()[:, 0]
@@ -170,7 +172,10 @@ def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -
             whole = _copied(whole, machine, point)
             machine, point, system = machine[left], point.take(left), system.machines(left)
             point.look(system)
-        point.step(system)
+            rough = None
+        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH)):
+            rough = None
+        point.step(rough or system)
     return _copied(whole, machine, point)
 
 

@@ -12,18 +12,21 @@ _SMALL = 1e-6  # boxes for which the tolerances of the solvers are too coarse
 _SAME = 1e-13  # of the lengths of two points: how far apart entries of K are that count as equal
 
 
-def _scale(K: Tensor, C: Tensor) -> Tensor:
-    """What each K (B, n, n) is divided by: its mean diagonal, or less if no box would come near 1; (B,)."""
-    mean, largest = K.diagonal(dim1=1, dim2=2).mean(1), C.amax(1)
+def _scale(mean: Tensor, C: Tensor) -> Tensor:
+    """What each K is divided by: its mean diagonal (B,), or less if no box (B, n) would come near 1; (B,)."""
+    largest = C.amax(1)
     mean = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
     return torch.where(mean * largest < _SMALL, 1 / largest, mean)
 
 
-def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[tuple[Tensor, SVMProblem]]:
+def merge_duplicates(
+    K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, kernel: Tensor | None = None
+) -> list[tuple[Tensor, SVMProblem]]:
     """Merge rows with the same label and, to rounding, the same row of K.
 
-    For B kernel matrices (B, n, n), y, C and `rounding` (B, n), e of Note [rounding of K]. Comes back by
-    size: which of the B are in each SVMProblem, and that one.
+    For G kernel matrices (G, n, n) with `rounding` (G, n), e of Note [rounding of K], y and C (B, n), and
+    which K each of the B problems has, (B,); default its own. Comes back by size: which of the B are in each
+    SVMProblem, and that one. Problems without copies go on sharing their K.
 
     A random projection of the rows of K brings candidates side by side; each is then compared in
     full with the first of its run. Titanic's 150 rows become 19 variables, and the ties between
@@ -37,17 +40,23 @@ def merge_duplicates(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor) -> list[
     tolerance = _SAME * n * torch.maximum(high, -low)
     starts = torch.ones_like(order, dtype=torch.bool)
     starts[:, 1:] = key[:, 1:] - key[:, :-1] > tolerance[:, None]
-    scale = _scale(K, C)
-    plain = starts.all(1)
+    plain, mean = starts.all(1), K.diagonal(dim1=1, dim2=2).mean(1)
+    if kernel is not None:
+        plain, mean, rounding, order, starts = (x[kernel] for x in (plain, mean, rounding, order, starts))
+    scale = _scale(mean, C)
+    if kernel is not None and bool((scale != mean).any()):
+        K, kernel = K[kernel], None
     with_copies = (~plain).nonzero()[:, 0]
     groups = []
-    if len(with_copies) < len(K):
+    if len(with_copies) < len(y):
         rows = plain.nonzero()[:, 0]
-        own = (_some(x, rows) for x in (K, y, C, rounding, scale))
-        groups.append((rows, _unmerged(*own)))
+        own = (_some(x, rows) for x in (y, C, rounding, scale))
+        which, matrices = (None, _some(K, rows)) if kernel is None else (_some(kernel, rows), K)
+        groups.append((rows, _unmerged(which, matrices, *own)))
     if len(with_copies):
-        parts = (_some(x, with_copies) for x in (K, y, C, rounding, scale, order, starts))
-        groups += [(with_copies[rows], problem) for rows, problem in _merged(*parts)]
+        parts = (_some(x, with_copies) for x in (y, C, rounding, scale, order, starts))
+        matrices = _some(K, with_copies) if kernel is None else K[kernel[with_copies]]
+        groups += [(with_copies[rows], problem) for rows, problem in _merged(matrices, *parts)]
     return groups
 
 
@@ -56,12 +65,15 @@ def _some(x: Tensor, rows: Tensor) -> Tensor:
     return x if rows.shape[0] == x.shape[0] else x[rows]
 
 
-def _unmerged(K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor) -> SVMProblem:
-    """Problems without copies."""
+def _unmerged(
+    kernel: Tensor | None, K: Tensor, y: Tensor, C: Tensor, rounding: Tensor, scale: Tensor
+) -> SVMProblem:
+    """Problems without copies; those that share a K have one scale."""
     box = C * scale[:, None]
     variable = torch.arange(K.shape[-1], device=K.device).expand_as(box)
     rounding = rounding / scale.sqrt()[:, None]
-    return SVMProblem(K / scale[:, None, None], y, box, box, variable, scale, rounding)
+    divisor = scale if kernel is None else torch.ones_like(K[:, 0, 0]).index_copy_(0, kernel, scale)
+    return SVMProblem(K / divisor[:, None, None], y, box, box, variable, scale, rounding, kernel)
 
 
 def _merged(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.records import gap_terms
-from torchloo.svm.solve.systems import Dense, LowRank
+from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.stacked import times_vector
 
 __all__ = ["Interior", "Iterate"]
@@ -104,6 +104,10 @@ class Iterate:
         )
         return closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
 
+    def far_from(self, gap: float) -> bool:
+        """Whether no machine has come near a relative gap yet."""
+        return bool((self.complementarity > gap * self.scale).all())
+
     def relative_gap(self) -> Number:
         """The duality gap, relative to the sum of alpha."""
         terms = gap_terms(self.values[0], -self.y * self.miss, self.box)
@@ -113,7 +117,7 @@ class Iterate:
         """Variables whose multiplier outweighs their distance to the bound by far."""
         return (self.values[2:] > _SETTLED * self.values[:2]).any(0)
 
-    def step(self, system: Dense | LowRank) -> None:
+    def step(self, system: Dense | LowRank | Rough) -> None:
         """Predict, centre, correct, and go 0.995 of the way to the nearest bound.
 
         A machine whose factorisation fails is stuck: its sets are as clear as rounding lets them be.

@@ -60,6 +60,7 @@ def solve_smaller(
 
 def _restricted(problem: SVMProblem, table: Tensor, boxes: Tensor, V: Tensor) -> SVMProblem:
     """Problems (R,) of a table on the variables V (R, v) only, with boxes (R, m)."""
-    K = problem.K[table[:, None, None], V[:, :, None], V[:, None, :]]
-    its = problem.take(table)
-    return its._replace(K=K, y=its.y.gather(1, V), box=boxes.gather(1, V))
+    which = problem.kernels(table).table
+    K = problem.K[which[:, None, None], V[:, :, None], V[:, None, :]]
+    its = SVMProblem._make([K, *(x.index_select(0, table) for x in problem[1:-1]), None])
+    return its._replace(y=its.y.gather(1, V), box=boxes.gather(1, V))

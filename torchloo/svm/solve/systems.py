@@ -24,6 +24,7 @@ __all__ = [
     "Lifted",
     "LowRank",
     "Parts",
+    "Rough",
     "accurate_product",
     "bordered_matrix",
     "in_parts",
@@ -100,6 +101,10 @@ class Dense:
         """Those of the machines at `rows`."""
         return Dense(self.K.index_select(0, rows))
 
+    def float(self) -> "Dense":
+        """The same in float32."""
+        return Dense(self.K.float())
+
 
 class LowRank:
     """The same for K = F F^T by the Woodbury identity, F (m, p) or several, (B, m, p): O(m p^2) each."""
@@ -132,6 +137,33 @@ class LowRank:
     def machines(self, rows: Tensor) -> "LowRank":
         """Those of the machines at `rows`."""
         return LowRank(self.F.index_select(0, rows))
+
+    def float(self) -> "LowRank":
+        """The same in float32."""
+        return LowRank(self.F.float())
+
+
+class Rough:
+    """Systems of several machines solved in float32, which takes half the time; if one fails, as given.
+
+    Good enough for the first steps of an interior point: what they miss is in the next residuals.
+    """
+
+    def __init__(self, system: Dense | LowRank) -> None:
+        self.exact, self.rough = system, system.float()
+
+    def factor(self, theta: Tensor) -> Tensor | bool:
+        """Whether it could be done, (B,)."""
+        self.system, regular = self.rough, self.rough.factor(theta.float())
+        if bool(torch.as_tensor(regular).all()):
+            return regular
+        self.system = self.exact
+        return self.exact.factor(theta)
+
+    def solve(self, rhs: Tensor) -> Tensor:
+        """Right-hand sides and solutions are the rows, (..., c, m)."""
+        dtype = torch.float32 if self.system is self.rough else rhs.dtype
+        return self.system.solve(rhs.to(dtype)).to(rhs)
 
 
 def bordered_matrix(K: Tensor, real: Tensor) -> Tensor:
