@@ -703,7 +703,7 @@ def test_rows_that_change_between_passes_are_found():
         (lambda X, Y: (X, Y, Y), ValueError, "weight must have 90 entries"),
         (lambda X, Y: (3.0,), TypeError, "got float"),
         (lambda X, Y: (X.to_sparse(), Y), TypeError, "X must be dense"),
-        (lambda X, Y: (iter([(X, Y)]),), TypeError, "an iterator, which can be used once"),
+        (lambda X, Y: (iter([(X, Y)]),), TypeError, "an iterator, usable only once"),
         (lambda X, Y: ([(X, Y)], Y), TypeError, "y and weight must be None"),
     ],
 )

@@ -132,13 +132,13 @@ class Expansion:
         """
         if self.factor is not None:
             return 256 * max(1, 2800 // len(self.factor))
-        return min(max(2048, 256 * ((1 << 9) // max(1, self.count))), 8192)
+        return min(max(2048, 256 * ((1 << 10) // max(1, self.count))), 8192)
 
     @torch.no_grad()
     def columns(self, X: Tensor, k: Tensor | None = None) -> Tensor:
         """k - origin (..., p, b) of inputs (..., b, d), of the dtype of products; may be overwritten.
 
-        k is evaluated unless it is given.
+        k is evaluated unless it is given. The memory is used again for the next columns.
         """
         k = self.evaluate(X.detach(), self._held) if k is None else k.detach()
         if self.factor is not None:
@@ -149,10 +149,8 @@ class Expansion:
             return k.to(self.kind, copy=True)
         return torch.sub(k.to(self.kind), self.origin.to(self.kind), out=self._room_for(k))
 
-    def _room_for(self, k: Tensor) -> Tensor | None:
-        """Memory of the columns before these, to be used again: `features` of those stand elsewhere."""
-        if self._inverse is None:
-            return None
+    def _room_for(self, k: Tensor) -> Tensor:
+        """Memory of the columns before these: new memory takes longer than what is done in it."""
         room = self._room
         if room is None or room.shape != k.shape or room.dtype != self.kind or room.is_inference():
             self._room = room = torch.empty_like(k, dtype=self.kind)
@@ -226,6 +224,8 @@ class Machines:
     """Whether it may be used."""
     moved: bool = False
     """Whether a step of refinement has been made."""
+    _room: Tensor | None = None
+    """Memory of rotated features that are no longer needed."""
 
     @cached_property
     def narrow(self) -> Tensor:
@@ -247,14 +247,25 @@ class Machines:
         """The outputs that have the regularisations (R,) of column j."""
         return slice(None) if self.regs.shape[-1] == 1 else slice(j, j + 1)
 
-    def rotated(self, X: Tensor, fold: bool = True, ones: bool = False, k: Tensor | None = None) -> Tensor:
+    def rotated(
+        self,
+        X: Tensor,
+        fold: bool = True,
+        ones: bool = False,
+        k: Tensor | None = None,
+        again: bool = False,
+    ) -> Tensor:
         """u (..., p, b) of inputs (..., b, d), by two products unless `fold`; one more row of ones if `ones`.
 
-        k are the columns of X, where they are known.
+        k are the columns of X, where they are known. With `again` they are in the memory of the last ones.
         """
         columns = self.expansion.columns(X, k)
         p = self.rotation.shape[-1]
-        out = room_like(columns, p + ones)
+        shape = (*columns.shape[:-2], p + ones, columns.shape[-1])
+        if not again or self._room is None or self._room.shape != shape:
+            self._room = None
+        out = room_like(columns, p + ones) if self._room is None else self._room
+        self._room = out if again else None
         out[..., p:, :] = 1.0
         u = out[..., :p, :]
         if fold and self.fold and self.folded is not None:

@@ -576,7 +576,7 @@ class StreamFit:
         per_weight, self.kept = self.per_weight.unsqueeze(-1), []
         for part in self.blocks("leave-one-out"):
             zeta = part.zeta
-            U = machines.rotated(part.X, ones=self.moments.centre)
+            U = machines.rotated(part.X, ones=self.moments.centre, again=not self.wants_graph)
             u = U[..., : machines.rotation.shape[-1], :]
             self._keep(U)
             norm = machines.norms(u)  # (..., R, c', b)
@@ -596,7 +596,8 @@ class StreamFit:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
         regs = machines.regs.unsqueeze(-1)
         for part in self.blocks("correction"):
-            change = machines.outputs(machines.rotated(part.X), step) + shift.unsqueeze(-1)  # (..., R, c, b)
+            u = machines.rotated(part.X, again=True)
+            change = machines.outputs(u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
             r, variance = (t[..., part.rows, :].to(change).mT for t in (sink.residuals, sink.variance))
             sink.write(part, r - change * variance * part.zeta / regs, variance, part.rows)
 
@@ -610,7 +611,7 @@ class StreamFit:
     def _gradient(self, machines: Machines) -> tuple[Tensor, Tensor]:
         gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
         for part in self.blocks("refinement"):
-            u = machines.rotated(part.X)
+            u = machines.rotated(part.X, again=True)
             machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.zeta))
         return gradient
 

@@ -430,6 +430,6 @@ def centred(Z: Tensor, weight: Tensor | None, bias: bool) -> tuple[Tensor, Tenso
     if weight is None:
         mean = Z.detach().mean(-2, keepdim=True, dtype=torch.float64)
     else:
-        zeta = weight.detach().unsqueeze(-1)
-        mean = (zeta * Z.detach()).sum(-2, keepdim=True) / zeta.sum(-2, keepdim=True)
+        zeta = weight.detach().unsqueeze(-2)  # (..., 1, n)
+        mean = zeta @ Z.detach().to(zeta.dtype) / zeta.sum(-1, keepdim=True)
     return Z - mean, mean

@@ -367,7 +367,7 @@ def from_features(
             if bias:  # again, as the first mean was rounded: a row that outweighs all others equals the mean
                 share = shares(zeta).detach().unsqueeze(-2)  # (..., 1, n)
                 correction = share @ shifted.detach()
-                shifted = shifted - correction
+                shifted = shifted.sub_(correction) if values_visible(shifted) else shifted - correction
                 centre = centre + correction
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
