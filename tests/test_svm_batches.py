@@ -15,6 +15,7 @@ from torchloo.svm.solve import interior
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.solve.merge import merge_duplicates
+from torchloo.svm.solve.systems import Dense, Rough
 from torchloo.svm.stacked import Tables
 
 
@@ -183,3 +184,19 @@ def test_machines_of_one_kernel_matrix_with_tiny_boxes_are_those_of_each_alone()
     held = svm_loo(K, y, C)
     alone = torch.stack([svm_loo(K, y, bound).outputs for bound in C])
     assert_close(held.outputs, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_systems_that_float32_cannot_factorise_are_solved_in_float64():
+    K = torch.ones(2, 30, 30, dtype=torch.float64)
+    K[0] += torch.eye(30)
+    theta, rhs = torch.full((2, 30), 1e-6, dtype=torch.float64), torch.arange(30.0).double().expand(2, 1, 30)
+    rough = Rough(Dense(K))
+    assert not rough.rough.factor(theta.float() * 1e-3).all()  # of the two only the first is definite
+    assert rough.factor(theta * 1e-3).all()
+    assert rough.system is rough.exact
+    expected = torch.linalg.solve(K + torch.diag_embed(theta * 1e-3), rhs.mT).mT
+    torch.testing.assert_close(rough.solve(rhs), expected, rtol=1e-5, atol=0)
+    assert rough.factor(theta + 1).all()
+    assert rough.system is rough.rough
+    expected = torch.linalg.solve(K + torch.diag_embed(theta + 1), rhs.mT).mT
+    torch.testing.assert_close(rough.solve(rhs), expected, rtol=1e-4, atol=1e-4)

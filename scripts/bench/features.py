@@ -9,7 +9,8 @@ ridge   LOO of 30 reg with weights and bias (`LSSVM(Linear()).path`) against Rid
 sparse  SparseLSSVM with an ARD kernel and a fixed basis of m rows: LOO, and PRESS with its gradient in basis,
         lengthscales and reg, against two products. Peak memory beyond the inputs.
 stream  PRESS of a Stream and its gradient against the LOO alone; the gradient equals that of rows in memory.
-head    PRESS of a linear machine with 10 outputs, float32, and its gradient in X and reg, against autograd.
+head    PRESS of a linear machine with 10 outputs, float32, and its gradient in X and reg, against autograd;
+        single problems and batches of them.
 small   RLS with an RBF kernel at n = 50; PRESS of many linear problems of n = 25 with its gradient in X.
 counts  Operations dispatched and synchronisations of `path` for 5, 30 and 100 reg.
 million One evaluation (value and gradient) of `select` on a Stream against two products; only with --million.
@@ -252,6 +253,10 @@ def head(table: Table, quick: bool, repeats: int) -> None:
         what = f"n = {n:,}, d = {d}, 10 outputs, float32"
         if (n <= 4096 or not quick) and table.wants(what):
             against_autograd(table, what, (n, d), 10, limit, repeats if n > 1000 else 20 * repeats)
+    for problems, n, d, limit in ((16, 512, 64, 1.3), (64, 100, 16, 2.5)):
+        what = f"{problems} problems of n = {n}, d = {d}, 10 outputs, float32"
+        if table.wants(what):
+            against_autograd(table, what, (problems, n, d), 10, limit, 5 * repeats)
 
 
 def against_autograd(
