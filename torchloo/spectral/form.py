@@ -49,8 +49,8 @@ Parts = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (R, ..., n, c), variances of that shape, and refitted rows (R, ..., n)."""
 
 
-# Rows of B that are squared at once: few enough to stay in the cache of a CPU.
-_AT_ONCE = 512
+# Rows of B that are squared, or scaled, at once: few enough to stay in the cache of a CPU.
+_AT_ONCE, _SCALED = 512, 128
 
 
 def _times(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -203,8 +203,12 @@ def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
     if rows.shape[-1] == 1:
         diagonals = [_times(f, part.square().mT) for part in B.split(_AT_ONCE, -2)]
         return torch.cat(diagonals, -1)[..., rows].unsqueeze(-1)
-    B_L = B.unsqueeze(-4)  # beside the axis c'
-    return (B_L * f[..., None, None, :]) @ B_L.mT
+    f = f[..., None, None, :]
+    of_one = f.shape[:-2].numel() * rows.shape[-1]
+    sets = max(1, _SCALED // of_one)
+    parts = [B_L.unsqueeze(-4) for B_L in B.split(sets, -3)]  # beside the axis c'
+    blocks = [(B_L * f) @ B_L.mT for B_L in parts]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -3)
 
 
 class Step(NamedTuple):
