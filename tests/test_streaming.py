@@ -733,7 +733,7 @@ def test_numbers_of_rows_may_be_integers_of_numpy(integer):
     [
         (lambda X, Y: [], ValueError, "must give the same rows, got 0"),
         (lambda X, Y: [X, Y], TypeError, r"must be \(X, y\) or \(X, y, weight\), got Tensor at row 0"),
-        (lambda X, Y: [(X, Y), (X[:, :2], Y)], ValueError, "from row 90.* is unlike the first"),
+        (lambda X, Y: [(X, Y), (X[:, :2], Y)], ValueError, "from row 90.* differs from the first"),
         (lambda X, Y: [(X, Y), (X, Y.float())], ValueError, "dtypes, but that from row 90"),
         (lambda X, Y: [(X, Y[2:])], ValueError, "y must have 90 rows .* at row 0"),
         (lambda X, Y: [(X.long(), Y.long())], TypeError, "X must be float32 or float64"),

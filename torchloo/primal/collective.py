@@ -80,4 +80,4 @@ def require_own(function: str, others: Peers, partition: Partition) -> None:
                     f"in process {seen[label]} and in process {rank}"
                 )
     if len(seen) < 2:
-        raise ValueError(f"{function}: a cluster holds all rows, so nothing is left to learn from")
+        raise ValueError(f"{function}: a cluster holds all rows, so no training rows remain")

@@ -63,8 +63,8 @@ def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> S
         found = machine.features_of(guard, X, Y, weight)
         if found is None:
             raise TypeError(
-                f"{function}: rows can be shared out only for a machine with few features: a linear kernel, "
-                f"or SparseLSSVM(kernel, reg, basis=...); got {machine}"
+                f"{function}: rows can be divided among processes only for a machine with few features: a "
+                f"linear kernel, or SparseLSSVM(kernel, reg, basis=...); got {machine}"
             )
         check_rows(guard, found[0], Y, reg.unit if isinstance(reg, Regs) else reg, weight)
         guard.check()

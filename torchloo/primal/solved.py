@@ -195,8 +195,8 @@ class StreamFit:
             if moments is None:
                 if columns.ndim != part.Y.ndim:
                     raise ValueError(
-                        f"{self.function}: X must be (n, d), or (n, *event) with event_dim axes an input, as "
-                        f"the kernel is told, got a block of shape {tuple(part.X.shape)}"
+                        f"{self.function}: X must be (n, d), or (n, *event) with as many axes as the "
+                        f"event_dim of the kernel, got a block of shape {tuple(part.X.shape)}"
                     )
                 if bias and self.expansion.origin is None:
                     columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype).to(columns.dtype))
@@ -263,7 +263,7 @@ class StreamFit:
     def checked_for(self, machine: MachineOfFeatures) -> Self:
         """The same, if it is this machine that was solved, as it is now."""
         if machine is not self._owner:
-            raise ValueError(f"{self.function}: fit takes only what solve of the same machine gave")
+            raise ValueError(f"{self.function}: fit takes only the result of solve of the same machine")
         if self._path:
             raise ValueError(f"{self.function}: fit takes one machine, got a path of {len(self.regs)}")
         now = _settings(machine)

@@ -98,9 +98,11 @@ class Batches:
                 "Stream: X must be iterable again for every pass, got an iterator, usable only once"
             )
         if y is not None or weight is not None:
-            raise TypeError("Stream: y and weight must be None for an iterable of batches, which brings them")
+            raise TypeError(
+                "Stream: y and weight must be None for an iterable of batches, which includes them"
+            )
         if isinstance(batches, DataLoader) and isinstance(batches.sampler, RandomSampler):
-            raise ValueError("Stream: the DataLoader must keep the order of rows; take shuffle=False")
+            raise ValueError("Stream: the DataLoader must keep the order of rows; use shuffle=False")
         self.batches = batches
         self.n: int | None = None
         self._first: Tensor | None = None
@@ -164,7 +166,7 @@ class Batches:
                 raise ValueError(
                     f"{function}: batches must agree in columns, outputs, weights and dtypes, "
                     f"but that from row {row}, X {tuple(raw[0].shape)} and y {tuple(raw[1].shape)}, "
-                    "is unlike the first"
+                    "differs from the first"
                 )
             self._first = raw[1][:1] if self._first is None else self._first
             yield raw
