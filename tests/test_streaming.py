@@ -778,3 +778,14 @@ def test_a_stream_warns_where_it_cuts_a_graph_and_nowhere_else():
     with torch.no_grad():
         tl.Stream(X, y)
     tl.probe(X, y, progress=False)  # which evaluates
+
+
+@pytest.mark.parametrize("block", [64, 1000])
+def test_a_stream_solved_in_inference_mode_serves_outside_of_it(block):
+    generator = torch.Generator().manual_seed(0)
+    X, y = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((300, 5), (300,)))
+    machine = tl.LSSVM(tl.kernels.Linear(), 0.1)
+    with torch.inference_mode():
+        solved = machine.solve(tl.Stream(X, y, block=block, progress=False))
+        inside = solved.held_out().outputs
+    torch.testing.assert_close(solved.held_out().outputs, inside.clone())

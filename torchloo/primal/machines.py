@@ -262,9 +262,9 @@ class Machines:
         columns = self.expansion.columns(X, k)
         p = self.rotation.shape[-1]
         shape = (*columns.shape[:-2], p + ones, columns.shape[-1])
-        if not again or self._room is None or self._room.shape != shape:
-            self._room = None
-        out = room_like(columns, p + ones) if self._room is None else self._room
+        out = self._room
+        if not again or out is None or out.shape != shape or out.is_inference():
+            out = room_like(columns, p + ones)
         self._room = out if again else None
         out[..., p:, :] = 1.0
         u = out[..., :p, :]
