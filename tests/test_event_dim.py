@@ -313,7 +313,7 @@ def test_shapes_that_do_not_go_together_are_refused():
         kernels.RBF(event_dim=0)
     with pytest.raises(ValueError, match=r"features must return \(14, p\), got shape \(14, 2, 3, 3\)"):
         tl.LSSVM(kernels.RBF(features=CONV[0], event_dim=3)).loo(X, y)
-    with pytest.raises(ValueError, match=r"event_dim axes an input.* got a block of shape \(14, 1, 5, 5\)"):
+    with pytest.raises(ValueError, match=r"event_dim of the kernel.* got a block of shape \(14, 1, 5, 5\)"):
         tl.LSSVM(kernels.Linear()).loo(tl.Stream(X, y, progress=False))
 
 

@@ -204,9 +204,8 @@ def _blocks(B: Tensor, f: Tensor, rows: Tensor) -> Tensor:
         diagonals = [_times(f, part.square().mT) for part in B.split(_AT_ONCE, -2)]
         return torch.cat(diagonals, -1)[..., rows].unsqueeze(-1)
     f = f[..., None, None, :]
-    of_one = f.shape[:-2].numel() * rows.shape[-1]
-    sets = max(1, _SCALED // of_one)
-    parts = [B_L.unsqueeze(-4) for B_L in B.split(sets, -3)]  # beside the axis c'
+    sets_at_once = max(1, _SCALED // rows.shape[-1])
+    parts = [B_L.unsqueeze(-4) for B_L in B.split(sets_at_once, -3)]  # beside the axis c'
     blocks = [(B_L * f) @ B_L.mT for B_L in parts]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -3)
 
