@@ -25,7 +25,8 @@ from torch import Tensor
 from torchloo.dual import Dual
 from torchloo.guards import Guard
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Primal, primal, ridge_penalty
+from torchloo.primal.front import primal
+from torchloo.primal.whole import Primal
 
 __all__ = [
     "CentredFeatures",
@@ -166,12 +167,9 @@ class CentredFeatures:
 
     def spread(self, form: Dual | Primal) -> Tensor:
         """S (..., p, d + 1) with the variance |S (z, 1)|^2 at centred features z."""
+        if isinstance(form, Dual):
+            unit, weight = torch.ones_like(form.ridge[..., 0]), form.ridge.reciprocal()
+            given = (self.shifted, weight, form.dual[..., :1], unit)
+            form, _ = primal(Guard("spread"), *given, bias=form.pivot is not None)
         with full_precision(self.shifted):
-            if isinstance(form, Dual):
-                unit = torch.ones_like(form.ridge[..., 0])
-                guard = Guard("spread")
-                R = ridge_penalty(unit, self.shifted)
-                weight = form.ridge.reciprocal()
-                bias = form.pivot is not None
-                form = primal(self.shifted, R, weight, form.dual[..., :1], unit, guard, bias)
             return form.spread()

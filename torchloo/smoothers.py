@@ -27,7 +27,9 @@ from torchloo.held_out import HeldOut, assemble
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
-from torchloo.primal.whole import Primal, centred, primal, ridge_penalty
+from torchloo.primal.front import primal
+from torchloo.primal.solved import StreamFit
+from torchloo.primal.whole import Primal, centred
 from torchloo.problem import Problem, check_dual, check_features
 from torchloo.quick import leave_one_out
 from torchloo.representation import (
@@ -67,6 +69,8 @@ class Fit:
     """Targets, weights and regularisation as they came, with equal batch dimensions."""
     representation: Representation
     """What the form means for the coefficients, and for new points."""
+    rows: StreamFit | None = None
+    """The same solved by passes over the rows, which leave rows and clusters out."""
     kept: Tensor | None = None
     """Boolean (..., m): the basis vectors in use, where a machine may drop dependent ones."""
     flat: bool = False
@@ -266,7 +270,10 @@ class Fit:
             sets: pairs (rows to predict, rows to leave out) instead of clusters; see `LeastSquares.lso`.
         """
         Y, weight, function, guard = self.targets, self.weight, self.problem.function, self.problem.guard
+        flat = self.flat if flat is None else flat
         self.problem.given.require_unchanged(function)
+        if self.rows is not None and sets is None:
+            return self.rows.leave_out(clusters, flat=flat)
         if sets is None:
             partition = Partition.of(function, clusters, Y.shape[-2], Y.device)
             labels = partition.labels
@@ -281,7 +288,7 @@ class Fit:
                 parts = self.form.left_out(left_out, guard)
             Y, weight = Y.index_select(-2, left_out.rows), weight.index_select(-1, left_out.rows)
         guard.check()
-        return assemble(Y, weight, labels, parts, self.flat if flat is None else flat)
+        return assemble(Y, weight, labels, parts, flat)
 
     def held_out_coef(self, rows: object) -> tuple[Tensor, Tensor]:
         """Coefficients and bias of the machine that was not given some rows.
@@ -337,7 +344,8 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
         raise ValueError(f"{guard.function}: R must be ({p}, {p}) to match Z, got shape {tuple(R.shape)}")
     problem = check_features(guard, Z, Y, torch.ones_like(R[..., 0, 0]), weight)
     guard.symmetric(R=R)
-    form = primal(problem.expand(Z), problem.expand(R), problem.weight, problem.Y, problem.reg, guard)
+    given = (problem.expand(Z), problem.weight, problem.Y, problem.reg)
+    form, _ = primal(guard, *given, bias=False, penalty=problem.expand(R))
     return Fit(form, problem, Features(Y.dtype))
 
 
@@ -379,16 +387,16 @@ def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
     with full_precision(Z):
         zeta = problem.weight.double() if problem.weighted else None
         shifted, centre = centred(problem.expand(Z), zeta, bias)
+        representation = CentredFeatures(shifted, centre, Z.dtype)
 
-        def from_features() -> Primal:
-            R = ridge_penalty(problem.reg, shifted)
-            return primal(shifted, R, problem.weight, problem.Y, problem.reg, guard, bias)
+        def from_features() -> tuple[Primal, StreamFit | None]:
+            return primal(guard, shifted, problem.weight, problem.Y, problem.reg, bias)
 
         if d + bias < n:
-            form: Dual | Primal = from_features()
-        else:
-            # Z Z^T squares the condition of Z, which the primal form and a factor from Z itself avoid.
-            otherwise = from_features if d <= n else None
-            ridge, Y64 = problem.ridge.double(), problem.Y.double()
-            form = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise, shifted.detach())
-    return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
+            form, rows = from_features()
+            return Fit(form, problem, representation, rows=rows)
+        # Z Z^T squares the condition of Z, which the primal form and a factor from Z itself avoid.
+        otherwise = (lambda: from_features()[0]) if d <= n else None
+        ridge, Y64 = problem.ridge.double(), problem.Y.double()
+        other = dual(inner_products(shifted), ridge, Y64, bias, guard, otherwise, shifted.detach())
+    return Fit(other, problem, representation)

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from torchloo.classes import is_label, sorted_labels
 from torchloo.guards import Guard, values_visible
+from torchloo.precision import full_precision
 from torchloo.primal.block import Memory, Rows, RowSource, Shard, require_alone
 from torchloo.primal.collective import Peers, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import MachineOfFeatures, StreamFit
+from torchloo.primal.whole import Normal, Primal, ridge_penalty
 from torchloo.problem import Regs, check_rows
 
-__all__ = ["explicit", "solve_rows", "solve_tensors"]
+__all__ = ["explicit", "primal", "solve_by_passes", "solve_rows", "solve_tensors"]
 
 
 def solve_rows(
@@ -43,7 +45,7 @@ def _of_stream(machine: MachineOfFeatures, stream: RowSource, reg: Tensor | Regs
         stream = stream.with_classes(shared_labels(function, others, own, stream.n or 0))
     first = partial(stream.head, function)
     expansion = others.run(lambda: machine.features_of_rows(first))
-    return StreamFit(machine, Guard(function), stream, expansion, reg, others)
+    return StreamFit(Guard(function), stream, expansion, reg, machine.has_bias, others, machine)
 
 
 def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> StreamFit:
@@ -77,6 +79,50 @@ def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> S
 def explicit(Z: Tensor) -> tuple[Tensor, Expansion]:
     """Rows that are features already, (..., n, p)."""
     return Z, Expansion(transposed, Z.shape[-1])
+
+
+def solve_by_passes(
+    guard: Guard,
+    Z: Tensor,
+    weight: Tensor,
+    Y: Tensor,
+    reg: Tensor | Regs,
+    bias: bool,
+    penalty: Tensor | None = None,
+) -> StreamFit | None:
+    """The machine of features, solved in float64; None where values cannot be looked at.
+
+    Args:
+        guard: demands on the values; that the solution exists becomes one of them.
+        Z: (..., n, p), weight: (..., n) and Y: (..., n, c), with equal batch dimensions.
+        reg: of batch shape; or Regs, those of a path or one for each output.
+        bias: whether there is an unpenalised bias.
+        penalty: what the regularisation multiplies, (..., p, p); None for the identity.
+    """
+    if not values_visible(Z, Y):
+        return None
+    if penalty is not None:
+        penalty = penalty.detach().double()
+        penalty = penalty.flatten(0, -3) if penalty.ndim > 3 else penalty  # like the rows of Memory
+    expansion = Expansion(transposed, Z.shape[-1], single=False, penalty=penalty)
+    return StreamFit(guard, Memory(Z, Y, weight, flat=False), expansion, reg, bias)
+
+
+def primal(
+    guard: Guard,
+    Z: Tensor,
+    weight: Tensor,
+    Y: Tensor,
+    reg: Tensor,
+    bias: bool,
+    penalty: Tensor | None = None,
+) -> tuple[Primal, StreamFit | None]:
+    """`solve_by_passes`, and the same with operations on all rows that torch differentiates."""
+    with full_precision(Z):
+        solved = solve_by_passes(guard, Z, weight, Y, reg, bias, penalty)
+        R = ridge_penalty(reg, Z) if penalty is None else penalty.double()
+        known = None if solved is None else solved.known()
+        return Normal.of(Z, weight, bias).solve(R, reg.double(), Y.double(), known), solved
 
 
 def solve_tensors(
@@ -122,4 +168,4 @@ def _in_memory(
         inputs = problem.expand(inputs)
     memory = Memory(inputs, problem.Y, problem.weight, flat, classes)
     reg = reg if isinstance(reg, Regs) else problem.reg
-    return StreamFit(machine, guard, memory, expansion, reg, others)
+    return StreamFit(guard, memory, expansion, reg, machine.has_bias, others, machine)

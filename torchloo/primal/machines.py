@@ -32,6 +32,7 @@ from torchloo.factors import (
     Eigen,
     inverse_factor,
     inverse_factor_of,
+    root_of,
     trusted,
 )
 from torchloo.guards import Guard
@@ -94,6 +95,8 @@ class Expansion:
         kept: boolean (p,), which entries of k are in use, or None for all.
         inverse: that of the factor, where it is known; then all entries are in use.
         single: whether columns of float32 rows may be float32.
+        penalty: what the regularisation multiplies, (..., p, p) in float64; None for the identity. Only for
+            single regularisations.
 
     Attributes:
         mask: ones and zeros (p, 1) for entries that are in use or not, or None where all are.
@@ -110,7 +113,9 @@ class Expansion:
         kept: Tensor | None = None,
         inverse: LowerInverse | None = None,
         single: bool = True,
+        penalty: Tensor | None = None,
     ) -> None:
+        self.penalty = penalty
         self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
         self.factor, self.support, self.kept, self.single = factor, support, kept, single
         self.origin: Tensor | None = None
@@ -179,6 +184,16 @@ class Expansion:
             k = k * self.mask
             Kzz = Kzz * self.mask * self.mask.mT + torch.diag_embed(1 - self.mask[:, 0])
         return torch.linalg.solve_triangular(torch.linalg.cholesky(Kzz), k, upper=False).mT
+
+    def penalised(self, coef: Tensor) -> Tensor:
+        """Coefficients (..., R, c, p) times the penalty."""
+        return coef if self.penalty is None else together(coef, self.penalty)
+
+    def penalty_root(self, guard: Guard, like: Tensor) -> Tensor:
+        """B (..., p, p) with B^T B the penalty, on the device of a matrix (p, p)."""
+        if self.penalty is not None:
+            return root_of(self.penalty, guard)
+        return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
     @property
     def has_changed(self) -> bool:
@@ -313,7 +328,7 @@ class Machines:
         """What a step of refinement adds to q, from sum zeta e u^T of the residuals e, (..., R, c, p)."""
         penalty = self.q
         if self.triangular:
-            penalty = together(together(penalty, self.rotation), self.rotation.mT)
+            penalty = together(self.expansion.penalised(together(penalty, self.rotation)), self.rotation.mT)
         return self.f * (gradient - self.regs.unsqueeze(-1) * penalty)
 
     def move(self, step: Tensor, shift: Tensor) -> None:
@@ -326,6 +341,11 @@ class Machines:
         shortcut = self.fold or (self.refined and not self.moved)
         self.fold, self.refined = False, self.moved
         return shortcut
+
+    def whitening(self, some: slice | None = None) -> Tensor:
+        """f^{1/2} A^T, (..., R, c', p, p): T of Note [primal form], of all or some regularisations."""
+        rotation = self.rotation[..., None, None, :, :]
+        return rotation if self.triangular else self.f[..., some or slice(None), :, :, None].sqrt() * rotation
 
     def coefficients(self) -> Tensor:
         """p = A q, (..., R, p, c)."""
@@ -412,8 +432,11 @@ def one_machine(
         triangle: R (..., p, p) and d (..., p, c) with R^T R = S and R^T d = T, from the rows themselves; for
             a badly conditioned S.
     """
-    C = moments.S.clone()
-    C.diagonal(dim1=-2, dim2=-1).add_(regs[..., 0])
+    if expansion.penalty is None:
+        C = moments.S.clone()
+        C.diagonal(dim1=-2, dim2=-1).add_(regs[..., 0])
+    else:
+        C = moments.S + regs * expansion.penalty
     f = torch.ones_like(C[..., None, :1, :])
     rotation, estimate = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(-3)
@@ -421,7 +444,7 @@ def one_machine(
     if _is_well_conditioned(guard, moments, machines, fine, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
-    penalty = torch.diag_embed(regs[..., 0].sqrt().expand(C.shape[:-1]))
+    penalty = (regs.sqrt() * expansion.penalty_root(guard, C)).expand_as(C)
     right = torch.nn.functional.pad(d, (0, 0, 0, C.shape[-1]))
     rotation, least, coef = inverse_factor_of(torch.cat([R, penalty], -2), right, guard)
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)

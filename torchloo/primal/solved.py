@@ -41,7 +41,7 @@ from torchloo.primal.moments import Moments
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import Normal, centred, spread_of
+from torchloo.primal.whole import Known, Normal, centred, spread_of
 from torchloo.problem import Regs
 
 __all__ = ["MachineOfFeatures", "StreamFit"]
@@ -96,12 +96,13 @@ class StreamFit:
     regularisation.
 
     Args:
-        machine: whose it is.
         guard: demands on values that were not looked at yet, and the name that errors carry.
         stream: the rows.
         expansion: their features.
         reg: regularisation, a 0-dimensional tensor; or Regs, those of a path or one for each output.
+        bias: whether there is an unpenalised bias.
         others: the processes that hold the other rows.
+        owner: the machine that may be fitted by it; None where none may.
     """
 
     kept: list[Tensor | None]
@@ -110,13 +111,15 @@ class StreamFit:
     @in_full_precision
     def __init__(
         self,
-        machine: MachineOfFeatures,
         guard: Guard,
         stream: Source,
         expansion: Expansion,
         reg: Tensor | Regs,
-        others: Peers,
+        bias: bool,
+        others: Peers | None = None,
+        owner: MachineOfFeatures | None = None,
     ) -> None:
+        others = Peers() if others is None else others
         self.function, self.stream, self.expansion, self.others = guard.function, stream, expansion, others
         if isinstance(reg, Tensor) and reg.shape != stream.batch:
             raise ValueError(
@@ -124,15 +127,16 @@ class StreamFit:
             )
         self._call = others.call if stream.lasting else ""  # no call of this object is public then
         self.wants_graph, self.kept, self._guard = False, [], guard
-        self._owner, self._solved_with = machine, {} if stream.lasting else _settings(machine)
+        self._owner = owner
+        self._solved_with = {} if stream.lasting or owner is None else _settings(owner)
         # Float32 if the rows are, and that is accurate enough.
         expansion.kind = torch.float32 if expansion.single else torch.float64
         values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
         with torch.no_grad():
             self._least_reg = values.double().min() if values.numel() else None
             if others.count > 1:
-                self._agree(machine.has_bias)
-            self._sum_up(machine.has_bias)
+                self._agree(bias)
+            self._sum_up(bias)
         self._regularise(reg)
 
     def _regularise(self, reg: Tensor | Regs) -> None:
@@ -370,7 +374,7 @@ class StreamFit:
 
         Cost: a pass of n m^2 multiplications, and those of Note [passes] where rounding demands them.
         """
-        return self._called("held_out")._held_out(clusters, out)
+        return self._called("held_out").leave_out(clusters, out)
 
     def path(self, regs: Tensor, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
         """`held_out` for every regularisation, (R,) or (R, c), in front of all other axes.
@@ -378,7 +382,7 @@ class StreamFit:
         One eigendecomposition of an (m, m) matrix serves them all, and so does every pass. The
         machine's own reg is not used.
         """
-        return self._called("path").solve_path(regs)._held_out(clusters, out)
+        return self._called("path").solve_path(regs).leave_out(clusters, out)
 
     def solve_path(self, regs: Tensor) -> "StreamFit":
         """The machine solved from the same rows for every regularisation, (R,) or (R, c).
@@ -416,14 +420,18 @@ class StreamFit:
         return torch.cat([f, self.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
 
     @in_full_precision
-    def _held_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
+    def leave_out(
+        self, clusters: object | None = None, out: str | Path | None = None, flat: bool | None = None
+    ) -> HeldOut:
+        """`held_out`; `flat` says whether there is no output axis, None: as the targets came."""
+        flat = self.stream.flat if flat is None else flat
         try:
-            return self._left_out(clusters, out)
+            return self._left_out(clusters, out, flat)
         except ImpreciseError:
             self._in_double()
-            return self._left_out(clusters, out)
+            return self._left_out(clusters, out, flat)
 
-    def _left_out(self, clusters: object | None, out: str | Path | None) -> HeldOut:
+    def _left_out(self, clusters: object | None, out: str | Path | None, flat: bool) -> HeldOut:
         require_same(self.function, self.others, "whether there are clusters", clusters is not None)
         require_folders(self.function, self.others, out)
         partition = None
@@ -444,7 +452,7 @@ class StreamFit:
         parts = (self._shaped(residuals, 2), self._shaped(variance, 2), self._shaped(refitted, 1))
         labels = None if partition is None else partition.labels
         outputs = None if outputs is None else self._shaped(outputs, 2)
-        return assemble(targets, weight, labels, parts, self.stream.flat, outputs)
+        return assemble(targets, weight, labels, parts, flat, outputs)
 
     def _one_by_one(self, partition: Partition | None, apart: list[int]) -> list[Tensor]:
         """Residuals, variances and refitted rows of a batch, some problems of which are solved apart."""
@@ -499,6 +507,12 @@ class StreamFit:
                 refitted = leave_out_sets(self, machines, partition, sink)
         return sink, refitted
 
+    @in_full_precision
+    @torch.no_grad()
+    def known(self, some: slice | None = None) -> Known:
+        """The values of the solution, for operations on all rows at once; see `Known.of`."""
+        return Known.of(self.refined(self._machine), self.stream.batch, some)
+
     def whole(
         self,
         partition: Partition | None,
@@ -516,7 +530,9 @@ class StreamFit:
         groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
         normal = Normal.of(shifted, weight, bias)
         regs = regs.double().movedim(-2, 0)  # (R, ..., c')
-        of = normal.along(regs, Y.double(), guard, lambda form: form.held_out(groups, guard)[:2])
+        batch = weight.shape[:-1]
+        known = Known.of(self.refined(self._machine), batch, slice(None))
+        of = normal.along(regs, Y.double(), known, lambda form: form.held_out(groups, guard)[:2])
         guard.check()
         residuals, variances = (part.to(Y.dtype).movedim(0, -3) for part in of)
         return residuals, variances

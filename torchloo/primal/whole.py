@@ -14,10 +14,11 @@ An unpenalised bias takes features and targets about their weighted means, Note 
 Omega 1 1^T Omega / sum zeta to what P is less than Omega. With V = Omega^{1/2} Z this is plain ridge
 regression of Omega^{1/2} Y on V, which is how it is computed.
 
-All rows stand together here, for `solve`, whose Fit keeps them, and for what needs operations that torch
-differentiates: derivatives of every order and torch's transforms. A batch of problems is a leading axis;
-regularisations of the same rows have more of them. `loo`, `lco`, `path` and `fit` pass over blocks
-(solved.py), and backward.py has their gradient of order one.
+Machines are solved, and rows left out, by passes over blocks (solved.py), with a gradient of order one
+(backward.py). Here all rows stand together, with operations that torch differentiates: what a Fit is asked
+beside, derivatives of every order and torch's transforms. The values of a solution are those that the passes
+have found; only transforms, which see no values, have to do without. A batch of problems is a leading axis;
+regularisations of the same rows have more of them.
 
 Note [thin backward]
 For C p = B + V^T Y, the cotangent v = C^{-1} pbar solves the same problem, with pbar for B and no targets:
@@ -29,8 +30,8 @@ themselves, give derivatives of every order.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,22 +39,16 @@ from torch.autograd.function import Function
 
 from torchloo.autograd import apply, in_forward_mode
 from torchloo.clusters import Partition
-from torchloo.factors import (
-    ILL_CONDITIONED,
-    inverse_factor,
-    inverse_factor_of,
-    root_of,
-    trusted,
-    with_derivatives,
-)
+from torchloo.factors import inverse_factor, trusted, with_derivatives
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
+from torchloo.primal.machines import Machines
 from torchloo.primal.refit import refit_at_once
 
-__all__ = ["Normal", "Primal", "centred", "primal", "ridge_penalty", "spread_of"]
+__all__ = ["Known", "Normal", "Primal", "centred", "ridge_penalty", "spread_of"]
 
 
 def _columns(x: Tensor, like: Tensor) -> Tensor:
@@ -117,16 +112,48 @@ class _Coefficients(Function):
             return Vbar, Rbar, Vv.sum_to_size(Y.shape), v, None, None
 
 
+class Known(NamedTuple):
+    """Values of a solution that the passes of solved.py have found, without a graph."""
+
+    T: Tensor
+    """T C T^T = I, (..., p, p)."""
+    least: Tensor
+    """The smallest accurate 1 - h, (...)."""
+    coef: Tensor
+    """p, (..., p, c)."""
+
+    @classmethod
+    def of(cls, machines: Machines, batch: Sequence[int], some: slice | None = None) -> "Known":
+        """Those of regularisations, (R, *batch), or (R, c, *batch) of single outputs; all, or some of them.
+
+        Of the only one, (*batch), if `some` is None.
+        """
+        T, least, coef = machines.whitening(some), machines.least, machines.coefficients()
+        least, coef = least[..., some or slice(None), :], coef[..., some or slice(None), :, :]
+        if least.shape[-1] > 1:
+            coef = coef.movedim(-1, -2).unsqueeze(-1)  # (..., R, c, p, 1)
+        else:
+            T, least = T.squeeze(-3), least.squeeze(-1)
+        parts = (_in_front(T, 2, batch), _in_front(least, 0, batch), _in_front(coef, 2, batch))
+        return cls(*(part[0] for part in parts)) if some is None else cls(*parts)
+
+
+def _in_front(values: Tensor, own: int, batch: Sequence[int]) -> Tensor:
+    """Values (B, *, ...) of a batch, with so many axes of their own, as (*, *batch, ...)."""
+    if not batch:
+        return values
+    last = values.ndim - own - 1
+    return values.movedim(0, last).unflatten(last, batch)
+
+
 @dataclass(frozen=True)
 class Normal:
-    """Rows in memory and their normal equations, whatever the regularisation and the targets."""
+    """Rows in memory with their graph, whatever the regularisation and the targets."""
 
     V: Tensor
     """Features about their mean times the square roots of the weights, (..., n, p)."""
     root: Tensor
     """Square roots of the weights, (..., n, 1)."""
-    S: Tensor
-    """V^T V, (..., p, p)."""
     mean: Tensor | None
     """Weighted mean of the features, (..., 1, p); None without a bias."""
     Z: Tensor
@@ -137,24 +164,40 @@ class Normal:
         """Those of features (..., n, p) and weights (..., n), in float64."""
         Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
         mean = _share(root) @ Z if bias else None
-        V = root * (Z if mean is None else Z - mean)
-        return cls(V, root, V.mT @ V if in_forward_mode() else inner_products(V.mT), mean, Z)
+        return cls(root * (Z if mean is None else Z - mean), root, mean, Z)
+
+    @property
+    def gram(self) -> Tensor:
+        """V^T V, (..., p, p): S of Note [moments]."""
+        return self.V.mT @ self.V if in_forward_mode() else inner_products(self.V.mT)
 
     @property
     def per_weight(self) -> Tensor:
         """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / sum zeta."""
         return 1 / self.root.square().sum(-2, keepdim=True)
 
-    def solve(self, R: Tensor, reg: Tensor, Y: Tensor, guard: Guard) -> "Primal":
-        """The machine of a penalty R (..., p, p) and targets (..., n, c); see `primal`.
+    def solve(self, R: Tensor, reg: Tensor, Y: Tensor, known: Known | None) -> "Primal":
+        """The machine of a penalty R (..., p, p) and targets (..., n, c).
 
-        Both may have more axes in front than the rows have.
+        Both may have more axes in front than the rows have. Differentiable in all of them, to every order.
+        Coefficients and residuals have a backward of n p c operations; Note [thin backward].
+
+        Args:
+            R: penalty.
+            reg: regularisation, (...), which only sets the units of `dual` and of the blocks.
+            Y: targets.
+            known: the solution; None where values cannot be looked at.
         """
-        T, least, known = _inverse(self, R, Y, guard)
-        return Primal(self, R, reg, T, least, Y, *_solved(self, R, reg, T, Y, known))
+        if known is None:
+            T, estimate = inverse_factor(self.gram + R)
+            least, coef = trusted(estimate), None
+        else:
+            T, least, coef = known
+        solution = _solved(self, R, reg, T, Y, coef)
+        return Primal(self, R, reg, T, known is not None, least, Y, *solution)
 
     def along(
-        self, regs: Tensor, Y: Tensor, guard: Guard, of: Callable[["Primal"], tuple[Tensor, ...]]
+        self, regs: Tensor, Y: Tensor, known: Known | None, of: Callable[["Primal"], tuple[Tensor, ...]]
     ) -> list[Tensor]:
         """The results of a function for machines of regularisations (R, ..., c'), tensors (R, ..., c) each.
 
@@ -166,7 +209,7 @@ class Normal:
             reg, Y = regs.movedim(-1, 1), Y.movedim(-1, 0).unsqueeze(-1)  # (R, c, ...), (c, ..., n, 1)
         else:
             reg = regs[..., 0]  # (R, ...)
-        parts = of(self.solve(ridge_penalty(reg, self.V), reg, Y, guard))
+        parts = of(self.solve(ridge_penalty(reg, self.V), reg, Y, known))
         return [part.movedim(1, -1)[..., 0, :] if per_output else part for part in parts]
 
 
@@ -216,8 +259,10 @@ class Primal:
     R: Tensor
     """Penalty, (..., p, p)."""
     reg: Tensor
-    T: Tensor
-    """T C T^T = I, (..., p, p)."""
+    factor: Tensor
+    """T with T C T^T = I, (..., p, p)."""
+    is_value: bool
+    """Whether the factor is a value without a graph."""
     least: Tensor
     """Sets whose 1 - h is below this are refitted, (...)."""
     Y: Tensor
@@ -228,6 +273,18 @@ class Primal:
     """Output where all features are zero, (..., c); zeros without a bias."""
     dual: Tensor
     """a = P Y, (..., n, c)."""
+    _found: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The factor with its derivatives, once they were asked for."""
+
+    @property
+    def whitening(self) -> Tensor:
+        """The factor with its derivatives, where there is a graph."""
+        V, R = self.normal.V, self.R
+        if not (self.is_value and torch.is_grad_enabled() and (V.requires_grad or R.requires_grad)):
+            return self.factor
+        if not self._found:
+            self._found.append(with_derivatives(self.factor, self.normal.gram + R))
+        return self._found[0]
 
     @property
     def has_bias(self) -> bool:
@@ -253,7 +310,7 @@ class Primal:
 
     def _whitened(self, rows: Tensor) -> Tensor:
         """Rows (..., m, p) times T^T."""
-        return rows @ self.T.mT
+        return rows @ self.whitening.mT
 
     def blocks(self, partition: Partition) -> tuple[Tensor, list[Tensor]]:
         """a = P Y, and diagonal blocks of P, (..., g, s, s) for each size; both differentiable."""
@@ -337,8 +394,8 @@ class Primal:
 
     def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
-        given = (self.normal, self.R, self.reg, self.T)
-        return Primal(*given, self.least, Y, *_solved(*given, Y))
+        coef, offset, dual = _solved(self.normal, self.R, self.reg, self.factor, Y)
+        return replace(self, Y=Y, coef=coef, offset=offset, dual=dual)
 
     def leave_out(self, sets: Tensor, guard: Guard) -> Tensor:
         """Held-out residuals (..., g, s, c) of disjoint sets (g, s) of rows; see `held_out`."""
@@ -348,7 +405,7 @@ class Primal:
         """w (..., q, n) of Note [weights at a new point], for features z (..., q, p)."""
         normal = self.normal
         z, each = (z, 0.0) if normal.mean is None else (z - normal.mean, normal.root * normal.per_weight)
-        return (normal.root * (normal.V @ _solve(self.T, z.mT) + each)).mT
+        return (normal.root * (normal.V @ _solve(self.whitening, z.mT) + each)).mT
 
     def variance_at(self, z: Tensor) -> Tensor:
         """Note [variance at a new point], (..., q), for features z (..., q, p)."""
@@ -376,40 +433,6 @@ def spread_of(T: Tensor, reg: Tensor, mean: Tensor | None, per_weight: Tensor) -
 def _expanded(column: Tensor, like: Tensor) -> Tensor:
     """A column (..., n, 1) with the axes that a tensor (*, ..., n, p) has in front."""
     return column.expand(*like.shape[:-1], 1)
-
-
-def _inverse(normal: Normal, R: Tensor, Y: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor | None]:
-    """T with T C T^T = I, (..., p, p), the 1 - h that it can still tell from 0, (...), and p if known."""
-    C, V = normal.S + R, normal.V
-    T, estimate = inverse_factor(C)
-    if not values_visible(T) or guard.read_flag(estimate < ILL_CONDITIONED):
-        return T, trusted(estimate), None
-    with torch.no_grad():
-        batch = R.shape[:-2]
-        targets = (normal.root * _about_mean(Y, normal)[0]).expand(*batch, *Y.shape[-2:])
-        rows = torch.cat([V.expand(*batch, *V.shape[-2:]), root_of(R, guard)], -2)
-        targets = torch.nn.functional.pad(targets, (0, 0, 0, R.shape[-1]))
-        T, least, known = inverse_factor_of(rows, targets, guard)
-    return with_derivatives(T, C), least, known
-
-
-def primal(
-    Z: Tensor, R: Tensor, weight: Tensor, Y: Tensor, reg: Tensor, guard: Guard, bias: bool = False
-) -> Primal:
-    """Solve Note [primal form] in float64.
-
-    Args:
-        Z: (..., n, p), R: (..., p, p), weight: (..., n), Y: (..., n, c) and reg: (...), with equal
-            batch dimensions. reg only sets the units of `dual` and of the blocks.
-        guard: demands on the values; that the factorisation succeeds becomes one of them.
-        bias: whether there is an unpenalised bias.
-
-    Differentiable in all of them, to every order. Cost n p^2; memory 2 n p + p^2 numbers, twice that and more
-    with a graph. Coefficients and residuals have a backward of n p c operations; Note [thin backward].
-    """
-    with full_precision(Z):
-        normal = Normal.of(Z, weight, bias)
-        return normal.solve(R.double(), reg.double(), Y.double(), guard)
 
 
 def ridge_penalty(reg: Tensor, like: Tensor) -> Tensor:

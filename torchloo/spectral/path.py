@@ -17,6 +17,8 @@ from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
+from torchloo.primal.front import solve_by_passes
+from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Normal, Primal, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
@@ -371,9 +373,9 @@ def from_features(
                 centre = centre + correction
             form = _path(problem, inner_products(shifted), shifted, regs, reg.path, bias)
             return Fit(form, problem, CentredFeatures(shifted, centre, Z.dtype))
-        guard.check()  # before a decomposition, whose own error would be less clear
-        form = ByFeatures(problem, regs.double(), reg.path, Normal.of(shifted, zeta, bias))
-    return Fit(form, problem, _OfFeatures(shifted, centre, Z.dtype))
+        rows = solve_by_passes(guard, shifted, problem.weight, problem.Y, reg, bias)
+        form = ByFeatures(problem, regs.double(), reg.path, Normal.of(shifted, zeta, bias), rows)
+    return Fit(form, problem, _OfFeatures(shifted, centre, Z.dtype), rows=rows)
 
 
 @dataclass
@@ -381,15 +383,20 @@ class ByFeatures(Forms):
     """Machines with fewer features than rows: the regularisations are one more axis of the primal form."""
 
     normal: Normal
+    rows: StreamFit | None
+    """The same solved by passes; None where values cannot be looked at."""
 
     def along(self, of: Callable[[Primal], tuple[Tensor, ...]]) -> list[Tensor]:
         """The results of a function for primal forms, tensors (R, ..., c), a few regularisations at once."""
-        normal = self.normal
-        guard, Y = self.problem.guard, self.problem.Y.double()
+        normal, rows, Y = self.normal, self.rows, self.problem.Y.double()
         R, own = len(self.regs), self.regs.shape[-1]
         regs = self.regs.expand(R, *self.problem.reg.shape, own)
         width = max(1, _TOGETHER // (normal.V.numel() * own))
-        chunks = [normal.along(some, Y, guard, of) for some in regs.split(width)]
+        chunks = []
+        for start in range(0, R, width):
+            some = slice(start, start + width)
+            known = None if rows is None else rows.known(some)
+            chunks.append(normal.along(regs[some], Y, known, of))
         return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
     def weighed(self) -> tuple[Tensor, Tensor]:
