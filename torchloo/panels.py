@@ -100,7 +100,7 @@ def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
 
 
 def room_like(V: Tensor, p: int) -> Tensor:
-    """Room for (..., p, b), laid out as V (..., p', b): features stand together, or those of each row do."""
+    """Room for (..., p, b), laid out as V (..., p', b): features are contiguous, or those of each row are."""
     *batch, _, b = V.shape
     if V.stride(-2) == 1:
         return V.new_empty(*batch, b, -(-p // _ALIGNED) * _ALIGNED)[..., :p].mT

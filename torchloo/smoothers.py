@@ -78,7 +78,7 @@ class Fit:
     predictor: NewPoints | None = None
     """Outputs at new inputs, where a machine with a kernel was solved."""
     _found: list[Coefficients] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The coefficients, once they were asked for."""
+    """The coefficients, once computed."""
 
     def __call__(self, X_new: Tensor) -> Tensor:
         """Outputs (..., q) or (..., q, c) at new inputs (..., q, d), what `machine.fit(X, y)(X_new)` gives.
@@ -92,7 +92,7 @@ class Fit:
     def predictive(self, X_new: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs at new inputs (..., q, d), and their variances (..., q), differentiable as `__call__` is.
 
-        Note [variance at a new point]; `LeastSquares.predictive` tells the units.
+        Note [variance at a new point]; the units are those of `LeastSquares.predictive`.
         Cost n^2 q in the dual form, p^2 q in the primal one.
         """
         mean, rows = self(X_new), self._predicting().rows(X_new)

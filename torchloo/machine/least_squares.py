@@ -93,11 +93,11 @@ class LeastSquares(KernelMachine):
         Later computations raise an error if X was changed in place by torch; a tensor that shares its memory
         with a NumPy array must not be changed through the array.
         """
-        if isinstance(X, Rows):
-            return solve_rows(self, X, y, weight, self._penalty)
         return self._solved(X, y, weight, self._penalty)
 
-    def _solved(self, X: Tensor, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit:
+    def _solved(self, X: Tensor | Rows, y: Any, weight: Tensor | None, reg: Tensor | Regs) -> Fit | StreamFit:
+        if isinstance(X, Rows):
+            return solve_rows(self, X, y, weight, reg)
         guard, Y, flat = self.checked_targets(X, y)
         fit, support = self._solve_with_support(guard, X, Y, weight, reg)
         return fit.predicting(self._predictor(fit, support, flat), flat).checked()
@@ -210,10 +210,7 @@ class LeastSquares(KernelMachine):
 
         Reference: Pahikkala, Boberg and Salakoski (2006), eq. 5.
         """
-        path = self._path_of(regs)
-        if isinstance(X, Rows):
-            return solve_rows(self, X, y, weight, path)
-        return self._solved(X, y, weight, path)
+        return self._solved(X, y, weight, self._path_of(regs))
 
     def _path_of(self, regs: Tensor | None) -> Regs:
         if regs is None:

@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Where consecutive rows stand among all."""
+        """The numbers of consecutive rows."""
         return slice(self.start, self.start + self.Y.shape[-2])
 
     @property

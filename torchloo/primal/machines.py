@@ -147,7 +147,7 @@ class Expansion:
         """
         k = self.evaluate(X.detach(), self._held) if k is None else k.detach()
         if self.factor is not None:
-            k = k.contiguous()  # so that panels of features stand together
+            k = k.contiguous()  # so that panels of features are contiguous
         if self.mask is not None:
             k = k * self.mask
         if self.origin is None:

@@ -7,7 +7,7 @@ unpenalised bias, these centred sums give the coefficients alone, and the bias i
 targets. Two sets of rows, the means d apart, join by adding their sums and w1 w2 / (w1 + w2) d d^T: no
 large numbers are subtracted, wherever the origin is. Without a bias the means stay zero.
 
-Features stand in columns (p, b), so that panels of features are contiguous. A batch of problems is an axis in
+Features are columns (p, b), so that panels of features are contiguous. A batch of problems is an axis in
 front of all others.
 """
 

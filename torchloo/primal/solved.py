@@ -351,10 +351,9 @@ class StreamFit:
         """
         if self.regs.shape[-2:].numel() > 1:
             return None
-        machine = self._machine
-        T = machine.f[..., 0, 0, :].sqrt().unsqueeze(-1) * machine.rotation
+        T = self._machine.whitening()[..., 0, 0, :, :]
         mean = torch.zeros_like(T[..., :1, :]) if self.moments.centre else None
-        spread = spread_of(T, machine.regs[..., 0, 0], mean, self.per_weight)
+        spread = spread_of(T, self.regs[..., 0, 0].detach(), mean, self.per_weight)
         return spread.unflatten(0, self.stream.batch) if self.stream.batch else spread
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
@@ -362,7 +361,7 @@ class StreamFit:
 
         Args:
             clusters: integer labels (n,) on the host, in any order; None leaves every row out alone.
-                Rows of a cluster are gathered wherever they stand: those of arrays by indexing; batches
+                Rows of a cluster are gathered wherever they are: those of arrays by indexing; batches
                 are first spooled to a temporary file, of n (d + c + 1) numbers.
             out: folder for outputs.npy, residuals.npy, variance.npy, refitted.npy, targets.npy and
                 weight.npy, whose memory the HeldOut then shares; None keeps everything in memory. One

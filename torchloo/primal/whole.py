@@ -15,10 +15,10 @@ Omega 1 1^T Omega / sum zeta to what P is less than Omega. With V = Omega^{1/2} 
 regression of Omega^{1/2} Y on V, which is how it is computed.
 
 Machines are solved, and rows left out, by passes over blocks (solved.py), with a gradient of order one
-(backward.py). Here all rows stand together, with operations that torch differentiates: what a Fit is asked
-beside, derivatives of every order and torch's transforms. The values of a solution are those that the passes
-have found; only transforms, which see no values, have to do without. A batch of problems is a leading axis;
-regularisations of the same rows have more of them.
+(backward.py). This file has operations on all rows at once that torch differentiates: for other results of
+a Fit, derivatives of every order and torch's transforms. The values of a solution are those found by the
+passes; it is computed here only inside transforms, where values cannot be looked at. A batch of problems is
+a leading axis; regularisations of the same rows have more of them.
 
 Note [thin backward]
 For C p = B + V^T Y, the cotangent v = C^{-1} pbar solves the same problem, with pbar for B and no targets:
@@ -274,7 +274,7 @@ class Primal:
     dual: Tensor
     """a = P Y, (..., n, c)."""
     _found: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The factor with its derivatives, once they were asked for."""
+    """The factor with its derivatives, once computed."""
 
     @property
     def whitening(self) -> Tensor:
