@@ -4,8 +4,8 @@ front.py is where machines hand over their rows. moments.py gathers the normal e
 them for one regularisation or many, solved.py leaves single rows out, sets.py clusters, by the formulas of
 leaving_out.py; refit.py refits what would cancel; backward.py has their gradients. sink.py takes the held-out
 rows and files.py makes files for them, seen.py notices rows that have changed, collective.py is what passes
-ask of other processes. whole.py has all rows at once, for `solve`, derivatives of every order and torch's
-transforms.
+ask of other processes. whole.py has operations on all rows at once that torch differentiates: for what else a
+Fit is asked, derivatives of every order and torch's transforms.
 """
 
 from torchloo.primal.whole import Primal
