@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from torchloo.panels import keep_freed_memory
 from torchloo.primal.block import Block
 from torchloo.primal.collective import Peers
 from torchloo.primal.files import Field, mapped_files
@@ -87,6 +88,7 @@ class Sink:
 
     def _blank(self) -> list[Tensor]:
         if self._folder is None:
+            keep_freed_memory()
             # Only flags are not written for every row.
             kinds = {torch.bool: torch.zeros}
             return [
