@@ -44,7 +44,7 @@ from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
-from torchloo.panels import WIDE, mirrored, panels, triangular_inverse
+from torchloo.panels import WIDE, keep_freed_memory, mirrored, panels, triangular_inverse
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "add_product", "congruence", "dual"]
@@ -100,6 +100,7 @@ def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Ten
     A = _matrix(K, ridge, pivot).mT  # column-major, as LAPACK needs
     if K.shape[-1] <= WIDE or K.device.type != "cpu" or not values_visible(K, ridge):
         return torch.linalg.cholesky_ex(A)
+    keep_freed_memory()
     info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
     return torch.linalg.cholesky_ex(A, out=(A, info))
 
