@@ -460,8 +460,12 @@ class StreamFit:
         parts = [self._of(k)._fields(partition, None)[:3] for k in apart]
         found = [torch.stack(part) for part in zip(*parts, strict=True)]
         if others:
-            rest = self._of(torch.tensor(others, device=self.regs.device))._fields(partition, None)
-            found = [torch.cat(pair) for pair in zip(found, rest[:3], strict=True)]
+            rest = self._of(torch.tensor(others, device=self.regs.device))
+            try:
+                said = list(rest._fields(partition, None)[:3])
+            except ProblemsApartError as more:  # without the worst of them, they are solved another way
+                said = rest._one_by_one(partition, more.numbers)
+            found = [torch.cat(pair) for pair in zip(found, said, strict=True)]
         back = torch.tensor(apart + others, device=self.regs.device).argsort()
         return [part[back] for part in found]
 
