@@ -150,6 +150,14 @@ def test_gradients_of_refitted_rows_and_sets_equal_those_of_all_rows_at_once(nam
     compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-8)
 
 
+def test_refitted_rows_do_not_depend_on_the_mean_of_the_targets():
+    X, Y = randn(8, 6), (randn(8, seed=1) * 2**20).round() / 2**20  # exact beside the offset
+    machine, clusters = tl.LSSVM(tl.kernels.Linear(), 1e-8), torch.arange(8) % 2
+    here, there = (machine.lco(X, targets, clusters) for targets in (Y, Y + 2**20))
+    assert here.refitted.all()
+    compare([there.residuals.detach()], [here.residuals.detach()], 1e-9)
+
+
 def test_problems_of_a_batch_that_are_lost_only_beside_each_other_are_refitted():
     """Without the first problem, which is solved from its rows, the second is by its normal equations."""
     X, Y = randn(3, 12, 3), randn(3, 12, seed=1)

@@ -228,8 +228,9 @@ class _Backward:
         self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
-        if solved.moments.centre:
-            self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
+        if solved.moments.centre:  # for targets about their mean
+            offset = machines.offset - solved.moments.mean_y
+            self.q = torch.cat([self.q, offset.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
         n, width = self.residuals.shape[-2], self.f.shape[:-3].numel() * self.f.shape[-1]

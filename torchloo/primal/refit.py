@@ -54,7 +54,7 @@ class Refitted(NamedTuple):
     zeta: Tensor
     """Weights, (s,)."""
     Y: Tensor
-    """Targets, (s, c)."""
+    """Targets about their mean, (s, c)."""
     spread: Tensor
     """C_L^{-1} X, (p', s)."""
 
@@ -222,13 +222,16 @@ class _Round:
         self.origin = torch.zeros_like(self.outside[:1, : p + self.bias])
 
     def _read(self, part: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`."""
-        expansion = self.solved.expansion
-        X = expansion.features(expansion.columns(part.X)).sub_(self.solved.moments.mean_z).mT
+        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`.
+
+        Targets are about their mean: what is small beside it keeps its digits for a tiny penalty.
+        """
+        expansion, moments = self.solved.expansion, self.solved.moments
+        X = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z).mT
         if self.bias:
             X = torch.cat([X, torch.ones_like(X[:, :1])], -1)
         root = part.weight.double().sqrt().unsqueeze(-1)
-        return X - self.origin, root, part.Y.double()[:, self.outputs]
+        return X - self.origin, root, (part.Y.double() - moments.mean_y)[:, self.outputs]
 
     def _move_origin(self) -> None:
         """Find the mean of the rows in no set."""
