@@ -150,6 +150,24 @@ def test_gradients_of_refitted_rows_and_sets_equal_those_of_all_rows_at_once(nam
     compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-8)
 
 
+@pytest.mark.parametrize("clusters", [None, torch.tensor([0, 1, 1, 1, 2, 2])], ids=["rows", "sets"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["linear", "sparse"])
+def test_gradients_of_a_row_without_which_all_are_equal_do_not_cancel(sparse, clusters):
+    X, Y, weight = randn(6, 1 if sparse else 2), randn(6, 2, seed=1), 0.3 + randn(6, seed=2).abs()
+    X[1:] = X[1]
+    machine = tl.LSSVM(tl.kernels.Linear())
+    if sparse:
+        machine = tl.SparseLSSVM(tl.kernels.RBF(2.0), basis=X[:2].clone())
+    regs = torch.tensor([1e-3, 1e-9], dtype=torch.float64)
+    X, Y, weight, regs = wanted = [t.requires_grad_() for t in (X, Y, weight, regs)]
+    received = machine.path(X, Y, regs, clusters, weight)
+    assert received.refitted[-1].any()
+    expected = all_at_once(machine.solve_path(X, Y, regs, weight), clusters)
+    ours, theirs = (gradients(nn.ParameterList(), held_out, wanted) for held_out in (received, expected))
+    for received, expected in zip(ours, theirs, strict=True):
+        assert_close(received, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+
+
 def test_refitted_rows_do_not_depend_on_the_mean_of_the_targets():
     X, Y = randn(8, 6), (randn(8, seed=1) * 2**20).round() / 2**20  # exact beside the offset
     machine, clusters = tl.LSSVM(tl.kernels.Linear(), 1e-8), torch.arange(8) % 2

@@ -17,7 +17,7 @@ ulp of rounding, divided by a tiny penalty, would be a coefficient.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,12 @@ class Refitted(NamedTuple):
     """Weights, (s,)."""
     Y: Tensor
     """Targets about their mean, (s, c)."""
+    centre: tuple[Tensor, Tensor]
+    """Means (1, p') of the rows in no set, and of those outside this one about it; taken off one by one."""
+    coef: Tensor
+    """Coefficients without the set, (p', c), for features about these means, with a 1 for the bias."""
     spread: Tensor
-    """C_L^{-1} X, (p', s)."""
+    """C_L^{-1} X_L^T, (p', s), likewise."""
 
 
 class _Left(NamedTuple):
@@ -272,7 +276,7 @@ class _Round:
         outside, number, X, root, Y = everyone
         return _Left(triangle(outside), X, root, Y, self.bias), number, first
 
-    def solve(self) -> Iterator[tuple[Tensor, ...]]:
+    def solve(self) -> Iterator[tuple[Any, ...]]:
         """Rows (s,) of this process, residuals (s, c), variances (s, 1), then the fields of `Refitted`."""
         left, number, first = self._gather()
         for k, rows in enumerate(self.rows, first):
@@ -286,7 +290,6 @@ class _Round:
             half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
             variance = self.reg * (half.square().sum(0).unsqueeze(-1) + 1 / zeta)
             spread = torch.linalg.solve_triangular(F, half, upper=True)
-            if self.bias:  # back to features about the mean of all rows
-                spread[-1] -= ((self.origin + mean) @ spread)[0]
             order = rows if self.large else rows.sort().values  # that of the passes
-            yield order, Y - V @ coef, variance, (X + self.origin).mT, zeta[:, 0], Y, spread
+            given = ((X + self.origin).mT, zeta[:, 0], Y, (self.origin, mean), coef, spread)
+            yield order, Y - V @ coef, variance, *given
