@@ -176,6 +176,14 @@ def test_refitted_rows_do_not_depend_on_the_mean_of_the_targets():
     compare([there.residuals.detach()], [here.residuals.detach()], 1e-9)
 
 
+def test_held_out_sets_do_not_depend_on_the_mean_of_the_targets():
+    X, Y = randn(9, 3), (randn(9, seed=1) * 2**20).round() / 2**20  # exact beside the offset
+    weight, clusters = 10 ** (6 * randn(9, seed=2).clamp(-1, 1)), torch.arange(9) % 3
+    machine = tl.SparseLSSVM(tl.kernels.RBF(2.0), 0.1, basis=X[:2].clone())
+    here, there = (machine.lco(X, targets, clusters, weight) for targets in (Y, Y + 2**20))
+    compare([there.residuals.detach()], [here.residuals.detach()], 1e-11)
+
+
 def test_problems_of_a_batch_that_are_lost_only_beside_each_other_are_refitted():
     """Without the first problem, which is solved from its rows, the second is by its normal equations."""
     X, Y = randn(3, 12, 3), randn(3, 12, seed=1)

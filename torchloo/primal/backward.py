@@ -28,7 +28,7 @@ reg (1 / zeta + diag(Z_L H)) with H = C_L^{-1} Z_L^T. So with v = H rbar, G = di
 residuals e of that machine, for features z about the mean of the other rows,
 
     zbar = -p rbar^T + 2 H G,                      Ybar = rbar,         zetabar = -G / zeta^2,
-    zbar = zeta (p (v^T z) - v e - 2 H G H^T z),   Ybar = -zeta v^T z,  zetabar = -(v^T z) e - z^T H G H^T z
+    zbar = zeta (p v^T z - v e^T - 2 H G H^T z),   Ybar = -zeta v^T z,  zetabar = -(v^T z) e - z^T H G H^T z
 
 in the set and outside of it, and the cotangent of the penalty is (v p^T + p v^T) / 2 - H G H^T.
 
@@ -267,8 +267,7 @@ class _Backward:
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
         if solved.moments.centre:  # for targets about their mean
-            offset = machines.offset - solved.moments.mean_y
-            self.q = torch.cat([self.q, offset.unsqueeze(-1)], -1)
+            self.q = torch.cat([self.q, machines.shift.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
         n, width = self.residuals.shape[-2], self.f.shape[:-3].numel() * self.f.shape[-1]

@@ -223,8 +223,10 @@ class Machines:
     """(..., R, c')."""
     q: Tensor
     """Coefficients, (..., R, c, p)."""
-    offset: Tensor
-    """What is added to every output, (..., R, c)."""
+    mean_y: Tensor
+    """Mean of the targets, (..., 1, c)."""
+    shift: Tensor
+    """What is added to every output beside this mean, (..., R, c): apart from it, it has digits of its own."""
     spread: Tensor
     """Root mean square of the targets about the offset, (..., 1, c)."""
     least: Tensor
@@ -241,6 +243,11 @@ class Machines:
     """Whether a step of refinement has been made."""
     _room: Tensor | None = None
     """Memory of rotated features that are no longer needed."""
+
+    @property
+    def offset(self) -> Tensor:
+        """What is added to every output, (..., R, c)."""
+        return self.mean_y + self.shift
 
     @cached_property
     def narrow(self) -> Tensor:
@@ -301,10 +308,10 @@ class Machines:
 
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (..., R, c, b)."""
-        R, c = self.offset.shape[-2:]
-        shared = self.offset.stride(-2) == 0  # one for all, until it moves
-        offset = self.offset[..., :1, :] if shared else self.offset
-        centred = part.Y.double().mT.unsqueeze(-3) - offset.unsqueeze(-1)  # (..., R, c, b) or (..., 1, c, b)
+        R, c = self.shift.shape[-2:]
+        centred = (part.Y.double() - self.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b)
+        if self.moved:
+            centred = centred - self.shift.unsqueeze(-1)  # (..., R, c, b)
         if u.ndim == 2 and u.dtype == torch.float64 and (c == 1 or len(centred) == R):
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
         return centred - self.outputs(u, self.q)
@@ -333,7 +340,7 @@ class Machines:
 
     def move(self, step: Tensor, shift: Tensor) -> None:
         """Add to the coefficients, (..., R, c, p), and to the offset, (..., R, c)."""
-        self.q, self.offset = self.q + step, self.offset + shift
+        self.q, self.shift = self.q + step, self.shift + shift
         self.refined = self.moved = True
 
     def drop_shortcuts(self) -> bool:
@@ -389,8 +396,8 @@ def _machines(
         differs = eps * leverage * moments.longest
         rounding = torch.maximum(differs, eps * outputs * moments.longest)
         fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
-    offset = moments.mean_y.expand(*regs.shape[:-1], -1)
-    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, spread)
+    shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
+    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, moments.mean_y, shift, spread)
     machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
     return machines, fine
 

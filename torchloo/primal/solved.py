@@ -501,7 +501,7 @@ class StreamFit:
         """All passes that leave rows or sets out: what they wrote, and what was refitted."""
         n = self.stream.n
         assert n is not None
-        *several, c = machines.offset.shape
+        *several, c = machines.shift.shape
         kind = (machines.regs.shape[-1], self.dtype, self.moments.S.device)
         with Sink(self.function, (*several, n, c), *kind, out, self.stream.known) as sink:
             self.others.run(sink.open)
@@ -590,7 +590,7 @@ class StreamFit:
         """The second pass of Note [passes]."""
         gradient, worst = None, None
         if not machines.refined:
-            gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
+            gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.shift))
             worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
         per_weight, self.kept = self.per_weight.unsqueeze(-1), []
@@ -629,7 +629,7 @@ class StreamFit:
         return machines
 
     def _gradient(self, machines: Machines) -> tuple[Tensor, Tensor]:
-        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
+        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.shift))
         for part in self.blocks("refinement"):
             u = machines.rotated(part.X, again=True)
             machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.zeta))
