@@ -184,6 +184,20 @@ def test_held_out_sets_do_not_depend_on_the_mean_of_the_targets():
     compare([there.residuals.detach()], [here.residuals.detach()], 1e-11)
 
 
+@pytest.mark.parametrize("Machine", [tl.RLS, tl.LSSVM])
+def test_gradients_of_float32_rows_are_those_of_the_same_in_float64(Machine):
+    X, Y, weight = (randn(8, *shape, seed=seed).float() for shape, seed in (((3,), 3), ((), 53), ((), 12)))
+    X[0] *= 300
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [t.to(dtype).requires_grad_() for t in (X, Y, 100**weight)]
+        machine = Machine(tl.kernels.Linear(), 2.0**-10)
+        loss = (machine.loo(*inputs).residuals * torch.arange(8)).sum()
+        found.append([g.double() for g in torch.autograd.grad(loss, [*inputs, machine.log_reg])])
+    for received, expected in zip(*found, strict=True):
+        assert_close(received, expected, rtol=0, atol=4e-7 * expected.abs().max().item())
+
+
 def test_problems_of_a_batch_that_are_lost_only_beside_each_other_are_refitted():
     """Without the first problem, which is solved from its rows, the second is by its normal equations."""
     X, Y = randn(3, 12, 3), randn(3, 12, seed=1)

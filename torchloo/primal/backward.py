@@ -90,7 +90,7 @@ class HeldOutRows(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(residuals, variance, targets, regs, X, Y, weight, *tensors)
         own = (targets, zeta) if Y is None else (None, None)
-        return residuals, variance, flags, *own, None
+        return residuals.to(solved.dtype), variance.to(solved.dtype), flags, *own, None
 
     @staticmethod
     @in_full_precision

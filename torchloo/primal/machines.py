@@ -226,7 +226,7 @@ class Machines:
     mean_y: Tensor
     """Mean of the targets, (..., 1, c)."""
     shift: Tensor
-    """What is added to every output beside this mean, (..., R, c): apart from it, it has digits of its own."""
+    """What is added to every output beside this mean, (..., R, c), with digits of its own."""
     spread: Tensor
     """Root mean square of the targets about the offset, (..., 1, c)."""
     least: Tensor

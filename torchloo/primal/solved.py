@@ -502,7 +502,9 @@ class StreamFit:
         n = self.stream.n
         assert n is not None
         *several, c = machines.shift.shape
-        kind = (machines.regs.shape[-1], self.dtype, self.moments.S.device)
+        # A backward divides by 1 - h, and takes differences of numbers that it has divided.
+        dtype = torch.float64 if self.wants_graph and self.stream.lasting else self.dtype
+        kind = (machines.regs.shape[-1], dtype, self.moments.S.device)
         with Sink(self.function, (*several, n, c), *kind, out, self.stream.known) as sink:
             self.others.run(sink.open)
             if partition is None:
