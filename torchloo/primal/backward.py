@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
+from torchloo.guards import values_visible
 from torchloo.panels import add_matmul, add_symmetric, mirrored, room_like, times_upper
 from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
@@ -106,7 +107,8 @@ class HeldOutRows(Function):
                 f"{solved.function}: parameters of the machine were changed in place between solve and "
                 "held_out, so that there is no gradient in them; solve again"
             )
-        if torch.is_grad_enabled():
+        given = [bar for bar in (rbar, vbar) if bar is not None]
+        if torch.is_grad_enabled() or not values_visible(*given):  # or a batch of cotangents
             return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
         rbar = torch.zeros_like(residuals) if rbar is None else rbar
         work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar), ctx.kept)
@@ -134,12 +136,16 @@ def _by_autograd(
             "rows as tensors for more"
         )
     assert regs is not None
-    residuals, variance = solved.whole(partition, regs, X, Y, weight, [t for t in tensors if t is not None])
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        residuals, variance = solved.whole(
+            partition, regs, X, Y, weight, [t for t in tensors if t is not None]
+        )
     outputs = [(a, b) for a, b in ((residuals, rbar), (variance, vbar)) if b is not None]
     wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
     grads = iter(
         torch.autograd.grad(
-            [a for a, _ in outputs], wanted, [b for _, b in outputs], create_graph=True, allow_unused=True
+            [a for a, _ in outputs], wanted, [b for _, b in outputs], create_graph=again, allow_unused=True
         )
     )
     return [next(grads) if need else None for need in needs]

@@ -1,0 +1,35 @@
+"""A Fit of explicit features, whose values come from passes over the rows, in every mode of torch."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import torchloo as tl
+
+N = 9
+CLUSTERS = torch.arange(N) % 3
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y = randn(N, 3), randn(N, 2, seed=1)
+MACHINES = {
+    "rls": lambda: tl.RLS(tl.kernels.Linear(), 0.1),
+    "lssvm": lambda: tl.LSSVM(tl.kernels.Linear(), 0.1),
+    "sparse": lambda: tl.SparseLSSVM(tl.kernels.RBF(1.0), 0.1, basis=X[:2].clone()),
+    "per output": lambda: tl.LSSVM(tl.kernels.Linear(), torch.tensor([0.1, 0.2]), reg_per_output=True),
+}
+every_machine = pytest.mark.parametrize("name", MACHINES)
+
+
+@every_machine
+@pytest.mark.parametrize("clusters", [None, CLUSTERS], ids=["rows", "clusters"])
+def test_a_batch_of_cotangents_gives_a_gradient_for_each(name, clusters):
+    x = X.clone().requires_grad_()
+    residuals = MACHINES[name]().solve(x, Y).held_out(clusters).residuals
+    cotangents = randn(3, N, 2, seed=2)
+    (received,) = torch.autograd.grad(residuals, x, cotangents, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(residuals, x, one, retain_graph=True)[0] for one in cotangents]
+    assert_close(received, torch.stack(expected), rtol=1e-9, atol=1e-11)
