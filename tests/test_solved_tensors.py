@@ -33,3 +33,23 @@ def test_a_batch_of_cotangents_gives_a_gradient_for_each(name, clusters):
     (received,) = torch.autograd.grad(residuals, x, cotangents, is_grads_batched=True, retain_graph=True)
     expected = [torch.autograd.grad(residuals, x, one, retain_graph=True)[0] for one in cotangents]
     assert_close(received, torch.stack(expected), rtol=1e-9, atol=1e-11)
+
+
+@every_machine
+def test_rows_made_in_inference_mode_can_be_held_out_with_a_graph(name):
+    with torch.inference_mode():
+        rows = X.clone()
+    machine = MACHINES[name]()
+    received = machine.solve(rows, Y).held_out().residuals
+    assert received.requires_grad
+    assert_close(received, machine.solve(X, Y).held_out().residuals)
+
+
+@every_machine
+def test_a_solution_without_a_graph_has_held_out_rows_without_one(name):
+    """Not with a gradient in the rows alone, which would be a part of it."""
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        solved = MACHINES[name]().solve(x, Y)
+    assert not solved.held_out().residuals.requires_grad
+    assert not solved.held_out(CLUSTERS).variance.requires_grad

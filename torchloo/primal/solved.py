@@ -491,7 +491,8 @@ class StreamFit:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
         if self.wants_graph:
-            return HeldOutRows.apply(self, machines, partition, *inputs)
+            alive = [t.clone() if t is not None and t.is_inference() else t for t in inputs]
+            return HeldOutRows.apply(self, machines, partition, *alive)
         with torch.no_grad():
             return self.run(machines, partition, out)[0].fields
 
