@@ -1,5 +1,8 @@
 """A Fit of explicit features, whose values come from passes over the rows, in every mode of torch."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -53,3 +56,26 @@ def test_a_solution_without_a_graph_has_held_out_rows_without_one(name):
         solved = MACHINES[name]().solve(x, Y)
     assert not solved.held_out().residuals.requires_grad
     assert not solved.held_out(CLUSTERS).variance.requires_grad
+
+
+@every_machine
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["copy", "pickle"]
+)
+def test_a_fit_survives_copies_and_pickle(name, copied):
+    machine = MACHINES[name]().requires_grad_(False)
+    solved = machine.solve(X * 1.0, Y)
+    x = torch.empty(0).new_empty(X.shape, dtype=X.dtype).copy_(X)  # a tensor that was written to
+    written = machine.solve(x, Y)
+    for one in (solved, written):
+        twin = copied(one)
+        assert_close(twin.held_out(CLUSTERS).residuals, one.held_out(CLUSTERS).residuals)
+        assert_close(twin.leverage, one.leverage)
+
+
+def test_a_copy_of_a_fit_of_changed_rows_is_refused_too():
+    machine, x = MACHINES["lssvm"]().requires_grad_(False), X.clone()
+    solved = machine.solve(x, Y)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        copy.deepcopy(solved).held_out()
