@@ -79,3 +79,16 @@ def test_a_copy_of_a_fit_of_changed_rows_is_refused_too():
     x.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
         copy.deepcopy(solved).held_out()
+
+
+@every_machine
+def test_clusters_may_be_a_tensor_within_transforms(name):
+    machine = MACHINES[name]()
+
+    def loss(x):
+        solved = machine.solve(x, Y)
+        return solved.held_out(CLUSTERS).residuals.square().sum()
+
+    x = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(x), x)
+    assert_close(torch.func.grad(loss)(X), expected, rtol=1e-9, atol=1e-11)
