@@ -303,7 +303,7 @@ class _Backward:
         self._penalty()
         self.Q, self.v = self.others.sums(self.Q, self.v)
         self.total = self.Q.sum((-4, -3)) if len(self.each) > 1 else self.Q[..., 0, 0, :, :]
-        host = torch.zeros((), dtype=torch.float64)
+        host = torch.zeros((), dtype=torch.float64, device="cpu")
         everyone = self.others.gather([one.effect.to(host) for one in self.refits])
         self.effects = [effect.to(self.f) for effects in everyone for effect in effects]
         self.first = sum(map(len, everyone[: self.others.rank]))
