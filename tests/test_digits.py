@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from dataclasses import replace
 
 import pytest
 import reference_digits as digits
@@ -147,7 +148,7 @@ def compare(problem, reg):
         fit = solver.solve(X, y, weight)
         basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
         for held_out in (
-            fit.held_out(clusters),
+            replace(fit, rows=None).held_out(clusters),
             solver.lco(X, y, clusters, weight),
         ):  # all at once, by blocks
             assert_refitted(problem, solver.reg, held_out.outputs, held_out.targets, basis)
@@ -298,6 +299,16 @@ def test_heavy_and_light_rows_left_out_together_are_solved(seed):
     weight = 10 ** (12 * torch.rand(8, dtype=torch.float64, generator=generator) - 6)
     for clusters in ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]):
         compare(("lssvm", "linear", X, y, weight, clusters), 1e-10)
+
+
+@pytest.mark.parametrize("machine", ["rls", "lssvm"])
+def test_copies_left_out_together_are_solved_without_a_factor_of_their_block(machine):
+    """Beside 1 / reg, rounding makes it indefinite."""
+    y, weight = randn(8, seed=1), torch.ones(8, dtype=torch.float64)
+    for seed in (0, 1, 2, 4):
+        X = randn(8, 9, seed=seed)
+        X[1] = X[0]
+        compare((machine, "linear", X, y, weight, [0, 0, 1, 1, 2, 2, 3, 3]), 1e-16)
 
 
 @pytest.mark.parametrize("function", [tl.functional.rls, tl.functional.lssvm])
