@@ -15,6 +15,7 @@ from fake_cuda import fake_cuda
 from torch.testing import assert_close
 
 import torchloo as tl
+from torchloo.panels import WIDE
 from torchloo.sklearn import LOOClassifier, LOORegressor
 
 every_machine = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -169,6 +170,27 @@ def test_the_default_device_does_not_matter(case, request):
         assert_close(received.detach(), outputs)
         if received.requires_grad:
             received.sum().backward()
+
+
+@every_machine
+@pytest.mark.parametrize("n", [N, 4 * N, WIDE + 1], ids=["few rows", "clusters of one size", "many rows"])
+def test_every_field_is_where_the_rows_are_whatever_the_default_device(case, n, request):
+    X, Y, weight = problem(n)
+    y = case.targets(Y)[..., 0]
+    clusters = RAGGED if n == N else [i % (n // 4) for i in range(n)]
+    regs = torch.logspace(-2, 2, 3, dtype=torch.float64)
+    machine = case.make()
+    request.getfixturevalue("default_meta")
+    for held_out in (
+        machine.loo(X, y, weight),
+        machine.lco(X, y, clusters, weight),
+        machine.solve(X, y, weight).held_out(),
+        machine.lso(X, y, OVERLAPPING, weight),
+        machine.path(X, y, regs, clusters, weight),
+    ):
+        tensors = [field for field in held_out if isinstance(field, torch.Tensor)]
+        assert len(tensors) >= 6
+        assert {field.device.type for field in tensors} == {"cpu"}
 
 
 def test_criteria_searches_and_validation_ignore_the_default_device(request):
