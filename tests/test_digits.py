@@ -330,6 +330,27 @@ def test_matrices_that_are_not_definite_are_refused_in_our_own_words(function):
         function(K, randn(6, 1), 0.1).held_out([0, 0, 1, 1, 2, 2])
 
 
+@pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM])
+def test_a_path_beside_a_row_that_outweighs_all_is_that_of_its_machines(machine, batch, per_output):
+    """Its square roots, the singular values, still differ by more than float64 has digits."""
+    X, Y, weight = randn(*batch, 9, 3), randn(*batch, 9, 2, seed=1), 0.1 + randn(*batch, 9, seed=2).abs()
+    weight[..., 1] = 1e26
+    regs = torch.tensor([0.1, 2.0], dtype=torch.float64)
+    given = torch.stack([regs, 3 * regs], -1) if per_output else regs
+    path = machine(tl.kernels.Linear()).solve_path(X, Y, given, weight)
+    held_out = path.held_out()
+    for r, reg in enumerate(given.reshape(2, -1)):
+        for j, own in enumerate(reg):
+            some = slice(j, j + 1) if per_output else slice(None)
+            alone = machine(tl.kernels.Linear(), own).solve(X, Y[..., some], weight)
+            received = path.features.coef[r][..., some].detach()
+            torch.testing.assert_close(received, alone.features.coef.detach(), rtol=1e-9, atol=1e-9)
+            received = held_out.outputs[r][..., some].detach()
+            torch.testing.assert_close(received, alone.held_out().outputs.detach(), rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("seed", [2, 9, 15])
 def test_a_tiny_regularisation_of_a_path_with_weights_over_twelve_orders(seed):
     """Rounding that is small beside the heaviest rows is not so beside the lightest."""

@@ -25,6 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from torchloo.blocks import NOT_DEFINITE
 from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
@@ -57,6 +58,9 @@ _FOLD = 1e-11
 # Up to this condition, times the square root of the number of rows, coefficients need no step of refinement:
 # errors of the normal equations reach an output by its own small part of a feature.
 _SETTLED = 2e5
+
+# Above this condition, singular values lose the least of their kind, and coefficients of a path with them.
+_LARGEST_OF_PATH = 1e18
 
 # Features farther from the origin, in units of their spread, make a step of refinement worth while.
 _FAR = 1e3
@@ -483,7 +487,25 @@ def path_machines(
     machines, fine = with_eigen(eigen)
     limit = ILL_CONDITIONED_PATH * moments.count**0.5
     if not _is_well_conditioned(guard, moments, machines, fine, eigen.condition(regs), limit):
-        eigen = Eigen.of_rows(triangle()[0]).beside_regs()
+        R, d = triangle()
+        eigen = Eigen.of_rows(R).beside_regs()
+        guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
         machines, fine = with_eigen(eigen)
-        machines.fold, machines.least = guard.read_flag(fine), eigen.least(regs)
+        within = eigen.condition(regs).amax() < _LARGEST_OF_PATH
+        machines.fold, within_reach = guard.read_flags(fine, within)
+        machines.least = eigen.least(regs)
+        if not within_reach:
+            _solve_one_by_one(guard, machines, R, d)
     return machines
+
+
+def _solve_one_by_one(guard: Guard, machines: Machines, R: Tensor, d: Tensor) -> None:
+    """Take the coefficients of a path from a factorisation for each regularisation, from R and d."""
+    columns = []
+    for r, j, outputs in machines.each:
+        penalty = torch.diag_embed(machines.regs[..., r, j, None].sqrt().expand(R.shape[:-1]))
+        right = torch.nn.functional.pad(d[..., outputs], (0, 0, 0, R.shape[-1]))
+        columns.append(inverse_factor_of(torch.cat([R, penalty], -2), right, guard)[2])
+    coef = torch.cat(columns, -1).mT.unflatten(-2, machines.q.shape[-3:-1])  # (..., R, c, p)
+    machines.q = together(coef, machines.rotation.mT)
+    machines.refined = machines.moved = True  # the normal equations know the coefficients less well
