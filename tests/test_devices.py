@@ -279,6 +279,28 @@ def test_svc_runs_on_another_device_and_agrees_with_the_cpu(kinds):
     assert json.loads(done.stdout) == [25] * len(kinds)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_rows_ignore_the_default_device(request):
+    X = torch.randn(30, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).relu()
+    X = X.to_sparse_csr()
+    y = X.to_dense().sum(1).sin()
+    machines = [
+        tl.LSSVM(tl.kernels.RBF()),
+        tl.RLS(tl.kernels.Linear()),
+        tl.SparseLSSVM(tl.kernels.RBF(), basis=5),
+    ]
+    machines.append(tl.SparseLSSVM(tl.kernels.RBF(), basis=tl.basis.pivoted(5)))
+
+    def answers():
+        return [t.detach() for m in machines for t in (m.loo(X, y).outputs, m.fit(X, y)(X))]
+
+    expected = answers()
+    torch.set_default_device("meta")
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    for one, other in zip(answers(), expected, strict=True):
+        assert_close(one, other)
+
+
 def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
     X = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = X[:, 0].sin()
@@ -299,7 +321,13 @@ def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
             *(torch.from_numpy(estimator.fit(X, y).predict(X[:5])) for estimator in estimators),
             torch.from_numpy(LOOClassifier("svc", search=None).fit(X, labels).predict_proba(X[:5])),
             *(t.detach() for t in fitted.predictive(X[:5])),
+            *scores(machine.loo(X, y)),
         ]
+
+    def scores(held_out):
+        tau, log_density = tl.criteria.kendall_tau, tl.criteria.log_density
+        found = (tau(held_out), tau(held_out, clusters=None), log_density(held_out, noise=0.3))
+        return (score.detach() for score in found)
 
     expected = answers()
     torch.set_default_device("meta")
