@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,30 @@ def test_svc_runs_on_another_device_and_agrees_with_the_cpu(kinds):
     done = subprocess.run([sys.executable, script, *kinds], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [25] * len(kinds)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["passes", "all at once"])
+def test_refitted_rows_and_their_gradients_ignore_the_default_device(at_once, request):
+    X, Y, weight = problem(12)
+    X[:, 0] = 0.0
+    X[3, 0] = X[5:7, 1] = 20.0  # a feature that one row alone has
+    X.requires_grad_()
+    regs = torch.tensor([1e-7, 1.0], dtype=torch.float64)
+    machine = tl.LSSVM(tl.kernels.Linear(), 1e-7)
+
+    def answers():
+        for clusters in (None, [i // 2 for i in range(12)]):
+            for solved in (machine.solve(X, Y, weight), machine.solve_path(X, Y, regs, weight)):
+                held_out = replace(solved, rows=None if at_once else solved.rows).held_out(clusters)
+                assert held_out.refitted.any()
+                yield held_out.outputs.detach()
+                yield torch.autograd.grad(held_out.outputs.square().sum(), X)[0]
+
+    expected = list(answers())
+    torch.set_default_device("meta")
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    for one, other in zip(answers(), expected, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -126,6 +126,8 @@ def on_host(values: object) -> np.ndarray:
     """Numbers as an array on the host."""
     if not isinstance(values, Tensor):
         return np.asarray(values)
+    if torch.compiler.is_compiling():
+        return values.detach().cpu().numpy()
     with torch._C._DisableFuncTorch():  # whose transforms hide the values of all that operations return
         return values.detach().cpu().numpy()
 
