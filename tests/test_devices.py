@@ -285,6 +285,7 @@ def test_refitted_rows_and_their_gradients_ignore_the_default_device(at_once, re
     X, Y, weight = problem(12)
     X[:, 0] = 0.0
     X[3, 0] = X[5:7, 1] = 20.0  # a feature that one row alone has
+    X[:, 2] = X[:, 1] + 1e-5 * X[:, 2]  # solved by QR
     X.requires_grad_()
     regs = torch.tensor([1e-7, 1.0], dtype=torch.float64)
     machine = tl.LSSVM(tl.kernels.Linear(), 1e-7)
