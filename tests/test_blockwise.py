@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,6 +76,11 @@ def gradients(machine, held_out, inputs):
     ]
 
 
+def all_at_once(solved, clusters=None):
+    """Held-out rows by differentiable operations on all rows at once, instead of passes."""
+    return replace(solved, rows=None).held_out(clusters)
+
+
 def compare(received, expected, limit):
     """Each to a part of its largest entry, or of 1: what is smaller is a difference of larger numbers."""
     for ours, theirs in zip(received, expected, strict=True):
@@ -123,7 +129,7 @@ def test_gradients_equal_those_of_all_rows_at_once(name, clusters, block, monkey
     inputs = [t.requires_grad_() for t in rows()]
     X, Y, weight = inputs
     received = machine.loo(X, Y, weight) if clusters is None else machine.lco(X, Y, clusters, weight)
-    expected = machine.solve(X, Y, weight).held_out(clusters)
+    expected = all_at_once(machine.solve(X, Y, weight), clusters)
     for ours, theirs in zip(received, expected, strict=True):
         assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
     compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-9)
@@ -137,11 +143,71 @@ def test_gradients_of_refitted_rows_and_sets_equal_those_of_all_rows_at_once(nam
     machine = {"rls": tl.RLS, "lssvm": tl.LSSVM}[name](tl.kernels.Linear(), 1e-5)
     X, Y, weight = inputs
     received = machine.loo(X, Y, weight) if clusters is None else machine.lco(X, Y, clusters, weight)
-    expected = machine.solve(X, Y, weight).held_out(clusters)
+    expected = all_at_once(machine.solve(X, Y, weight), clusters)
     assert received.refitted.any()
     assert torch.equal(received.refitted, expected.refitted)
     compare(received[:2], expected[:2], 1e-9)
-    compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-6)
+    compare(gradients(machine, received, inputs), gradients(machine, expected, inputs), 1e-8)
+
+
+@pytest.mark.parametrize("clusters", [None, torch.tensor([0, 1, 1, 1, 2, 2])], ids=["rows", "sets"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["linear", "sparse"])
+def test_gradients_of_a_row_without_which_all_are_equal_do_not_cancel(sparse, clusters):
+    X, Y, weight = randn(6, 1 if sparse else 2), randn(6, 2, seed=1), 0.3 + randn(6, seed=2).abs()
+    X[1:] = X[1]
+    machine = tl.LSSVM(tl.kernels.Linear())
+    if sparse:
+        machine = tl.SparseLSSVM(tl.kernels.RBF(2.0), basis=X[:2].clone())
+    regs = torch.tensor([1e-3, 1e-9], dtype=torch.float64)
+    X, Y, weight, regs = wanted = [t.requires_grad_() for t in (X, Y, weight, regs)]
+    received = machine.path(X, Y, regs, clusters, weight)
+    assert received.refitted[-1].any()
+    expected = all_at_once(machine.solve_path(X, Y, regs, weight), clusters)
+    ours, theirs = (gradients(nn.ParameterList(), held_out, wanted) for held_out in (received, expected))
+    for received, expected in zip(ours, theirs, strict=True):
+        assert_close(received, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+
+
+def test_refitted_rows_do_not_depend_on_the_mean_of_the_targets():
+    X, Y = randn(8, 6), (randn(8, seed=1) * 2**20).round() / 2**20  # exact beside the offset
+    machine, clusters = tl.LSSVM(tl.kernels.Linear(), 1e-8), torch.arange(8) % 2
+    here, there = (machine.lco(X, targets, clusters) for targets in (Y, Y + 2**20))
+    assert here.refitted.all()
+    compare([there.residuals.detach()], [here.residuals.detach()], 1e-9)
+
+
+def test_held_out_sets_do_not_depend_on_the_mean_of_the_targets():
+    X, Y = randn(9, 3), (randn(9, seed=1) * 2**20).round() / 2**20  # exact beside the offset
+    weight, clusters = 10 ** (6 * randn(9, seed=2).clamp(-1, 1)), torch.arange(9) % 3
+    machine = tl.SparseLSSVM(tl.kernels.RBF(2.0), 0.1, basis=X[:2].clone())
+    here, there = (machine.lco(X, targets, clusters, weight) for targets in (Y, Y + 2**20))
+    compare([there.residuals.detach()], [here.residuals.detach()], 1e-11)
+
+
+@pytest.mark.parametrize("Machine", [tl.RLS, tl.LSSVM])
+def test_gradients_of_float32_rows_are_those_of_the_same_in_float64(Machine):
+    X, Y, weight = (randn(8, *shape, seed=seed).float() for shape, seed in (((3,), 3), ((), 53), ((), 12)))
+    X[0] *= 300
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [t.to(dtype).requires_grad_() for t in (X, Y, 100**weight)]
+        machine = Machine(tl.kernels.Linear(), 2.0**-10)
+        loss = (machine.loo(*inputs).residuals * torch.arange(8)).sum()
+        found.append([g.double() for g in torch.autograd.grad(loss, [*inputs, machine.log_reg])])
+    for received, expected in zip(*found, strict=True):
+        assert_close(received, expected, rtol=0, atol=4e-7 * expected.abs().max().item())
+
+
+def test_problems_of_a_batch_that_are_lost_only_beside_each_other_are_refitted():
+    """Without the first problem, which is solved from its rows, the second is by its normal equations."""
+    X, Y = randn(3, 12, 3), randn(3, 12, seed=1)
+    X[0, 0] *= 1e6
+    X[1, 0] *= 3
+    machine, regs = tl.RLS(tl.kernels.Linear()), torch.tensor([2e-5, 1.0])
+    received = machine.path(X, Y, regs)
+    assert received.refitted.any(-1).any(0).tolist() == [True, True, False]
+    single = [machine.path(X[k], Y[k], regs).outputs for k in range(3)]
+    compare([received.outputs], [torch.stack(single, 1)], 1e-9)
 
 
 @pytest.mark.parametrize("together", [1, 1 << 20], ids=["one by one", "all machines"])
@@ -170,7 +236,7 @@ def test_gradients_of_a_path_are_those_of_its_machines(name, per_output, cluster
     parts = []
     for row in regs if per_output else regs.unsqueeze(1):
         columns = [
-            _with_reg(machine, reg).solve(X, y, weight).held_out(clusters)
+            all_at_once(_with_reg(machine, reg).solve(X, y, weight), clusters)
             for reg, y in zip(row, Y.split(1, 1) if per_output else [Y], strict=True)
         ]
         parts.append(
@@ -231,7 +297,7 @@ def test_second_derivatives_in_memory_are_those_of_all_rows_at_once(name):
     received, expected = [], []
     for found, held_out in (
         (received, machine.loo(X, Y, weight)),
-        (expected, machine.solve(X, Y, weight).held_out()),
+        (expected, all_at_once(machine.solve(X, Y, weight))),
     ):
         (first,) = torch.autograd.grad(tl.criteria.press(held_out).sum(), machine.log_reg, create_graph=True)
         found.append(torch.autograd.grad(first, machine.log_reg)[0])
@@ -303,7 +369,7 @@ def test_second_derivatives_of_a_batch_are_those_of_all_rows_at_once():
     X, Y, weight = batch_of_problems((3,), ())
     machine = tl.LSSVM(tl.kernels.Linear(), 0.3)
     hessians = []
-    for held_out in (machine.loo(X, Y, weight), machine.solve(X, Y, weight).held_out()):
+    for held_out in (machine.loo(X, Y, weight), all_at_once(machine.solve(X, Y, weight))):
         loss = tl.criteria.press(held_out).sum()
         (first,) = torch.autograd.grad(loss, X, create_graph=True)
         hessians.append(torch.autograd.grad(first.square().sum(), [X, machine.log_reg]))

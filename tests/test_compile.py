@@ -125,3 +125,11 @@ def test_forward_mode_is_refused_in_one_sentence(machine, kernel):
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivatives"):
         loss(forward_ad.make_dual(X, torch.ones_like(X)))
     assert jacrev(grad(loss))(X).shape == X.shape * 2
+
+
+def test_labels_in_a_tensor_break_the_graph_without_a_warning():
+    torch._dynamo.reset()
+    machine = tl.LSSVM(kernels.RBF()).requires_grad_(False)
+    X, clusters = randn(N, D), torch.arange(N) % 3
+    compiled = torch.compile(lambda X: machine.lco(X, Y, clusters).outputs, backend="eager")
+    assert_close(compiled(X), machine.lco(X, Y, clusters).outputs)

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fake_cuda import fake_cuda
 from torch.testing import assert_close
 
 import torchloo as tl
+from torchloo.panels import WIDE
 from torchloo.sklearn import LOOClassifier, LOORegressor
 
 every_machine = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -171,6 +173,27 @@ def test_the_default_device_does_not_matter(case, request):
             received.sum().backward()
 
 
+@every_machine
+@pytest.mark.parametrize("n", [N, 4 * N, WIDE + 1], ids=["few rows", "clusters of one size", "many rows"])
+def test_every_field_is_where_the_rows_are_whatever_the_default_device(case, n, request):
+    X, Y, weight = problem(n)
+    y = case.targets(Y)[..., 0]
+    clusters = RAGGED if n == N else [i % (n // 4) for i in range(n)]
+    regs = torch.logspace(-2, 2, 3, dtype=torch.float64)
+    machine = case.make()
+    request.getfixturevalue("default_meta")
+    for held_out in (
+        machine.loo(X, y, weight),
+        machine.lco(X, y, clusters, weight),
+        machine.solve(X, y, weight).held_out(),
+        machine.lso(X, y, OVERLAPPING, weight),
+        machine.path(X, y, regs, clusters, weight),
+    ):
+        tensors = [field for field in held_out if isinstance(field, torch.Tensor)]
+        assert len(tensors) >= 6
+        assert {field.device.type for field in tensors} == {"cpu"}
+
+
 def test_criteria_searches_and_validation_ignore_the_default_device(request):
     X, Y, weight = problem(30)
     y = Y[:, 0].sign()
@@ -257,6 +280,53 @@ def test_svc_runs_on_another_device_and_agrees_with_the_cpu(kinds):
     assert json.loads(done.stdout) == [25] * len(kinds)
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["passes", "all at once"])
+def test_refitted_rows_and_their_gradients_ignore_the_default_device(at_once, request):
+    X, Y, weight = problem(12)
+    X[:, 0] = 0.0
+    X[3, 0] = X[5:7, 1] = 20.0  # a feature that one row alone has
+    X[:, 2] = X[:, 1] + 1e-5 * X[:, 2]  # solved by QR
+    X.requires_grad_()
+    regs = torch.tensor([1e-7, 1.0], dtype=torch.float64)
+    machine = tl.LSSVM(tl.kernels.Linear(), 1e-7)
+
+    def answers():
+        for clusters in (None, [i // 2 for i in range(12)]):
+            for solved in (machine.solve(X, Y, weight), machine.solve_path(X, Y, regs, weight)):
+                held_out = replace(solved, rows=None if at_once else solved.rows).held_out(clusters)
+                assert held_out.refitted.any()
+                yield held_out.outputs.detach()
+                yield torch.autograd.grad(held_out.outputs.square().sum(), X)[0]
+
+    expected = list(answers())
+    torch.set_default_device("meta")
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    for one, other in zip(answers(), expected, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_rows_ignore_the_default_device(request):
+    X = torch.randn(30, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).relu()
+    X = X.to_sparse_csr()
+    y = X.to_dense().sum(1).sin()
+    machines = [
+        tl.LSSVM(tl.kernels.RBF()),
+        tl.RLS(tl.kernels.Linear()),
+        tl.SparseLSSVM(tl.kernels.RBF(), basis=5),
+    ]
+    machines.append(tl.SparseLSSVM(tl.kernels.RBF(), basis=tl.basis.pivoted(5)))
+
+    def answers():
+        return [t.detach() for m in machines for t in (m.loo(X, y).outputs, m.fit(X, y)(X))]
+
+    expected = answers()
+    torch.set_default_device("meta")
+    request.addfinalizer(lambda: torch.set_default_device(None))
+    for one, other in zip(answers(), expected, strict=True):
+        assert_close(one, other)
+
+
 def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
     X = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = X[:, 0].sin()
@@ -277,7 +347,13 @@ def test_what_is_made_of_held_out_rows_ignores_the_default_device(request):
             *(torch.from_numpy(estimator.fit(X, y).predict(X[:5])) for estimator in estimators),
             torch.from_numpy(LOOClassifier("svc", search=None).fit(X, labels).predict_proba(X[:5])),
             *(t.detach() for t in fitted.predictive(X[:5])),
+            *scores(machine.loo(X, y)),
         ]
+
+    def scores(held_out):
+        tau, log_density = tl.criteria.kendall_tau, tl.criteria.log_density
+        found = (tau(held_out), tau(held_out, clusters=None), log_density(held_out, noise=0.3))
+        return (score.detach() for score in found)
 
     expected = answers()
     torch.set_default_device("meta")

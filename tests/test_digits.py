@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from dataclasses import replace
 
 import pytest
 import reference_digits as digits
@@ -147,7 +148,7 @@ def compare(problem, reg):
         fit = solver.solve(X, y, weight)
         basis = [] if fit.kept is None else fit.kept.nonzero()[:, 0].tolist()
         for held_out in (
-            fit.held_out(clusters),
+            replace(fit, rows=None).held_out(clusters),
             solver.lco(X, y, clusters, weight),
         ):  # all at once, by blocks
             assert_refitted(problem, solver.reg, held_out.outputs, held_out.targets, basis)
@@ -200,27 +201,39 @@ def test_centred_features_of_which_there_are_many_lose_no_digits(machine, reg):
     X = randn(40, 120)
     y = randn(40, seed=1)
     X -= X.mean(0)  # the ones are a null vector of the kernel matrix
-    received = machine(tl.kernels.Linear(), reg).loo(X, y).outputs
+    solver = machine(tl.kernels.Linear(), reg)
+    quick, dual = solver.loo(X, y).outputs, solver.solve(X, y).held_out().outputs
     rows, targets = digits.exact(X), digits.exact(y)
     K = digits.gram(rows, rows, "linear")
     kept = list(range(1, 40))
     ones = [mp.mpf(1)] * 40
     (expected,) = digits.dual(K, targets, mp.mpf(reg), ones, kept, [0], machine is tl.LSSVM)
-    assert abs(received[0].item() - float(expected)) <= 1e-12
+    for received in (quick, dual):
+        assert abs(received[0].item() - float(expected)) <= 1e-12
+
+
+ONE_ROW = {
+    "lssvm": tl.LSSVM,
+    "kfd": tl.KFD,
+    "sparse": lambda kernel, reg: tl.SparseLSSVM(kernel, reg, basis=2),
+}
 
 
 @pytest.mark.parametrize("spread", [0.0, 6.0])
-@pytest.mark.parametrize("make", [tl.LSSVM, lambda kernel, reg: tl.SparseLSSVM(kernel, reg, basis=2)])
+@pytest.mark.parametrize("name", ONE_ROW)
 @pytest.mark.parametrize("kernel", [tl.kernels.RBF(), tl.kernels.Linear()], ids=["rbf", "linear"])
-def test_one_row_to_learn_from_gives_its_own_target(make, kernel, spread):
+def test_one_row_to_learn_from_gives_its_own_target(name, kernel, spread):
     for seed in range(100):
         X = randn(8, 5, seed=seed)
         y = randn(8, seed=seed + 100)
+        if name == "kfd":
+            y = torch.where(torch.arange(8) % 2 == seed % 2, 1.0, y.sign())
+            y[1] = -1.0
         generator = torch.Generator().manual_seed(seed)
         weight = 10 ** (spread * (2 * torch.rand(8, dtype=torch.float64, generator=generator) - 1))
-        machine = make(kernel, 1e-10)
-        held_out = machine.lco(X, y, [0, 1, 1, 1, 1, 1, 1, 1], weight)
-        assert (held_out.outputs[1:] - y[0]).abs().max() <= 1e-9
+        held_out = ONE_ROW[name](kernel, 1e-10).lco(X, y, [0, 1, 1, 1, 1, 1, 1, 1], weight)
+        scale = max(1.0, held_out.targets.abs().max().item())  # large for light classes of KFD
+        assert (held_out.outputs[1:] - held_out.targets[0]).abs().max() <= 1e-9 * scale
 
 
 @pytest.mark.parametrize("count", [3, 8])
@@ -300,11 +313,42 @@ def test_heavy_and_light_rows_left_out_together_are_solved(seed):
         compare(("lssvm", "linear", X, y, weight, clusters), 1e-10)
 
 
+@pytest.mark.parametrize("machine", ["rls", "lssvm"])
+def test_copies_left_out_together_are_solved_without_a_factor_of_their_block(machine):
+    """Beside 1 / reg, rounding makes it indefinite."""
+    y, weight = randn(8, seed=1), torch.ones(8, dtype=torch.float64)
+    for seed in (0, 1, 2, 4):
+        X = randn(8, 9, seed=seed)
+        X[1] = X[0]
+        compare((machine, "linear", X, y, weight, [0, 0, 1, 1, 2, 2, 3, 3]), 1e-16)
+
+
 @pytest.mark.parametrize("function", [tl.functional.rls, tl.functional.lssvm])
 def test_matrices_that_are_not_definite_are_refused_in_our_own_words(function):
     K = torch.diag(torch.tensor([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="the regularised matrix is not positive definite"):
         function(K, randn(6, 1), 0.1).held_out([0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM])
+def test_a_path_beside_a_row_that_outweighs_all_is_that_of_its_machines(machine, batch, per_output):
+    """Its square roots, the singular values, still differ by more than float64 has digits."""
+    X, Y, weight = randn(*batch, 9, 3), randn(*batch, 9, 2, seed=1), 0.1 + randn(*batch, 9, seed=2).abs()
+    weight[..., 1] = 1e26
+    regs = torch.tensor([0.1, 2.0], dtype=torch.float64)
+    given = torch.stack([regs, 3 * regs], -1) if per_output else regs
+    path = machine(tl.kernels.Linear()).solve_path(X, Y, given, weight)
+    held_out = path.held_out()
+    for r, reg in enumerate(given.reshape(2, -1)):
+        for j, own in enumerate(reg):
+            some = slice(j, j + 1) if per_output else slice(None)
+            alone = machine(tl.kernels.Linear(), own).solve(X, Y[..., some], weight)
+            received = path.features.coef[r][..., some].detach()
+            torch.testing.assert_close(received, alone.features.coef.detach(), rtol=1e-9, atol=1e-9)
+            received = held_out.outputs[r][..., some].detach()
+            torch.testing.assert_close(received, alone.held_out().outputs.detach(), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("seed", [2, 9, 15])

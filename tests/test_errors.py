@@ -339,6 +339,16 @@ def test_values_that_leave_the_matrix_positive_definite_are_refused_all_the_same
         function(K, g["Y"], 1.0, poked(g["weight"], value))
 
 
+@pytest.mark.parametrize("value", [1e160, 1e300])
+@pytest.mark.parametrize("machine", [tl.RLS, tl.LSSVM])
+def test_a_path_refuses_rows_whose_squares_overflow(machine, value):
+    g = good()
+    X, regs = poked(g["X"], value), torch.tensor([0.1, 2.0])
+    for call in (machine(tl.kernels.Linear()).path, machine(tl.kernels.Linear()).solve_path):
+        with pytest.raises(ValueError, match="the regularised matrix is not positive definite"):
+            call(X, g["y"], regs)
+
+
 class Skewed(tl.kernels.RBF):
     """A kernel of one's own that is not symmetric, made from one that is."""
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchloo.guards import host_labels, is_whole, whole_number
+from torchloo.guards import host_labels, is_whole, on_host, whole_number
 
 __all__ = ["PaddedSets", "Partition", "folds", "random_order", "row_sets"]
 
@@ -202,7 +202,7 @@ def _filled_up(groups: list[Tensor], padding: int) -> Tensor:
 def row_sets(function: str, rows: object, n: int) -> tuple[Tensor, bool]:
     """Disjoint sets (g, s) of the rows 0 to n - 1, none with all rows, and whether `rows` has the axis g."""
     try:
-        given = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+        given = on_host(rows)
     except ValueError:
         raise TypeError(
             f"{function}: rows must be integers, got a ragged list; call it for each set"

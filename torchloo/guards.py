@@ -20,6 +20,7 @@ __all__ = [
     "full_dtype",
     "host_labels",
     "is_whole",
+    "on_host",
     "require_floating",
     "require_inputs",
     "values_visible",
@@ -121,10 +122,20 @@ def whole_number(function: str, name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def on_host(values: object) -> np.ndarray:
+    """Numbers as an array on the host."""
+    if not isinstance(values, Tensor):
+        return np.asarray(values)
+    if torch.compiler.is_compiling():
+        return values.detach().cpu().numpy()
+    with torch._C._DisableFuncTorch():  # whose transforms hide the values of all that operations return
+        return values.detach().cpu().numpy()
+
+
 def host_labels(function: str, clusters: object, rows: int, name: str = "clusters") -> np.ndarray:
     """Labels of rows as an int64 array (n,), on the host, since shapes depend on them."""
     try:
-        labels = clusters.detach().cpu().numpy() if isinstance(clusters, Tensor) else np.asarray(clusters)
+        labels = on_host(clusters)
     except ValueError:
         raise TypeError(f"{function}: {name} must be integer labels (n,), got a ragged list") from None
     if labels.dtype.kind not in "iu":

@@ -1,7 +1,7 @@
 """Targets, weights and regularisation of a least-squares problem, checked and broadcast."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,18 @@ class Given(NamedTuple):
         counted = values_visible(matrix) and not matrix.is_inference()
         return cls(matrix, matrix._version if counted else None)
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether the matrix was changed in place."""
+        return self.version is not None and self.matrix._version != self.version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Changes of a copy, which is deep, are counted anew."""
+        return (Given, (self.matrix, -1)) if self.has_changed else (Given.of, (self.matrix,))
+
     def require_unchanged(self, function: str) -> None:
         """Raise if the matrix was changed in place."""
-        if self.version is not None and self.matrix._version != self.version:
+        if self.has_changed:
             raise RuntimeError(
                 f"{function}: the inputs were changed in place after solve; solve again, or give it a copy"
             )

@@ -22,9 +22,15 @@ the features depend on. The penalty is reg K_zz on the columns k themselves, so 
 differentiated: with F = A^T L^{-1} its cotangent is F^T (Q - (v q^T + q v^T) / 2) F. For a row alone, D is a
 number.
 
-Of a set that was refitted, P_LL^{-1} is known, and so is H = C_L^{-1} X_L^T. With
-E = (rbar a^T + a rbar^T) / 2 + diag(reg vbar), what it adds itself is -H E H^T to Q, 2 E H^T to ubar and
--diag(E) / zeta^2 to zetabar; no 1 - h appears. The Q of the others acts on it as on all rows.
+A set that was refitted has no part in these sums, in which all that matters would cancel. Its residuals are
+Y_L - Z_L p for the coefficients p without it, of the other rows alone, and its variances
+reg (1 / zeta + diag(Z_L H)) with H = C_L^{-1} Z_L^T. So with v = H rbar, G = diag(reg vbar), and the
+residuals e of that machine, for features z about the mean of the other rows,
+
+    zbar = -p rbar^T + 2 H G,                      Ybar = rbar,         zetabar = -G / zeta^2,
+    zbar = zeta (p v^T z - v e^T - 2 H G H^T z),   Ybar = -zeta v^T z,  zetabar = -(v^T z) e - z^T H G H^T z
+
+in the set and outside of it, and the cotangent of the penalty is (v p^T + p v^T) / 2 - H G H^T.
 
 A batch of problems is an axis in front of all others. Single problems alone have refitted sets.
 """
@@ -37,6 +43,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
+from torchloo.guards import values_visible
 from torchloo.panels import add_matmul, add_symmetric, mirrored, room_like, times_upper
 from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
@@ -84,7 +91,7 @@ class HeldOutRows(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(residuals, variance, targets, regs, X, Y, weight, *tensors)
         own = (targets, zeta) if Y is None else (None, None)
-        return residuals, variance, flags, *own, None
+        return residuals.to(solved.dtype), variance.to(solved.dtype), flags, *own, None
 
     @staticmethod
     @in_full_precision
@@ -100,7 +107,8 @@ class HeldOutRows(Function):
                 f"{solved.function}: parameters of the machine were changed in place between solve and "
                 "held_out, so that there is no gradient in them; solve again"
             )
-        if torch.is_grad_enabled():
+        given = [bar for bar in (rbar, vbar) if bar is not None]
+        if torch.is_grad_enabled() or not values_visible(*given):  # or a batch of cotangents
             return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
         rbar = torch.zeros_like(residuals) if rbar is None else rbar
         work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar), ctx.kept)
@@ -128,12 +136,16 @@ def _by_autograd(
             "rows as tensors for more"
         )
     assert regs is not None
-    residuals, variance = solved.whole(partition, regs, X, Y, weight, [t for t in tensors if t is not None])
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        residuals, variance = solved.whole(
+            partition, regs, X, Y, weight, [t for t in tensors if t is not None]
+        )
     outputs = [(a, b) for a, b in ((residuals, rbar), (variance, vbar)) if b is not None]
     wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
     grads = iter(
         torch.autograd.grad(
-            [a for a, _ in outputs], wanted, [b for _, b in outputs], create_graph=True, allow_unused=True
+            [a for a, _ in outputs], wanted, [b for _, b in outputs], create_graph=again, allow_unused=True
         )
     )
     return [next(grads) if need else None for need in needs]
@@ -163,31 +175,63 @@ class _Visit(NamedTuple):
         return self.rows.to(like.device) if isinstance(self.rows, Tensor) else self.rows
 
 
+class _Effect(NamedTuple):
+    """How the machine without a refitted set depends on the other rows; Note [blockwise backward]."""
+
+    r: int
+    j: int
+    centre: tuple[Tensor, Tensor]
+    """Means (1, p') of the features, taken off one after the other."""
+    coef: Tensor
+    """p, (p', c)."""
+    v: Tensor
+    """(p', c)."""
+    H: Tensor
+    """(p', s)."""
+    g: Tensor
+    """The diagonal of G, (s,)."""
+
+    def to(self, like: Tensor) -> "_Effect":
+        """The same on the device of a tensor."""
+        origin, mean = self.centre
+        return _Effect(self.r, self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[3:]))
+
+    def penalty(self) -> Tensor:
+        """Cotangent of the penalty, (p', p')."""
+        outer = self.v @ self.coef.mT
+        return (outer + outer.mT) / 2 - self.H * self.g @ self.H.mT
+
+    def on(self, features: Tensor, Y: Tensor, zeta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of features (p', b), targets (b, c) and weights (b,) of rows outside the set."""
+        z = features
+        for part in self.centre:
+            z = z - part.mT
+        e, vz, Hz = Y - z.mT @ self.coef, self.v.mT @ z, self.H.mT @ z  # (b, c), (c, b), (s, b)
+        GHz = self.g.unsqueeze(-1) * Hz
+        zbar = zeta * (self.coef @ vz - self.v @ e.mT - 2 * self.H @ GHz)
+        return zbar, -(zeta * vz).mT, -(vz.mT * e).sum(-1) - (Hz * GHz).sum(0)
+
+
 class _Refit:
-    """What a refitted set adds: -H E H^T to Q; Note [blockwise backward].
+    """A set that was refitted.
 
     Attributes:
-        H, EH: (p', s) and (s, p'), in rotated coordinates.
-        a, abar: (s, c).
-        diagonal: of E, (s,).
-        start: number of the first of its rows among all that were refitted, by all processes.
+        effect: on the other rows.
+        a: (s, c), of the machine of all rows.
+        rbar: (s, c).
     """
 
     def __init__(self, work: "_Backward", one: "Refitted") -> None:
         machines, p = work.machines, len(work.machines.rotation)
-        self.r, self.j, self.rows = one.r, one.j, one.rows
+        self.r, self.j, self.rows, self.zeta = one.r, one.j, one.rows, one.zeta
         self.outputs = machines.outputs_of(one.j)
-        self.H = machines.turned(one.spread)
         U = torch.cat([machines.rotation @ one.X[:p], one.X[p:]])
         e = one.Y - U.mT @ work.q[one.r, self.outputs].mT  # (s, c)
-        a = one.zeta.unsqueeze(-1) * e
+        self.a = one.zeta.unsqueeze(-1) * e
         _, rbar, inverse, by_variance = work.cotangents(one.rows)
         g = torch.zeros_like(inverse) if by_variance is None else by_variance
-        rb, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
-        self.abar = rb / one.zeta.unsqueeze(-1) + one.X.mT @ (one.spread @ rb)
-        self.EH = (rb @ (a.mT @ self.H.mT) + a @ (rb.mT @ self.H.mT)) / 2 + g.unsqueeze(-1) * self.H.mT
-        self.diagonal = (rb * a).sum(-1) + g
-        self.a, self.start = a, 0  # its place among all refitted rows is known later
+        self.rbar, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
+        self.effect = _Effect(one.r, one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
 
 
 def _inverse_blocks(
@@ -228,8 +272,8 @@ class _Backward:
         self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
         self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
-        if solved.moments.centre:
-            self.q = torch.cat([self.q, machines.offset.unsqueeze(-1)], -1)
+        if solved.moments.centre:  # for targets about their mean
+            self.q = torch.cat([self.q, machines.shift.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
         n, width = self.residuals.shape[-2], self.f.shape[:-3].numel() * self.f.shape[-1]
@@ -259,13 +303,10 @@ class _Backward:
         self._penalty()
         self.Q, self.v = self.others.sums(self.Q, self.v)
         self.total = self.Q.sum((-4, -3)) if len(self.each) > 1 else self.Q[..., 0, 0, :, :]
-        everyone = self.others.gather([(one.H.cpu(), one.EH.cpu()) for one in self.refits])
-        flat = [(H.to(self.f), EH.to(self.f)) for pairs in everyone for H, EH in pairs]
-        start = sum(H.shape[1] for pairs in everyone[: self.others.rank] for H, _ in pairs)
-        for one in self.refits:
-            one.start, start = start, start + len(one.rows)
-        self.H = torch.cat([H for H, _ in flat], 1) if flat else None
-        self.EH = torch.cat([EH for _, EH in flat]) if flat else None
+        host = torch.zeros((), dtype=torch.float64, device="cpu")
+        everyone = self.others.gather([one.effect.to(host) for one in self.refits])
+        self.effects = [effect.to(self.f) for effects in everyone for effect in effects]
+        self.first = sum(map(len, everyone[: self.others.rank]))
 
     def _own_sums(self) -> None:
         for visit in self.visits("gradient: sums", gather=True):
@@ -289,9 +330,6 @@ class _Backward:
         room = gram if len(self.each) == 1 else torch.empty_like(gram)
         for r, j, outputs in self.each:
             M = self.Q[..., r, j, :p, :p]
-            for one in self.refits:
-                if (one.r, one.j) == (r, j):
-                    M = M - one.H[:p] @ one.EH[:, :p]
             left, right = (t[..., r, outputs, :p] for t in (self.v, self.q))
             by_solution = ((left @ gram) * right).sum((-2, -1))
             by_leverage = torch.mul(gram, M, out=room).sum((-2, -1))
@@ -299,6 +337,13 @@ class _Backward:
             if self.penalty is not None:
                 outer = left.mT @ right
                 self.penalty += machines.regs[..., r, j, None, None] * (M - (outer + outer.mT) / 2)
+        self.penalty_without: Tensor | None = None
+        if self.refits:
+            self.penalty_without = torch.zeros_like(rotation)
+            for one in self.refits:
+                own = one.effect.penalty()[:p, :p]
+                self.regbar[one.r, one.j] += own.diagonal().sum()
+                self.penalty_without += machines.regs[one.r, one.j] * own
 
     def visits(self, what: str, gather: bool) -> Iterator[_Visit]:
         """All rows; Q and regbar are added to where it is these that are gathered."""
@@ -347,6 +392,7 @@ class _Backward:
             D = D - inverse.square() * g  # (..., R, c', b)
         if (flags := self._flags(part.rows)) is not None:
             D = D.masked_fill(flags, 0.0)
+            rbar = rbar.masked_fill(flags, 0.0)
         abar = rbar * inverse
         weighted = zeta * D
         if gather:
@@ -412,9 +458,9 @@ class _Backward:
         return self._with_refits(_Visit(rows, part, U, part.zeta, a, abar, D, DN_rows))
 
     def _with_refits(self, visit: _Visit) -> _Visit:
-        """A visit with a of refitted sets among its rows, and its cotangent, put in place."""
+        """A visit with a of refitted sets among its rows put in place; its cotangent is elsewhere."""
         for one, at in self._refits_among(visit):
-            visit.abar[one.r, one.outputs][..., at] = one.abar.mT
+            visit.abar[one.r, one.outputs][..., at] = 0.0
             visit.a[one.r, one.outputs][..., at] = one.a.mT
         return visit
 
@@ -434,6 +480,31 @@ class _Backward:
                 at = [place[row] for row in one.rows.tolist()]
                 yield one, torch.tensor(at, device=visit.U.device)
 
+    def _without_sets(self, visit: _Visit) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What refitted sets add to cotangents of features (p, b), targets (b, c) and weights (b,)."""
+        if not self.effects:
+            return None
+        part, moments, expansion = visit.part, self.solved.moments, self.machines.expansion
+        z = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z)
+        p = len(z)
+        if moments.centre:
+            z = torch.cat([z, torch.ones_like(z[:1])])
+        Y, zeta = part.Y.double() - moments.mean_y, part.weight.double()
+        zbar, Ybar, zetabar = torch.zeros_like(z), torch.zeros_like(Y), torch.zeros_like(zeta)
+        among = {id(one): at for one, at in self._refits_among(visit)}
+        for number, effect in enumerate(self.effects):
+            outputs = self.machines.outputs_of(effect.j)
+            by_z, by_Y, by_zeta = effect.on(z, Y[:, outputs], zeta)
+            own = number - self.first
+            if 0 <= own < len(self.refits) and id(one := self.refits[own]) in among:
+                at = among[id(one)]
+                by_z[:, at] = 2 * effect.H * effect.g - effect.coef @ one.rbar.mT
+                by_Y[at], by_zeta[at] = one.rbar, -effect.g / one.zeta.square()
+            zbar += by_z
+            Ybar[:, outputs] += by_Y
+            zetabar += by_zeta
+        return zbar[:p], Ybar, zetabar
+
     def send(self, sent: "_Sent") -> None:
         """The second pass."""
         v, self.sent = None, sent
@@ -446,24 +517,20 @@ class _Backward:
             s = visit.abar + together(v, U)  # (..., R, c, b)
             weighted = zeta * s
             UQ, DN = torch.matmul(total, U, out=room_like(U, U.shape[-2])), self._times_rows(visit)
-            among = list(self._refits_among(visit))
-            if self.H is not None and self.EH is not None:
-                effect = self.EH @ U
-                for one, at in among:  # a set does not act on itself in this way
-                    effect[one.start : one.start + len(at), at] = 0.0
-                UQ -= self.H @ effect
+            beside = self._without_sets(visit)
             if sent.weight is not None:
                 own = torch.sub(UQ, DN, alpha=2).mul_(U).sum(-2)
                 diagonal = visit.D if visit.DN is not None else visit.D.sum((-3, -2))
                 zetabar = diagonal + own + (s * a / zeta).sum((-3, -2))
-                for one, at in among:
-                    zetabar[at] -= one.diagonal / zeta[0, 0, at].square()
+                if beside is not None:
+                    zetabar = zetabar + beside[2]
                 sent.weight[..., visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
             ubar = UQ.sub_(DN).mul_(2 * zeta[..., 0, :].to(kind))
             add_matmul(ubar, vq, torch.cat([a, -weighted], -2).flatten(-3, -2).to(kind))
-            for one, at in among:
-                ubar[:, at] += 2 * one.EH.mT
-            sent.add(visit, ubar, weighted.sum(-3).mT)
+            Ybar, zbar = weighted.sum(-3).mT, None
+            if beside is not None:
+                Ybar, zbar = Ybar + beside[1], beside[0]
+            sent.add(visit, ubar, Ybar, zbar)
 
 
 class _Sent:
@@ -480,7 +547,7 @@ class _Sent:
     ) -> None:
         machines = work.machines
         self.expansion = machines.expansion
-        self.machines, self.penalty = machines, work.penalty
+        self.machines, self.penalty, self.penalty_without = machines, work.penalty, work.penalty_without
         self.X = None if X is None else torch.zeros_like(X)
         self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[..., 0]) if needs_weight else None
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
@@ -501,8 +568,8 @@ class _Sent:
         self._evaluated = part, x, k
         return k
 
-    def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor) -> None:
-        """Cotangents (..., p', b) and (..., b, c) of the rows of a visit."""
+    def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor, zbar: Tensor | None) -> None:
+        """Cotangents (..., p', b) and (..., b, c) of the rows of a visit; zbar (p, b) is that of features."""
         rows = visit.rows_on(self.Y)
         self.Y[..., rows, :] = Ybar.to(self.Y)
         if self.X is None and not self.wanted:
@@ -513,6 +580,8 @@ class _Sent:
         forth = self.machines.forth.to(ubar.dtype)
         ubar = ubar[..., : forth.shape[-1], :]
         columns = times_upper(forth, ubar) if self.machines.triangular else forth.mT @ ubar  # (..., p, b)
+        if zbar is not None:
+            columns = columns + self._of_columns(zbar)
         if self.expansion.mask is not None:
             columns = columns * self.expansion.mask
         if evaluated is None:  # the rows are columns
@@ -527,6 +596,11 @@ class _Sent:
             grads = grads[1:]
         self._keep(grads)
 
+    def _of_columns(self, zbar: Tensor) -> Tensor:
+        """L^{-T} zbar: the cotangent of kernel columns from that of features (p, b)."""
+        factor = self.expansion.factor
+        return zbar if factor is None else torch.linalg.solve_triangular(factor.mT, zbar, upper=True)
+
     def _keep(self, grads: Sequence[Tensor | None]) -> None:
         pairs = zip(self.found, grads, strict=True)
         self.found = [b if a is None else a if b is None else a + b for a, b in pairs]
@@ -539,6 +613,8 @@ class _Sent:
                 F = self.machines.forth
                 assert self.penalty is not None
                 bar = F.mT @ self.penalty @ F
+                if self.penalty_without is not None:
+                    bar = bar + self._of_columns(self._of_columns(self.penalty_without).mT)
                 if self.expansion.mask is not None:
                     bar = bar * self.expansion.mask * self.expansion.mask.mT
                 self._keep(torch.autograd.grad(Kzz, self.wanted, bar.to(Kzz.dtype), allow_unused=True))

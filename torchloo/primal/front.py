@@ -5,6 +5,7 @@ A machine says what the features of its rows are: `features_of` of tensors, `fea
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from torchloo.classes import is_label, sorted_labels
@@ -118,6 +119,7 @@ def primal(
     penalty: Tensor | None = None,
 ) -> tuple[Primal, StreamFit | None]:
     """`solve_by_passes`, and the same with operations on all rows that torch differentiates."""
+    Z = Z if torch.is_grad_enabled() else Z.detach()  # targets, weights and reg are copies without a graph
     with full_precision(Z):
         solved = solve_by_passes(guard, Z, weight, Y, reg, bias, penalty)
         R = ridge_penalty(reg, Z) if penalty is None else penalty.double()

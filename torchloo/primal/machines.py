@@ -25,6 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from torchloo.blocks import NOT_DEFINITE
 from torchloo.factors import (
     ILL_CONDITIONED,
     ILL_CONDITIONED_PATH,
@@ -57,6 +58,9 @@ _FOLD = 1e-11
 # Up to this condition, times the square root of the number of rows, coefficients need no step of refinement:
 # errors of the normal equations reach an output by its own small part of a feature.
 _SETTLED = 2e5
+
+# Above this condition, singular values lose the least of their kind, and coefficients of a path with them.
+_LARGEST_OF_PATH = 1e18
 
 # Features farther from the origin, in units of their spread, make a step of refinement worth while.
 _FAR = 1e3
@@ -223,8 +227,10 @@ class Machines:
     """(..., R, c')."""
     q: Tensor
     """Coefficients, (..., R, c, p)."""
-    offset: Tensor
-    """What is added to every output, (..., R, c)."""
+    mean_y: Tensor
+    """Mean of the targets, (..., 1, c)."""
+    shift: Tensor
+    """What is added to every output beside this mean, (..., R, c), with digits of its own."""
     spread: Tensor
     """Root mean square of the targets about the offset, (..., 1, c)."""
     least: Tensor
@@ -241,6 +247,11 @@ class Machines:
     """Whether a step of refinement has been made."""
     _room: Tensor | None = None
     """Memory of rotated features that are no longer needed."""
+
+    @property
+    def offset(self) -> Tensor:
+        """What is added to every output, (..., R, c)."""
+        return self.mean_y + self.shift
 
     @cached_property
     def narrow(self) -> Tensor:
@@ -301,10 +312,10 @@ class Machines:
 
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (..., R, c, b)."""
-        R, c = self.offset.shape[-2:]
-        shared = self.offset.stride(-2) == 0  # one for all, until it moves
-        offset = self.offset[..., :1, :] if shared else self.offset
-        centred = part.Y.double().mT.unsqueeze(-3) - offset.unsqueeze(-1)  # (..., R, c, b) or (..., 1, c, b)
+        R, c = self.shift.shape[-2:]
+        centred = (part.Y.double() - self.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b)
+        if self.moved:
+            centred = centred - self.shift.unsqueeze(-1)  # (..., R, c, b)
         if u.ndim == 2 and u.dtype == torch.float64 and (c == 1 or len(centred) == R):
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
         return centred - self.outputs(u, self.q)
@@ -333,7 +344,7 @@ class Machines:
 
     def move(self, step: Tensor, shift: Tensor) -> None:
         """Add to the coefficients, (..., R, c, p), and to the offset, (..., R, c)."""
-        self.q, self.offset = self.q + step, self.offset + shift
+        self.q, self.shift = self.q + step, self.shift + shift
         self.refined = self.moved = True
 
     def drop_shortcuts(self) -> bool:
@@ -389,8 +400,8 @@ def _machines(
         differs = eps * leverage * moments.longest
         rounding = torch.maximum(differs, eps * outputs * moments.longest)
         fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
-    offset = moments.mean_y.expand(*regs.shape[:-1], -1)
-    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, offset, spread)
+    shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
+    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, moments.mean_y, shift, spread)
     machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
     return machines, fine
 
@@ -476,7 +487,25 @@ def path_machines(
     machines, fine = with_eigen(eigen)
     limit = ILL_CONDITIONED_PATH * moments.count**0.5
     if not _is_well_conditioned(guard, moments, machines, fine, eigen.condition(regs), limit):
-        eigen = Eigen.of_rows(triangle()[0]).beside_regs()
+        R, d = triangle()
+        eigen = Eigen.of_rows(R).beside_regs()
+        guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
         machines, fine = with_eigen(eigen)
-        machines.fold, machines.least = guard.read_flag(fine), eigen.least(regs)
+        within = eigen.condition(regs).amax() < _LARGEST_OF_PATH
+        machines.fold, within_reach = guard.read_flags(fine, within)
+        machines.least = eigen.least(regs)
+        if not within_reach:
+            _solve_one_by_one(guard, machines, R, d)
     return machines
+
+
+def _solve_one_by_one(guard: Guard, machines: Machines, R: Tensor, d: Tensor) -> None:
+    """Take the coefficients of a path from a factorisation for each regularisation, from R and d."""
+    columns = []
+    for r, j, outputs in machines.each:
+        penalty = torch.diag_embed(machines.regs[..., r, j, None].sqrt().expand(R.shape[:-1]))
+        right = torch.nn.functional.pad(d[..., outputs], (0, 0, 0, R.shape[-1]))
+        columns.append(inverse_factor_of(torch.cat([R, penalty], -2), right, guard)[2])
+    coef = torch.cat(columns, -1).mT.unflatten(-2, machines.q.shape[-3:-1])  # (..., R, c, p)
+    machines.q = together(coef, machines.rotation.mT)
+    machines.refined = machines.moved = True  # the normal equations know the coefficients less well

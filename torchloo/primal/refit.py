@@ -17,7 +17,7 @@ ulp of rounding, divided by a tiny penalty, would be a coefficient.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +54,13 @@ class Refitted(NamedTuple):
     zeta: Tensor
     """Weights, (s,)."""
     Y: Tensor
-    """Targets, (s, c)."""
+    """Targets about their mean, (s, c)."""
+    centre: tuple[Tensor, Tensor]
+    """Means (1, p') of the rows in no set, and of those outside this one about it; taken off one by one."""
+    coef: Tensor
+    """Coefficients without the set, (p', c), for features about these means, with a 1 for the bias."""
     spread: Tensor
-    """C_L^{-1} X, (p', s)."""
+    """C_L^{-1} X_L^T, (p', s), likewise."""
 
 
 class _Left(NamedTuple):
@@ -222,13 +226,16 @@ class _Round:
         self.origin = torch.zeros_like(self.outside[:1, : p + self.bias])
 
     def _read(self, part: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`."""
-        expansion = self.solved.expansion
-        X = expansion.features(expansion.columns(part.X)).sub_(self.solved.moments.mean_z).mT
+        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`.
+
+        Targets are about their mean: what is small beside it keeps its digits for a tiny penalty.
+        """
+        expansion, moments = self.solved.expansion, self.solved.moments
+        X = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z).mT
         if self.bias:
             X = torch.cat([X, torch.ones_like(X[:, :1])], -1)
         root = part.weight.double().sqrt().unsqueeze(-1)
-        return X - self.origin, root, part.Y.double()[:, self.outputs]
+        return X - self.origin, root, (part.Y.double() - moments.mean_y)[:, self.outputs]
 
     def _move_origin(self) -> None:
         """Find the mean of the rows in no set."""
@@ -269,7 +276,7 @@ class _Round:
         outside, number, X, root, Y = everyone
         return _Left(triangle(outside), X, root, Y, self.bias), number, first
 
-    def solve(self) -> Iterator[tuple[Tensor, ...]]:
+    def solve(self) -> Iterator[tuple[Any, ...]]:
         """Rows (s,) of this process, residuals (s, c), variances (s, 1), then the fields of `Refitted`."""
         left, number, first = self._gather()
         for k, rows in enumerate(self.rows, first):
@@ -283,7 +290,6 @@ class _Round:
             half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
             variance = self.reg * (half.square().sum(0).unsqueeze(-1) + 1 / zeta)
             spread = torch.linalg.solve_triangular(F, half, upper=True)
-            if self.bias:  # back to features about the mean of all rows
-                spread[-1] -= ((self.origin + mean) @ spread)[0]
             order = rows if self.large else rows.sort().values  # that of the passes
-            yield order, Y - V @ coef, variance, (X + self.origin).mT, zeta[:, 0], Y, spread
+            given = ((X + self.origin).mT, zeta[:, 0], Y, (self.origin, mean), coef, spread)
+            yield order, Y - V @ coef, variance, *given

@@ -177,7 +177,7 @@ class _Visit:
     def large(self, rows: Tensor) -> None:
         """One set (s,) of more rows than a block has, and than there are features."""
         *batch, p = self.f.shape[:-3] + self.f.shape[-1:]
-        A, t = self.f.new_zeros(*batch, p, p), self.f.new_zeros(*self.machines.offset.shape, p)
+        A, t = self.f.new_zeros(*batch, p, p), self.f.new_zeros(*self.machines.shift.shape, p)
         for some in rows.split(self.size):
             part, U, e, zeta = self._read(some)
             add_symmetric(A, U, zeta)

@@ -459,8 +459,12 @@ class StreamFit:
         parts = [self._of(k)._fields(partition, None)[:3] for k in apart]
         found = [torch.stack(part) for part in zip(*parts, strict=True)]
         if others:
-            rest = self._of(torch.tensor(others, device=self.regs.device))._fields(partition, None)
-            found = [torch.cat(pair) for pair in zip(found, rest[:3], strict=True)]
+            rest = self._of(torch.tensor(others, device=self.regs.device))
+            try:
+                said = list(rest._fields(partition, None)[:3])
+            except ProblemsApartError as more:  # without the worst of them, they are solved another way
+                said = rest._one_by_one(partition, more.numbers)
+            found = [torch.cat(pair) for pair in zip(found, said, strict=True)]
         back = torch.tensor(apart + others, device=self.regs.device).argsort()
         return [part[back] for part in found]
 
@@ -486,7 +490,8 @@ class StreamFit:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
         if self.wants_graph:
-            return HeldOutRows.apply(self, machines, partition, *inputs)
+            alive = [t.clone() if t is not None and t.is_inference() else t for t in inputs]
+            return HeldOutRows.apply(self, machines, partition, *alive)
         with torch.no_grad():
             return self.run(machines, partition, out)[0].fields
 
@@ -496,8 +501,10 @@ class StreamFit:
         """All passes that leave rows or sets out: what they wrote, and what was refitted."""
         n = self.stream.n
         assert n is not None
-        *several, c = machines.offset.shape
-        kind = (machines.regs.shape[-1], self.dtype, self.moments.S.device)
+        *several, c = machines.shift.shape
+        # A backward divides by 1 - h, and takes differences of numbers that it has divided.
+        dtype = torch.float64 if self.wants_graph and self.stream.lasting else self.dtype
+        kind = (machines.regs.shape[-1], dtype, self.moments.S.device)
         with Sink(self.function, (*several, n, c), *kind, out, self.stream.known) as sink:
             self.others.run(sink.open)
             if partition is None:
@@ -585,7 +592,7 @@ class StreamFit:
         """The second pass of Note [passes]."""
         gradient, worst = None, None
         if not machines.refined:
-            gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
+            gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.shift))
             worst = machines.regs.new_zeros(2, *machines.regs.shape)
         low = torch.full_like(machines.regs, torch.inf)
         per_weight, self.kept = self.per_weight.unsqueeze(-1), []
@@ -624,7 +631,7 @@ class StreamFit:
         return machines
 
     def _gradient(self, machines: Machines) -> tuple[Tensor, Tensor]:
-        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.offset))
+        gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.shift))
         for part in self.blocks("refinement"):
             u = machines.rotated(part.X, again=True)
             machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.zeta))

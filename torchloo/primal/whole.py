@@ -54,7 +54,10 @@ __all__ = ["Known", "Normal", "Primal", "centred", "ridge_penalty", "spread_of"]
 def _columns(x: Tensor, like: Tensor) -> Tensor:
     """x (*, ..., p, c), with axes in front that a tensor (..., n, p) does not have, as (..., p, * c)."""
     extra = x.ndim - like.ndim
-    return x if extra <= 0 else x.flatten(0, extra - 1).movedim(0, -2).flatten(-2)
+    if extra <= 0:
+        return x
+    x = x.reshape(-1, *x.shape[extra:]).movedim(0, -2)  # batches of cotangents know no flatten
+    return x.reshape(*x.shape[:-2], -1)
 
 
 def _times(V: Tensor, x: Tensor) -> Tensor:
@@ -63,7 +66,8 @@ def _times(V: Tensor, x: Tensor) -> Tensor:
     product = V @ _columns(x, V)
     if extra <= 0:
         return product
-    return product.unflatten(-1, (-1, x.shape[-1])).movedim(-2, 0).unflatten(0, x.shape[:extra])
+    product = product.reshape(*product.shape[:-1], -1, x.shape[-1]).movedim(-2, 0)
+    return product.reshape(*x.shape[:extra], *product.shape[1:])
 
 
 def _solve(T: Tensor, B: Tensor) -> Tensor:
