@@ -461,10 +461,10 @@ class StreamFit:
         if others:
             rest = self._of(torch.tensor(others, device=self.regs.device))
             try:
-                said = list(rest._fields(partition, None)[:3])
+                fields = list(rest._fields(partition, None)[:3])
             except ProblemsApartError as more:  # without the worst of them, they are solved another way
-                said = rest._one_by_one(partition, more.numbers)
-            found = [torch.cat(pair) for pair in zip(found, said, strict=True)]
+                fields = rest._one_by_one(partition, more.numbers)
+            found = [torch.cat(pair) for pair in zip(found, fields, strict=True)]
         back = torch.tensor(apart + others, device=self.regs.device).argsort()
         return [part[back] for part in found]
 
