@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.stacked import times_vector
+from torchloo.svm.stacked import block_of, rows_of, times_vector
 
 __all__ = [
     "Bordered",
@@ -94,7 +94,9 @@ class Dense:
         return torch.linalg.solve_triangular(self.L.mT, half, upper=True).mT
 
     def take(self, keep: Tensor) -> "Dense":
-        """That of the variables in `keep`, of one machine."""
+        """That of the variables in `keep`, (v,) of one machine or (B, v)."""
+        if keep.ndim > 1:
+            return Dense(block_of(self.K, keep))
         return Dense(self.K.index_select(0, keep).index_select(1, keep))
 
     def machines(self, rows: Tensor) -> "Dense":
@@ -131,7 +133,9 @@ class LowRank:
         return near - (inner @ self.F.mT).div_(self.theta)
 
     def take(self, keep: Tensor) -> "LowRank":
-        """That of the variables in `keep`, of one machine."""
+        """That of the variables in `keep`, (v,) of one machine or (B, v)."""
+        if keep.ndim > 1:
+            return LowRank(rows_of(self.F, keep))
         return LowRank(self.F.index_select(0, keep))
 
     def machines(self, rows: Tensor) -> "LowRank":
