@@ -172,7 +172,7 @@ def _outputs(problem: SVMProblem, alpha: Tensor, boxes: Tensor, member: Tensor) 
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
     first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias = held_out_bias(y, Held(alpha, u, boxes, first, problem.rounding))
+    bias, _ = held_out_bias(y, Held(alpha, u, boxes, first, problem.rounding))
     f = u[member, v] + bias[member]
     held = Held(alpha[member], u[member], boxes[member], v, problem.rounding)
     sign = proved_sign(problem.K, y, held, bias[member])

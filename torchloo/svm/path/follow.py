@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchloo.svm.path.roles import Shared, Turn, begin_swap, end_swap
 from torchloo.svm.path.state import Base, Ends, Paths
-from torchloo.svm.stacked import times_vector
+from torchloo.svm.stacked import times_vector, weighted_rows
 
 __all__ = ["follow"]
 
@@ -209,11 +209,7 @@ def _round(shared: Shared, s: Paths) -> Singular | None:
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
     """v of Note [change sets], (B, l + 2); rounding is set to 0."""
-    bags, c = shared.bags(s.moved), s.rate.view(-1)
-    by_frequency, total, sparse, last_bag = False, 0, False, False  # mode 0 is the sum
-    A_c, *_ = torch.embedding_bag(
-        shared.rows, s.moved.view(-1), bags, by_frequency, total, sparse, c, last_bag, shared.dummy
-    )
+    A_c = weighted_rows(shared.rows, s.moved, s.rate, shared.dummy, shared.bags(s.moved))
     return torch.hardshrink(A_c.scatter_(1, s.P, s.rate), _FLAT)
 
 

@@ -16,12 +16,13 @@ from torchloo.svm.proof.certify import (
     bias_by_free,
     gap_ball_sign,
     held_out_bias,
+    midpoint_bias,
     reach_of,
     sign_by_reach,
     smallest_and_sum,
 )
 from torchloo.svm.records import Exact, SVMProblem, Unlearned
-from torchloo.svm.stacked import Tables, may_look
+from torchloo.svm.stacked import Tables, may_look, subset
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 __all__ = ["Targets", "unlearn"]
@@ -175,11 +176,18 @@ def _proof_by_all(
     problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice = slice(None)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
+    y, held = _by_all(problem, end, kept, stuck, rows)
+    return _proof(problem.K, y, held, end.stray[rows])
+
+
+def _by_all(
+    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice
+) -> tuple[Tensor, Held]:
+    """Labels, (m,) or (R, m), and solutions of the paths at `rows`, (R,), by all variables."""
     its = end.tables.take(rows)
     y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
     solution = end.coefficients(rows), end.u[rows], box, end.target[rows], rounding
-    held = Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
-    return _proof(problem.K, y, held, end.stray[rows])
+    return y, Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
 
 
 def _proof_by_moved(
@@ -209,6 +217,12 @@ def _proof_by_moved(
     own = kept * (1 - at_rest)
     held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck)
     bias = bias_by_free(y, held)
+    is_midpoint = bias.isnan()
+    none = subset(is_midpoint)
+    if len(none):
+        bias[none] = torch.where(
+            is_midpoint[none], midpoint_bias(*_by_all(problem, end, kept, stuck, none)), bias[none]
+        )
     f, way = end.u + bias[:, None], 2 * down - 1
     beyond = torch.where(moved, -torch.inf, -problem.y * way)
     violation = torch.addcmul(tables.each(beyond), f, tables.each(way)).amax(1)
@@ -220,6 +234,7 @@ def _proof_by_moved(
         bias,
         u_r,
         reach_of(problem.K, end.target, problem.kernels(tables.table).table),
+        is_midpoint,
     )
     return u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
@@ -229,8 +244,8 @@ def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Ten
 
     `stray` (N,) is by how much coefficients had to be changed to lie in their boxes.
     """
-    bias = held_out_bias(y, held)
-    sign, _, slip = gap_ball_sign(K, y, held, bias)
+    bias, is_midpoint = held_out_bias(y, held)
+    sign, _, slip = gap_ball_sign(K, y, held, bias, is_midpoint)
     exact = slip.maximum(stray) <= EXACT
     near = (((sign == 0) | ~exact) & (slip <= CLOSE)).nonzero()[:, 0]
     if len(near):

@@ -35,9 +35,9 @@ _USEFUL = 0.5  # q above which R is no inverse
 _TOGETHER = 2**21  # entries of the rows of K of the free sets that are looked at at once
 
 
-def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
+def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Tensor:
     """The sign of f*(x_r) by the gap ball or else by the active set, +1, -1 or 0 where it is open, (B,)."""
-    sign = gap_ball_sign(K, y, held, bias).sign
+    sign = gap_ball_sign(K, y, held, bias, is_midpoint).sign
     rows = (sign == 0).nonzero()[:, 0]
     if len(rows):
         labels = y if y.ndim == 1 else y[rows]
@@ -47,9 +47,9 @@ def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
 
 def judged(K: Tensor, y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     """f(x_r) of each solution with the bias that it asks for, and whether its sign is proved, (B,) both."""
-    bias = held_out_bias(y, held)
+    bias, is_midpoint = held_out_bias(y, held)
     f = held.of_target(held.u) + bias
-    return f, proved_sign(K, y, held, bias) * f > 0
+    return f, proved_sign(K, y, held, bias, is_midpoint) * f > 0
 
 
 def sign_by_active_set(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:

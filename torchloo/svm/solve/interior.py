@@ -119,8 +119,8 @@ def interior_point(
 
     Works on a = alpha * y, so that the Newton matrix is K + diag(theta) and K is never copied with
     signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Several
-    machines take their steps together, and one that is solved stays as it is. Variables of a single
-    one that are plainly on their way to a bound are put there, and the rest goes on without them: what is
+    machines take their steps together, and one that is solved stays as it is. Variables
+    that are plainly on their way to a bound are put there, and the rest goes on without them: what is
     more than the sets holds only once the margins of all have been checked, as exact.py does.
 
     Args:
