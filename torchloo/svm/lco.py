@@ -154,7 +154,7 @@ def _solve_without(
     alpha, close = end.alpha, end.violation <= CLOSE
     for which, solve in ((close & (end.violation > _EXACT), from_sets), (~close, None)):
         rows = which.nonzero()[:, 0]
-        if len(rows):
+        if rows.numel():
             known = end.table[rows], boxes[rows], alpha[rows], end.violation[rows]
             exact = solve_smaller(problem, *known, solve and partial(solve, rows))
             alpha = alpha.index_copy(0, rows, exact)

@@ -31,14 +31,16 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
     n = y.shape[-1]
     matrices = K.detach().reshape(-1, n, n)
     labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
-    number = matrix_numbers(K, y.shape[:-1])
+    number = matrix_numbers(K, y.shape[:-1]).tolist()
     first = 0
     fit = max(1, _TOGETHER // n**2)
     machines = max(1, min(_SHARING * fit, _WORK // n**3)) if most is None else most
-    for last in _ends(number.tolist(), fit, machines):
-        own = number[first:last] - number[first]
-        K_part = matrices[number[first] : number[last - 1] + 1]
-        kernel = None if len(K_part) == last - first else own.to(K.device)
+    for last in _ends(number, fit, machines):
+        begin, end = number[first], number[last - 1] + 1
+        kernel = None
+        if end - begin < last - first:
+            kernel = torch.tensor(number[first:last], device=K.device) - begin
+        K_part = matrices[begin:end]
         yield K_part, labels[first:last], boxes[first:last], kernel
         first = last
 

@@ -101,7 +101,7 @@ def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_t
     # The others, if any, are given up; in a swap the room of r waits in its place already.
     s.failed |= s.reach > 0
     s.room += s.reach * ~s.swap
-    ended.append(s.ends(torch.arange(len(s.problem_id), device=s.problem_id.device), shared.distances))
+    ended.append(s.ends(shared.distances))
     return None
 
 
@@ -116,7 +116,7 @@ def _look(shared: Shared, s: Paths, singular: Tensor, j: Tensor, at_high: Tensor
 def _without_ended(shared: Shared, s: Paths, live: int, ended: list[Ends]) -> Paths:
     """Those still on their way, so many; the others go to `ended`."""
     order = (s.reach > 0).to(torch.uint8).argsort(descending=True, stable=True)
-    ended.append(s.ends(order[live:], shared.distances))
+    ended.append(s.ends(shared.distances, order[live:]))
     return s.take(order[:live])
 
 

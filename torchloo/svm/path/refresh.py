@@ -224,7 +224,7 @@ class Finish:
             lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(y)  # -g
             rough = lack.abs().amax(1) > _ROUGH * (1 + self.u_moved.abs().amax(1))
             rows = (rough & ~failed).nonzero()[:, 0]
-            if not len(rows):
+            if not rows.numel():
                 return
             own, its = sets.take(rows), tables.take(rows)
             step = _correction(machines, its, own, tableau, self.alpha[rows], lack[rows])
@@ -239,7 +239,7 @@ class Finish:
         inside = self.alpha.clamp_min(0).minimum(self.tables.each(self.machines.box))
         stray = (self.alpha - inside).abs_().sum(1)
         rows = stray.nonzero()[:, 0]
-        if len(rows):
+        if rows.numel():
             self._move(rows, inside[rows])
         return stray
 

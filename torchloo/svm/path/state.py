@@ -179,15 +179,19 @@ class Paths:
         used, rounds = (max(getattr(part, name) for part in parts) for name in ("used", "rounds"))
         return Paths(**whole, used=used, rounds=rounds, swapping=any(part.swapping for part in parts))
 
-    def ends(self, rows: Tensor, distances: bool) -> "Ends":
-        """What is of interest of the problems at `rows` once they have ended."""
-        distance = self.distance.index_select(0, rows)
+    def ends(self, distances: bool, rows: Tensor | None = None) -> "Ends":
+        """What is of interest of the problems at `rows`, default all, once they have ended."""
+
+        def own(x: Tensor) -> Tensor:
+            return x if rows is None else x.index_select(0, rows)
+
+        distance = own(self.distance)
         low, high = distance.unbind(1)
         upper = (low == -torch.inf) & (high < torch.inf)  # the range (-inf, 0]
         kept = distance if distances else distance[:, :, :0].clone()
         same = self.problem_id, self.row, self.target, self.room, self.failed, self.events
         P, H = self.P[:, : self.used], self.H[:, : self.used, : self.used]
-        *taken, P, H = [x.index_select(0, rows) for x in (*same, P, H)]
+        *taken, P, H = [own(x) for x in (*same, P, H)]
         if may_look(P) and self.used > _GROWTH:
             changed = P.ne(distance.shape[2] - 2)
             H, P = _packed(changed, int(changed.sum(1).max()), H, P)
@@ -223,15 +227,10 @@ class Ends(NamedTuple):
     @staticmethod
     def cat(parts: list["Ends"]) -> "Ends":
         """Batches as one in the order of their numbers, change sets padded to the largest."""
+        if len(parts) == 1:
+            return parts[0]  # in order, as all batches are
         numbers = torch.cat([part.problem_id for part in parts])
         order = numbers.argsort()
-        if len(parts) == 1:
-            own = parts[0]
-            return (
-                own
-                if torch.equal(numbers[order], numbers)
-                else Ends(*(x.index_select(0, order) for x in own))
-            )
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         all_P = [pad(part.P, (0, k - part.P.shape[1]), value=dummy) for part in parts]
         padded = [part._replace(P=P) for part, P in zip(parts, all_P, strict=True)]

@@ -75,7 +75,7 @@ def unlearn(
     if values and problem.y.shape[1] <= _FEW:
         return ends
     rows = (~ends.solved).nonzero()[:, 0]
-    if not len(rows):
+    if not rows.numel():
         return ends
     again = targets.take(rows)
     used, table = again.table.unique(return_inverse=True)
@@ -96,18 +96,34 @@ def _unlearn(
     groups = follow(base, targets.table, row, column, targets.room(full), not values)
     for ends in groups:
         its = targets if len(groups) == 1 else targets.take(ends.problem_id)
-        for tables, first, last in _parts(its.table, *problem.y.shape):
-            own = Targets(*(x[first:last] for x in its))
-            own = own._replace(table=own.table - tables.start)
-            end = Ends(*(x[first:last] for x in ends))
-            end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
-            stack = problem.part(tables), Exact(*(x[tables] for x in full))
-            done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
+        every = problem, full, tableau, ends, its
+        parts = _parts(its.table, *problem.y.shape)
+        done += [_certified(*(every if len(parts) == 1 else _part(*every, *p)), coefficients) for p in parts]
+    if len(done) == 1:
+        return done[0]
     found = Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
     if len(groups) == 1:
         return found
     order = torch.cat([ends.problem_id for ends in groups]).argsort()
     return Unlearned(*(x.index_select(0, order) for x in found))
+
+
+def _part(
+    problem: SVMProblem,
+    full: Exact,
+    tableau: Tableau,
+    ends: Ends,
+    targets: Targets,
+    tables: slice,
+    first: int,
+    last: int,
+) -> tuple[SVMProblem, Exact, Tableau, Ends, Targets]:
+    """A part as `_parts` gives it, with the numbers of machines and of rows of tableaux that it has there."""
+    own, end = Targets(*(x[first:last] for x in targets)), Ends(*(x[first:last] for x in ends))
+    own = own._replace(table=own.table - tables.start)
+    end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
+    its_full, its_tableau = Exact(*(x[tables] for x in full)), Tableau(*(x[tables] for x in tableau))
+    return problem.part(tables), its_full, its_tableau, end, own
 
 
 def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
@@ -163,7 +179,7 @@ def _certified(
     else:
         output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
         rows = ((sign == 0) | ~exact).nonzero()[:, 0]
-        if len(rows):
+        if rows.numel():
             output[rows], sign[rows], exact[rows] = _proof_by_all(problem, end, kept, stuck, rows)
     proved = (sign * output > 0) & (finished | (sign == -y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
@@ -219,7 +235,7 @@ def _proof_by_moved(
     bias = bias_by_free(y, held)
     is_midpoint = bias.isnan()
     none = subset(is_midpoint)
-    if len(none):
+    if none.numel():
         bias[none] = torch.where(
             is_midpoint[none], midpoint_bias(*_by_all(problem, end, kept, stuck, none)), bias[none]
         )
@@ -248,7 +264,7 @@ def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Ten
     sign, _, slip = gap_ball_sign(K, y, held, bias, is_midpoint)
     exact = slip.maximum(stray) <= EXACT
     near = (((sign == 0) | ~exact) & (slip <= CLOSE)).nonzero()[:, 0]
-    if len(near):
+    if near.numel():
         labels = y if y.ndim == 1 else y[near]
         by_set, error = sign_by_active_set(K, labels, held.take(near), bias[near])
         exact[near] |= error.isfinite()

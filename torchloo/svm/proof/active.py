@@ -39,7 +39,7 @@ def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: Ten
     """The sign of f*(x_r) by the gap ball or else by the active set, +1, -1 or 0 where it is open, (B,)."""
     sign = gap_ball_sign(K, y, held, bias, is_midpoint).sign
     rows = (sign == 0).nonzero()[:, 0]
-    if len(rows):
+    if rows.numel():
         labels = y if y.ndim == 1 else y[rows]
         sign[rows], _ = sign_by_active_set(K, labels, held.take(rows), bias[rows])
     return sign

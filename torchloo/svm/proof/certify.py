@@ -216,7 +216,7 @@ def held_out_bias(y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     bias = bias_by_free(y, held)
     is_midpoint = bias.isnan()
     none = is_midpoint.nonzero()[:, 0]
-    if len(none):
+    if none.numel():
         bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
     return bias, is_midpoint
 
@@ -254,7 +254,7 @@ def _interval_of_bounded(y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     high = s.masked_fill(up | ignored, torch.inf).amin(1)
     is_interval = (low <= high) & (((weight * up).sum(1) - count).abs() <= held.slack())
     rows = subset(~is_interval)
-    if len(rows):
+    if rows.numel():
         least, most = weighted_interval(s[rows], weight[rows], count[rows])
         low = torch.where(is_interval, low, low.index_copy(0, rows, least))
         high = torch.where(is_interval, high, high.index_copy(0, rows, most))
@@ -282,7 +282,7 @@ def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: T
     u_r, reach = held.of_target(held.u), reach_of(K, held.target, held.table)
     proof = sign_by_reach(y, held, bias, u_r, reach, is_midpoint)
     rows = subset(proof.sign == 0)
-    if not len(rows):
+    if not rows.numel():
         return proof
     labels = y if y.ndim == 1 else y[rows]
     closer = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])

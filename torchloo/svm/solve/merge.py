@@ -35,12 +35,12 @@ def merge_duplicates(
     n = K.shape[-1]
     generator = torch.Generator("cpu").manual_seed(0)
     probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
-    low, high = K.amin((1, 2)), K.amax((1, 2))
     key, order = torch.sort(K @ probe)
-    tolerance = _SAME * n * torch.maximum(high, -low)
+    diagonal = K.diagonal(dim1=1, dim2=2)  # with the largest entry of K
+    tolerance = _SAME * n * diagonal.amax(1)
     starts = torch.ones_like(order, dtype=torch.bool)
     starts[:, 1:] = key[:, 1:] - key[:, :-1] > tolerance[:, None]
-    plain, mean = starts.all(1), K.diagonal(dim1=1, dim2=2).mean(1)
+    plain, mean = starts.all(1), diagonal.mean(1)
     if kernel is not None:
         plain, mean, rounding, order, starts = (x[kernel] for x in (plain, mean, rounding, order, starts))
     scale = _scale(mean, C)
