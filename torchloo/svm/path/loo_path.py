@@ -216,7 +216,7 @@ class _Paths(NamedTuple):
 
 def _deferred(problem: SVMProblem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
     """The held-out machines of problem t, for a backward."""
-    problem, full = problem.one(t), Exact(*(x[t] for x in full))
+    problem, full = problem.one(t), full.part(t)
     machines = Deferred(problem)
     machines.add(lambda machines: machines.enter_unchanged(problem, full))
     machines.add(lambda machines: machines.clear(alone[t].nonzero()[:, 0]))

@@ -122,8 +122,7 @@ def _part(
     own, end = Targets(*(x[first:last] for x in targets)), Ends(*(x[first:last] for x in ends))
     own = own._replace(table=own.table - tables.start)
     end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
-    its_full, its_tableau = Exact(*(x[tables] for x in full)), Tableau(*(x[tables] for x in tableau))
-    return problem.part(tables), its_full, its_tableau, end, own
+    return problem.part(tables), full.part(tables), Tableau(*(x[tables] for x in tableau)), end, own
 
 
 def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
@@ -161,7 +160,8 @@ def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, 
     else:
         wanted = int((margin < 0).sum(1).max())
         columns = min(m, wanted + max(_NEAREST, m // _SHARE))
-    return pivot_transform(problem.K, problem.y, full.free, None, order, columns, problem.kernel)
+    labelled = problem.K, problem.y, full.free
+    return pivot_transform(*labelled, None, order, columns, problem.kernel, full.system)
 
 
 def _certified(

@@ -139,7 +139,7 @@ def _of_sets(
 
 def _change(K_free: Tensor, real: Tensor, d: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The bound of |dz| of Note [active sets] for |rho| + e (B, s + 1), and where R is an inverse, (B,)."""
-    system = Bordered(K_free, real)
+    system = Bordered(K_free, real).with_factors()
     corner, edge, inner = system.inverse()
     s = edge.shape[1]
     R, M = pad(inner, (1, 0, 1, 0)), bordered_matrix(K_free, real)

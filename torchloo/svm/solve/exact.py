@@ -295,7 +295,7 @@ def _active_set_solution(
     beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
     missed = torch.where(sets.upper, margin, -margin) - _rounding(problem, alpha)
     slip = torch.where(sets.free, beyond, missed).amax(1)
-    return Exact(alpha, bias, margin, sets.free, sets.upper, slip)
+    return Exact(alpha, bias, margin, sets.free, sets.upper, slip, system)
 
 
 def _rounding(problem: SVMProblem, alpha: Tensor) -> Tensor:

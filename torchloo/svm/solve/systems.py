@@ -209,6 +209,12 @@ class Bordered:
         diagonal.scatter_(1, self.j, self.size.gather(1, self.j))
         self.L, self.info = torch.linalg.cholesky_ex(self.G)
 
+    def with_factors(self) -> "Bordered":
+        """The same with 1 for a factor that there is not, where nothing that follows has a meaning."""
+        unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
+        self.L = torch.where((self.info == 0)[:, None, None], self.L, unit)
+        return self
+
     def regular(self, tolerance: float) -> Tensor:
         """Whether every pivot is more than `tolerance` of its diagonal entry, (B,)."""
         pivot = self.L.diagonal(dim1=1, dim2=2).square()
@@ -245,11 +251,9 @@ class Bordered:
     def inverse(self) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count.
 
-        Without meaning where `info` is not 0.
+        An error if a factor has a 0 on its diagonal, see `with_factors`.
         """
-        unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
-        L = torch.where((self.info == 0)[:, None, None], self.L, unit)
-        inner = torch.cholesky_inverse(L)
+        inner = torch.cholesky_inverse(self.L)
         diagonal = inner.diagonal(dim1=1, dim2=2)
         if self.real is not None:
             diagonal.masked_fill_(~self.real, 0)
