@@ -57,7 +57,7 @@ class _Rows:
 
     def at(self, x: Tensor, rows: Tensor) -> Tensor:
         """The values (T, n) at rows, (R,)."""
-        return x.reshape(-1)[rows]
+        return x.reshape(-1).index_select(0, rows)
 
 
 def leave_one_out_by_path(
@@ -73,8 +73,9 @@ def leave_one_out_by_path(
     Of T machines at once. `only` (n,) is true for the rows that are asked for.
     """
     rows = _Rows(problem, full)
-    inner = strictly_inside(full.alpha, problem.box)
-    _settle_without_free(rows, inner)
+    width = at_bound(full.alpha, problem.box)
+    inner = strictly_inside(full.alpha, problem.box, width)
+    _settle_without_free(rows, inner, width)
     alone = only_of_its_class(rows.y)  # what is left predicts the other label
     rows.settle(alone, -rows.y, code.ONE_CLASS)
     if checks and not values:
@@ -123,11 +124,10 @@ def _settle_by_checks(rows: _Rows, some_free: Tensor) -> None:
     rows.settle(rows.open & (by > code.UNUSED) & some_free, rows.outputs, by)
 
 
-def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
+def _settle_without_free(rows: _Rows, inner: Tensor, width: Tensor) -> None:
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     problem, v = rows.problem, rows.problem.variable
     # A row may take the only free variable to its bound merely by making its box smaller.
-    width = at_bound(rows.full.alpha, problem.box)
     filled = inner.gather(1, v) & (rows.room >= -width.gather(1, v))
     loose = ~rows.open & (inner.sum(1, keepdim=True) - filled.int() == 0)
     index = loose.view(-1).nonzero()[:, 0]

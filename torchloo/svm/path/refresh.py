@@ -151,9 +151,10 @@ class Finish:
         ends: Ends,
         tables: Tables,
         target: Tensor,
+        y_r: Tensor,
         gone: Tensor,
     ) -> None:
-        """`gone` (N,) is how far alpha of each target (N,) went down."""
+        """`gone` (N,) is how far alpha of each target (N,), with label y_r (N,), went down."""
         self.problem, self.full, self.tables, self.target, self.gone = problem, full, tables, target, gone
         dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
@@ -178,7 +179,7 @@ class Finish:
             D=tables.pick(tableau.sign, ends.P),
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
-            y_gone=tables.pick(problem.y, target[:, None]) * gone[:, None],
+            y_gone=(y_r * gone)[:, None],
             K_r=problem.kernels(tables.table).rows(problem.K, target),
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0

@@ -169,9 +169,9 @@ def _certified(
 ) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
     tables, r = Tables(targets.table, len(problem.y)), targets.variable
-    gone, finished = targets.room(full) - ends.room, ends.room <= 0
-    end = Finish(problem, full, tableau, ends, tables, r, gone)
     y_r, alpha_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha))
+    gone, finished = alpha_r - targets.kept - ends.room, ends.room <= 0
+    end = Finish(problem, full, tableau, ends, tables, r, y_r, gone)
     kept = targets.kept * finished
     stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
     if len(r) * problem.y.shape[1] <= _SMALL:

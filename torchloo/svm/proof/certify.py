@@ -133,9 +133,9 @@ class Held(NamedTuple):
 
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`."""
-        box, rounding = (x if x.ndim == 1 else x[rows] for x in (self.box, self.rounding))
+        alpha, u, target = (x.index_select(0, rows) for x in (self.alpha, self.u, self.target))
+        box, rounding = (x if x.ndim == 1 else x.index_select(0, rows) for x in (self.box, self.rounding))
         own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
-        alpha, u, target = self.alpha[rows], self.u[rows], self.target[rows]
         return Held(alpha, u, box, target, rounding, own, held, table=table)
 
     def of_kernel(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Held(NamedTuple):
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
-        return x.expand_as(self.u).gather(1, self.target[:, None])[:, 0]
+        return x.index_select(0, self.target) if x.ndim == 1 else x.gather(1, self.target[:, None])[:, 0]
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""

@@ -62,7 +62,7 @@ def merge_duplicates(
 
 def _some(x: Tensor, rows: Tensor) -> Tensor:
     """The entries at `rows`, without a copy where these are all."""
-    return x if rows.shape[0] == x.shape[0] else x[rows]
+    return x if rows.shape[0] == x.shape[0] else x.index_select(0, rows)
 
 
 def _unmerged(
