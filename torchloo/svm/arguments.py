@@ -93,7 +93,7 @@ def _is_symmetric(K: Tensor) -> Tensor:
     n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
     blocks = (K[:, i : i + size, i:] - K[:, i:, i : i + size].mT for i in range(0, n, size))
     apart = torch.stack([block.abs_().amax((1, 2)) for block in blocks]).amax(0)
-    return apart <= _ASYMMETRY * K.diagonal(dim1=1, dim2=2).amax(1)
+    return apart <= _ASYMMETRY * K.diagonal(dim1=1, dim2=2).abs().amax(1)
 
 
 def indefinite(caller: Caller, least: float) -> str:

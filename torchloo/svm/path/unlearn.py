@@ -98,7 +98,7 @@ def _unlearn(
         its = targets if len(groups) == 1 else targets.take(ends.problem_id)
         every = problem, full, tableau, ends, its
         parts = _parts(its.table, *problem.y.shape)
-        done += [_certified(*(every if len(parts) == 1 else _part(*every, *p)), coefficients) for p in parts]
+        done += [_certified(*(every if len(parts) == 1 else _part(every, *p)), coefficients) for p in parts]
     if len(done) == 1:
         return done[0]
     found = Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
@@ -108,17 +108,13 @@ def _unlearn(
     return Unlearned(*(x.index_select(0, order) for x in found))
 
 
-def _part(
-    problem: SVMProblem,
-    full: Exact,
-    tableau: Tableau,
-    ends: Ends,
-    targets: Targets,
-    tables: slice,
-    first: int,
-    last: int,
-) -> tuple[SVMProblem, Exact, Tableau, Ends, Targets]:
+_Ended = tuple[SVMProblem, Exact, Tableau, Ends, Targets]
+"""Machines, and the ends of the paths of their targets."""
+
+
+def _part(every: _Ended, tables: slice, first: int, last: int) -> _Ended:
     """A part as `_parts` gives it, with the numbers of machines and of rows of tableaux that it has there."""
+    problem, full, tableau, ends, targets = every
     own, end = Targets(*(x[first:last] for x in targets)), Ends(*(x[first:last] for x in ends))
     own = own._replace(table=own.table - tables.start)
     end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
@@ -236,9 +232,8 @@ def _proof_by_moved(
     is_midpoint = bias.isnan()
     none = subset(is_midpoint)
     if none.numel():
-        bias[none] = torch.where(
-            is_midpoint[none], midpoint_bias(*_by_all(problem, end, kept, stuck, none)), bias[none]
-        )
+        middle = midpoint_bias(*_by_all(problem, end, kept, stuck, none))
+        bias = torch.where(is_midpoint, bias.index_copy(0, none, middle), bias)
     f, way = end.u + bias[:, None], 2 * down - 1
     beyond = torch.where(moved, -torch.inf, -problem.y * way)
     violation = torch.addcmul(tables.each(beyond), f, tables.each(way)).amax(1)
