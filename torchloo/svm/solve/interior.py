@@ -118,10 +118,12 @@ def interior_point(
         max sum alpha - 1/2 |sum alpha_i y_i phi_i|^2,  y^T alpha = 0,  0 <= alpha <= box
 
     Works on a = alpha * y, so that the Newton matrix is K + diag(theta) and K is never copied with
-    signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Several
-    machines take their steps together, and one that is solved stays as it is. Variables
+    signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Variables
     that are plainly on their way to a bound are put there, and the rest goes on without them: what is
     more than the sets holds only once the margins of all have been checked, as exact.py does.
+
+    Several machines take their steps together; those that are solved rest, and leave once they are half
+    of all. The first steps, of which large machines gain, are rough: the sets come from the last ones.
 
     Args:
         system: K with mean diagonal 1, (m, m) or (B, m, m), or its factor.
@@ -133,8 +135,31 @@ def interior_point(
     Cost m^3 / 3 a step, or m p^2 for K of rank p; less once variables have settled. Memory: one
     copy of K, or of the factor for each machine. Reference: Fine and Scheinberg 2001.
     """
-    solve = _together if box.ndim > 1 else _alone
-    return solve(system, Iterate.start(y, box), gap, steps)
+    point, whole = Iterate.start(y, box), None
+    live = _Live.every(point)
+    rough = Rough(system) if box.ndim > 1 and box.shape[1] > _WORTH_FACTORING else None
+    for number in range(steps):
+        point.look(system, live.pull, live.total)
+        point.stuck = point.solved(gap)
+        left = live.machine if point.single else (~point.stuck[:, 0]).nonzero()[:, 0]
+        if point.stuck is True or not left.numel():
+            break
+        if 2 * left.numel() <= live.machine.numel():
+            whole = live.entered(whole, point)
+            system, point, live, rough = system.machines(left), point.take(left), live.take(left), None
+            point.look(system, live.pull, live.total)
+        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH_END)):
+            rough = None
+        point.step(rough or system)
+        if live.variable.shape[-1] <= (_WORTH_SHRINKING if point.single else _WORTH_LEAVING):
+            continue
+        gone, at_bound = point.settled(live.total)
+        most = int((~gone).sum(-1).max())
+        if 3 * most < 2 * gone.shape[-1]:
+            whole = live.entered(whole, point)
+            live, system, point = live.without(system, point, gone, at_bound, most)
+            rough = None if rough is None else Rough(system)
+    return live.entered(whole, point)
 
 
 def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, steps: int = 100) -> Interior:
@@ -156,70 +181,11 @@ def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, st
     return best
 
 
-def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """Several machines; those that are solved rest, and leave once they are half of all.
-
-    The first steps, of which large machines gain, are rough: the sets come from the last ones.
-    """
-    whole: Interior | None = None
-    machine, live = torch.arange(len(point.box), device=point.y.device), _Live.every(point)
-    rough = Rough(system) if point.box.shape[1] > _WORTH_FACTORING else None
-    for number in range(steps):
-        point.look(system, live.pull, live.total)
-        point.stuck = point.solved(gap)
-        left = (~point.stuck[:, 0]).nonzero()[:, 0]
-        if not left.numel():
-            break
-        if 2 * len(left) <= len(machine):
-            whole = live.entered(whole, point, machine)
-            machine, point, system, live = (
-                machine[left],
-                point.take(left),
-                system.machines(left),
-                live.take(left),
-            )
-            point.look(system, live.pull, live.total)
-            rough = None
-        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH_END)):
-            rough = None
-        point.step(rough or system)
-        if live.variable.shape[1] <= _WORTH_LEAVING:
-            continue
-        gone, at_bound = point.settled(live.total)
-        most = int((~gone).sum(1).max())
-        if 2 * most <= gone.shape[1]:
-            whole = live.entered(whole, point, machine)
-            live, system, point = live.without(system, point, gone, at_bound, most)
-            rough = None if rough is None else Rough(system)
-    return live.entered(whole, point, machine)
-
-
-def _alone(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """One machine, whose numbers are floats.
-
-    For one machine of up to 700 variables a whole leave-one-out then takes 0.9 of the time that it takes with
-    `_together` (geometric mean of four sets), and at best 0.68.
-    """
-    whole: Interior | None = None
-    live = _Live.every(point)
-    for _ in range(steps):
-        point.look(system, live.pull, live.total)
-        if point.solved(gap):
-            break
-        point.step(system)
-        if len(live.variable) <= _WORTH_SHRINKING:
-            continue
-        gone, at_bound = point.settled(live.total)
-        most = int((~gone).sum())
-        if 3 * most < 2 * len(gone):
-            whole = live.entered(whole, point)
-            live, system, point = live.without(system, point, gone, at_bound, most)
-    return live.entered(whole, point)
-
-
 class _Live(NamedTuple):
     """The variables of one machine, or of several, that have not settled; and what the others add."""
 
+    machine: Tensor
+    """Which machines are left, (B,); 0 if there is one, (1,)."""
     variable: Tensor
     """(v,) or (B, v)."""
     pull: Tensor | None
@@ -230,12 +196,15 @@ class _Live(NamedTuple):
     @classmethod
     def every(cls, point: Iterate) -> "_Live":
         """All."""
-        variable = torch.arange(point.box.shape[-1], device=point.box.device)
-        return cls(variable.expand_as(point.box), None, 0.0 if point.single else torch.zeros_like(point.bias))
+        sizes = len(point.box) if point.box.ndim > 1 else 1, point.box.shape[-1]
+        machine, variable = (torch.arange(size, device=point.box.device) for size in sizes)
+        none = 0.0 if point.single else torch.zeros_like(point.bias)
+        return cls(machine, variable.expand_as(point.box), None, none)
 
     def take(self, rows: Tensor) -> "_Live":
         """Those of the machines at `rows`."""
-        return _Live(self.variable[rows], None if self.pull is None else self.pull[rows], self.total[rows])
+        pull = None if self.pull is None else self.pull[rows]
+        return _Live(self.machine[rows], self.variable[rows], pull, self.total[rows])
 
     def without(
         self, system: Dense | LowRank, point: Iterate, gone: Tensor, at_bound: Tensor, most: int
@@ -247,18 +216,15 @@ class _Live(NamedTuple):
         keep = gone.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
         a = at_bound.scatter(-1, keep, 0.0)
         u = system.product(a) if self.pull is None else system.product(a) + self.pull
-        live = _Live(self.variable.gather(-1, keep), u.gather(-1, keep), self.total + point.total(a))
+        total = self.total + point.total(a)
+        live = _Live(self.machine, self.variable.gather(-1, keep), u.gather(-1, keep), total)
         return live, system.take(keep), point.without(keep)
 
-    def entered(self, whole: Interior | None, point: Iterate, machine: Tensor | None = None) -> Interior:
-        """The point entered into the whole solution; several machines are its machines `machine`.
-
-        None: nothing has been entered yet, and this is the whole.
-        """
+    def entered(self, whole: Interior | None, point: Iterate) -> Interior:
+        """The point entered into the whole solution; None: it is the whole, nothing has been entered yet."""
         new = point.interior()
         if whole is None:
             return new
-        places = (self.variable,) if machine is None else (machine[:, None], self.variable)
+        places = (self.variable,) if point.single else (self.machine[:, None], self.variable)
         alpha, lower, upper = (old.index_put(places, x) for old, x in zip(whole[:3], new[:3], strict=True))
-        bias = new.bias if machine is None else whole.bias.index_copy(0, machine, new.bias)
-        return Interior(alpha, lower, upper, bias)
+        return Interior(alpha, lower, upper, whole.bias.index_copy(0, self.machine, new.bias))

@@ -104,7 +104,8 @@ class Iterate:
         small = (dual_residual.abs().amax(-1, keepdim=True) <= gap) & (
             abs(self.equality_residual) <= gap * scale
         )
-        return closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
+        solved = closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
+        return bool(solved) if self.single else solved
 
     def far_from(self, gap: float) -> bool:
         """Whether no machine has come near a relative gap yet."""
