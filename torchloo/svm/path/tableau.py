@@ -84,10 +84,11 @@ def _exchange(
         K[:, :s, s:] = Z
         K[:, :s, :s] = -inner
         return of_b
-    rows = pad(Z, (least, 0))  # (T, s, m), those of A for the free
+    rows = pad(Z, (least, 0))  # (T, s, m), those of A for the free, else 0
     rows[:, :, :s] -= inner
-    K[:, :s] = torch.where(free[:, :, None], rows, K[:, :s])
-    K[:, :, :s] = torch.where(free[:, None], rows[:, :, : K.shape[1]].mT, K[:, :, :s])
+    bounded = (~free).to(K)
+    K[:, :s].mul_(bounded[:, :, None]).add_(rows)
+    K[:, :, :s].mul_(bounded[:, None]).add_(rows[:, :, : K.shape[1]].mT)
     return of_b
 
 
