@@ -12,13 +12,12 @@ from torch.testing import assert_close
 from torchloo.svm import svm_lco, svm_loo
 from torchloo.svm.proof.active import proved_sign, value_error
 from torchloo.svm.proof.certify import Held, gap_ball_sign
-from torchloo.svm.records import Exact
 
 
 def _solved(K, y, C):
     """One problem and its solution, without the axis of the stack."""
     problem, full = solved(K, y, torch.full_like(y, C))
-    return problem.one(0), Exact(*(x[0] for x in full))
+    return problem.one(0), full.part(0)
 
 
 def _held(problem, alpha, box=None):

@@ -10,7 +10,7 @@ from torchloo.svm.tolerances import FEW_DIGITS
 
 __all__ = ["Caller", "checked", "indefinite"]
 
-_ASYMMETRY = 1e-6  # of the largest entry: rounding of k_ij and k_ji to float32
+_ASYMMETRY = 1e-6  # of the largest entry on the diagonal: rounding of k_ij and k_ji to float32
 _BLOCK = 2**21  # entries of K compared at once with their mirror images
 
 
@@ -91,12 +91,9 @@ def _check_weight(guard: Guard, caller: Caller, K: Tensor, weight: Tensor) -> No
 def _is_symmetric(K: Tensor) -> Tensor:
     """Whether each K (B, n, n) is symmetric but for rounding, (B,); by blocks, which is faster."""
     n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
-    low, high = K.amin((1, 2)), K.amax((1, 2))
-    apart = torch.zeros_like(low)
-    for i in range(0, n, size):
-        block = K[:, i : i + size, i:] - K[:, i:, i : i + size].mT
-        apart = apart.maximum(block.abs_().amax((1, 2)))
-    return apart <= _ASYMMETRY * torch.maximum(high, -low)
+    blocks = (K[:, i : i + size, i:] - K[:, i:, i : i + size].mT for i in range(0, n, size))
+    apart = torch.stack([block.abs_().amax((1, 2)) for block in blocks]).amax(0)
+    return apart <= _ASYMMETRY * K.diagonal(dim1=1, dim2=2).abs().amax(1)
 
 
 def indefinite(caller: Caller, least: float) -> str:

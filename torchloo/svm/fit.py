@@ -144,7 +144,7 @@ def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
     coef = (full.alpha * problem.y).gather(1, v) * share / problem.scale[:, None]
     u = problem.product(full.alpha * problem.y)
     nothing = torch.zeros_like(v[:, 0])
-    bias = held_out_bias(problem.y, Held(full.alpha, u, problem.box, nothing, problem.rounding))[:, None]
+    bias = held_out_bias(problem.y, Held(full.alpha, u, problem.box, nothing, problem.rounding))[0][:, None]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
     return coef, (u + bias).gather(1, v), bias, gap[:, None]
 
@@ -214,7 +214,7 @@ class _Source(NamedTuple):
 def _checked_definite(source: _Source, problem: SVMProblem) -> SVMProblem:
     """With more rounding where a K is not positive definite; an error if that is not rounding."""
     rows = (~_is_definite(problem)).nonzero()[:, 0]
-    if not len(rows):
+    if not rows.numel():
         return problem
     least = source.take(rows).require_semidefinite()
     return problem._replace(rounding=problem.rounding.index_add(0, rows, _off_by(problem, rows, -least)))
@@ -233,7 +233,7 @@ def _solve_definite(source: _Source, problem: SVMProblem) -> list[Solved]:
         problem = _made_definite(source, problem, -2 * source.require_semidefinite())
         full = _solve_again(source.caller, problem)
     open_ones = (~full.optimal).nonzero()[:, 0]
-    if len(open_ones):
+    if open_ones.numel():
         source.take(open_ones).require_semidefinite()
     _require_solved(source.caller, float(relative_gap(problem, full).max()))
     return [(every, problem, full)]
@@ -297,7 +297,7 @@ def _is_definite(problem: SVMProblem) -> Tensor:
     definite = _definite(seen, _DOUBLE * largest)
     definite = definite if problem.kernel is None else definite[problem.kernel]
     rows = (~definite).nonzero()[:, 0]
-    if len(rows):
+    if rows.numel():
         which = problem.kernels(rows).table
         definite[rows] = _definite(seen[which], m * problem.rounding[rows].amax(1).square())
     return definite

@@ -50,7 +50,7 @@ class HeldOutMachines:
 
         The G machines have coefficients alpha and boxes (G, m).
         """
-        if not len(rows):
+        if not rows.numel():
             return
         by_machine = which.argsort(stable=True)
         for part in by_machine.split(max(1, _ROWS // len(group))):
@@ -130,7 +130,7 @@ def _adjoints(
         lam[rows] = lam[rows].scatter_(1, S[own], at_free[own, place[rows]])
         mu[rows] = mus[own, place[rows]]
     none = (~free.any(1))[which].nonzero()[:, 0]
-    if len(none):
+    if none.numel():
         lam[none], mu[none] = _halves(problem, alpha, upper, which[none], left[none]), 0.0
     return lam, problem.K[r] - lam @ problem.K - mu[:, None]
 
@@ -170,7 +170,7 @@ def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]
     system = Bordered(K_SS, real)
     mu, lam = system.solve(one, K_rS)
     rows = (~system.regular(SINGULAR)).nonzero()[:, 0]
-    if len(rows):
+    if rows.numel():
         M = bordered_matrix(K_SS[rows], real[rows])
         rhs = torch.cat([one[rows, :, None], K_rS[rows]], 2)
         shortest = rhs @ torch.linalg.pinv(M, rtol=SINGULAR, hermitian=True)

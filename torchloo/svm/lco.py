@@ -154,7 +154,7 @@ def _solve_without(
     alpha, close = end.alpha, end.violation <= CLOSE
     for which, solve in ((close & (end.violation > _EXACT), from_sets), (~close, None)):
         rows = which.nonzero()[:, 0]
-        if len(rows):
+        if rows.numel():
             known = end.table[rows], boxes[rows], alpha[rows], end.violation[rows]
             exact = solve_smaller(problem, *known, solve and partial(solve, rows))
             alpha = alpha.index_copy(0, rows, exact)
@@ -172,7 +172,7 @@ def _outputs(problem: SVMProblem, alpha: Tensor, boxes: Tensor, member: Tensor) 
     y, v = problem.y, problem.variable
     u = (alpha * y) @ problem.K
     first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias = held_out_bias(y, Held(alpha, u, boxes, first, problem.rounding))
+    bias, _ = held_out_bias(y, Held(alpha, u, boxes, first, problem.rounding))
     f = u[member, v] + bias[member]
     held = Held(alpha[member], u[member], boxes[member], v, problem.rounding)
     sign = proved_sign(problem.K, y, held, bias[member])

@@ -14,6 +14,7 @@ from torchloo.svm.tolerances import CLOSE, EXACT
 
 if TYPE_CHECKING:
     from torchloo.svm.gradient import Deferred
+    from torchloo.svm.solve.systems import Bordered
 
 __all__ = ["Exact", "RowOutcome", "SVMProblem", "Unlearned", "duality_gap", "gap_terms"]
 
@@ -119,6 +120,9 @@ class Exact(NamedTuple):
     slip: Tensor
     """How far a coefficient or a margin lies past its bound at most, (B,)."""
 
+    system: "Bordered | None" = None
+    """The equations of the free sets, in the order of the variables, where they are at hand and regular."""
+
     @property
     def optimal(self) -> Tensor:
         """Whether every condition holds to rounding, (B,)."""
@@ -131,17 +135,22 @@ class Exact(NamedTuple):
 
     def take(self, rows: Tensor) -> "Exact":
         """The machines at `rows`."""
-        return Exact(*(x.index_select(0, rows) for x in self))
+        return Exact._make([*(x.index_select(0, rows) for x in self[:-1]), None])
+
+    def part(self, machines: slice | int) -> "Exact":
+        """The machines of a slice, or one without the axis B."""
+        return Exact._make([*(x[machines] for x in self[:-1]), None])
 
     def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
         """With other solutions of the machines at `rows`."""
-        return Exact(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
+        pairs = zip(self[:-1], by[:-1], strict=True)
+        return Exact._make([*(old.index_copy(0, rows, new) for old, new in pairs), None])
 
     def where(self, mask: Tensor, other: "Exact") -> "Exact":
         """These where the mask (B,) is true, else the others."""
         masks = {1: mask, 2: mask[:, None]}
-        pairs = zip(self, other, strict=True)
-        return Exact(*(torch.where(masks[x.ndim], x, z) for x, z in pairs))
+        pairs = zip(self[:-1], other[:-1], strict=True)
+        return Exact._make([*(torch.where(masks[x.ndim], x, z) for x, z in pairs), None])
 
 
 def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:

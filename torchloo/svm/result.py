@@ -25,6 +25,8 @@ UNUSED, ERRS, JOACHIMS, NORM, PATH, REFIT, BOUND, BALL, KKT, ONE_CLASS, CUT = ra
 
 def rounded(outputs: Tensor, dtype: torch.dtype) -> Tensor:
     """Decision values in a dtype; what is too small for it keeps its sign, as 0 predicts +1."""
+    if outputs.dtype == dtype:
+        return outputs
     inside = outputs.to(dtype)
     return torch.where((inside == 0) & (outputs < 0), -torch.finfo(dtype).tiny, inside)
 

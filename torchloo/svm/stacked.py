@@ -19,6 +19,7 @@ __all__ = [
     "set_of",
     "subset",
     "times_vector",
+    "weighted_rows",
 ]
 
 _READ_AT_NO_COST = {"cpu"}
@@ -92,6 +93,20 @@ def times_vector(K: Tensor, a: Tensor) -> Tensor:
     if K.shape[-1] * K.shape[-2] < _SMALL:
         return (K @ a[..., None])[..., 0]
     return (a[..., None, :] @ K.mT)[..., 0, :]  # as rows, several times faster
+
+
+def weighted_rows(x: Tensor, rows: Tensor, weight: Tensor, none: int, bags: Tensor | None = None) -> Tensor:
+    """Sums of the `rows` (B, k) of x (R, l) by weights (B, k), (B, l); a row `none` costs, and adds, nothing.
+
+    `bags` (B,) are the multiples of k, if known.
+    """
+    if bags is None:
+        bags = torch.arange(0, rows.numel(), rows.shape[1], device=x.device)
+    by_frequency, total, sparse, last_bag = False, 0, False, False  # mode 0 is the sum
+    terms = weight.reshape(-1)
+    return torch.embedding_bag(x, rows.reshape(-1), bags, by_frequency, total, sparse, terms, last_bag, none)[
+        0
+    ]
 
 
 def dot(x: Tensor, z: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchloo.svm.path.roles import Shared, Turn, begin_swap, end_swap
 from torchloo.svm.path.state import Base, Ends, Paths
-from torchloo.svm.stacked import times_vector
+from torchloo.svm.stacked import times_vector, weighted_rows
 
 __all__ = ["follow"]
 
@@ -101,7 +101,7 @@ def _advance(shared: Shared, s: Paths, most_events: int, ended: list[Ends], to_t
     # The others, if any, are given up; in a swap the room of r waits in its place already.
     s.failed |= s.reach > 0
     s.room += s.reach * ~s.swap
-    ended.append(s.ends(torch.arange(len(s.problem_id), device=s.problem_id.device), shared.distances))
+    ended.append(s.ends(shared.distances))
     return None
 
 
@@ -116,7 +116,7 @@ def _look(shared: Shared, s: Paths, singular: Tensor, j: Tensor, at_high: Tensor
 def _without_ended(shared: Shared, s: Paths, live: int, ended: list[Ends]) -> Paths:
     """Those still on their way, so many; the others go to `ended`."""
     order = (s.reach > 0).to(torch.uint8).argsort(descending=True, stable=True)
-    ended.append(s.ends(order[live:], shared.distances))
+    ended.append(s.ends(shared.distances, order[live:]))
     return s.take(order[:live])
 
 
@@ -209,11 +209,7 @@ def _round(shared: Shared, s: Paths) -> Singular | None:
 
 def _rates(shared: Shared, s: Paths) -> Tensor:
     """v of Note [change sets], (B, l + 2); rounding is set to 0."""
-    bags, c = shared.bags(s.moved), s.rate.view(-1)
-    by_frequency, total, sparse, last_bag = False, 0, False, False  # mode 0 is the sum
-    A_c, *_ = torch.embedding_bag(
-        shared.rows, s.moved.view(-1), bags, by_frequency, total, sparse, c, last_bag, shared.dummy
-    )
+    A_c = weighted_rows(shared.rows, s.moved, s.rate, shared.dummy, shared.bags(s.moved))
     return torch.hardshrink(A_c.scatter_(1, s.P, s.rate), _FLAT)
 
 

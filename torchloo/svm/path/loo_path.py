@@ -37,7 +37,7 @@ class _Rows:
         )  # (T, m)
         self.certified = self.outputs.abs() > self.doubt.gather(1, v)
         in_doubt = (~(self.certified | self.open)).any(1).nonzero()[:, 0]
-        if len(in_doubt):
+        if in_doubt.numel():
             sign = _full_sign(problem.take(in_doubt), full.take(in_doubt)).gather(1, v[in_doubt])
             self.certified[in_doubt] |= sign * self.outputs[in_doubt] > 0
         self.resolved_by = torch.full_like(v, code.UNUSED)
@@ -53,11 +53,11 @@ class _Rows:
     def put(self, rows: Tensor, **fields: Tensor) -> None:
         """Enter values (R,) at rows, numbered from 0 to T n."""
         for name, values in fields.items():
-            getattr(self, name).view(-1)[rows] = values
+            getattr(self, name).view(-1).index_copy_(0, rows, values)
 
     def at(self, x: Tensor, rows: Tensor) -> Tensor:
         """The values (T, n) at rows, (R,)."""
-        return x.reshape(-1)[rows]
+        return x.reshape(-1).index_select(0, rows)
 
 
 def leave_one_out_by_path(
@@ -73,8 +73,9 @@ def leave_one_out_by_path(
     Of T machines at once. `only` (n,) is true for the rows that are asked for.
     """
     rows = _Rows(problem, full)
-    inner = strictly_inside(full.alpha, problem.box)
-    _settle_without_free(rows, inner)
+    width = at_bound(full.alpha, problem.box)
+    inner = strictly_inside(full.alpha, problem.box, width)
+    _settle_without_free(rows, inner, width)
     alone = only_of_its_class(rows.y)  # what is left predicts the other label
     rows.settle(alone, -rows.y, code.ONE_CLASS)
     if checks and not values:
@@ -83,7 +84,7 @@ def leave_one_out_by_path(
         rows.open &= only
     index = rows.open.view(-1).nonzero()[:, 0]
     paths = None
-    if len(index):
+    if index.numel():
         first, number = _distinct(rows, index)
         target = rows.at(problem.variable, first)
         targets = Targets(first // rows.y.shape[1], target, rows.at(rows.kept, first))
@@ -123,15 +124,14 @@ def _settle_by_checks(rows: _Rows, some_free: Tensor) -> None:
     rows.settle(rows.open & (by > code.UNUSED) & some_free, rows.outputs, by)
 
 
-def _settle_without_free(rows: _Rows, inner: Tensor) -> None:
+def _settle_without_free(rows: _Rows, inner: Tensor, width: Tensor) -> None:
     """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
     problem, v = rows.problem, rows.problem.variable
     # A row may take the only free variable to its bound merely by making its box smaller.
-    width = at_bound(rows.full.alpha, problem.box)
     filled = inner.gather(1, v) & (rows.room >= -width.gather(1, v))
     loose = ~rows.open & (inner.sum(1, keepdim=True) - filled.int() == 0)
     index = loose.view(-1).nonzero()[:, 0]
-    if not len(index):
+    if not index.numel():
         return
     table = index // v.shape[1]
     target, kept = rows.at(v, index), rows.at(rows.kept, index)
@@ -171,7 +171,7 @@ def _with_refits(
     """Solve without the rows what the paths have left open; and by what each is resolved, (N,)."""
     by = torch.full_like(targets.table, code.PATH)
     left = (~end.solved).nonzero()[:, 0]
-    if not len(left):
+    if not left.numel():
         return end, by
     table, target, kept = targets.take(left)
     boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
@@ -200,7 +200,7 @@ def _solve_near(problem: SVMProblem, sets: Sets) -> Exact:
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return solve_exactly(problem)
     rows = (~found.optimal).nonzero()[:, 0]
-    return found.replaced(rows, solve_exactly(problem.take(rows))) if len(rows) else found
+    return found.replaced(rows, solve_exactly(problem.take(rows))) if rows.numel() else found
 
 
 class _Paths(NamedTuple):
@@ -216,7 +216,7 @@ class _Paths(NamedTuple):
 
 def _deferred(problem: SVMProblem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
     """The held-out machines of problem t, for a backward."""
-    problem, full = problem.one(t), Exact(*(x[t] for x in full))
+    problem, full = problem.one(t), full.part(t)
     machines = Deferred(problem)
     machines.add(lambda machines: machines.enter_unchanged(problem, full))
     machines.add(lambda machines: machines.clear(alone[t].nonzero()[:, 0]))
@@ -229,7 +229,7 @@ def _enter(machines: HeldOutMachines, problem: SVMProblem, paths: _Paths, t: int
     """The ends of the paths of machine t."""
     n = len(problem.variable)
     own = (paths.rows // n == t).nonzero()[:, 0]
-    if not len(own):
+    if not own.numel():
         return
     index, number = paths.rows[own] - t * n, paths.number[own]
     first = (paths.targets.table == t).nonzero()[:, 0]

@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import pad
 
 from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.records import Exact, SVMProblem
-from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector
+from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector, weighted_rows
 
 __all__ = ["Finish"]
 
@@ -49,7 +49,7 @@ class _Machines(NamedTuple):
     A: Tensor
     """A of Note [tableau], one below the other, (T (m + 2), l + 2)."""
     A_S: Tensor
-    """Its first s columns; s is the size of the largest free set, (T (m + 2), s)."""
+    """Its first s columns, once more; s is the size of the largest free set, (T (m + 2), s)."""
     was_free: Tensor
     """Which of the first s variables were free, (T, s)."""
     columns: Tensor
@@ -122,12 +122,12 @@ class _Sets(NamedTuple):
         """The paths at `rows`."""
         return _Sets(*(x.index_select(0, rows) for x in self))
 
-    def respond(self, machines: _Machines, w: Tensor, at_P: Tensor, at_S: Tensor) -> tuple[Tensor, Tensor]:
-        """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 at P and at S."""
-        dummy = machines.dummy
-        c = times_vector(self.H, (self.D * w - at_P).masked_fill_(self.P.eq(dummy), 0))
-        by_c = embedding_bag(self.rows, machines.A_S, per_sample_weights=c, mode="sum", padding_idx=dummy)
-        return c, at_S + by_c
+    def respond(self, machines: _Machines, w: Tensor, A_x0: Tensor) -> tuple[Tensor, Tensor]:
+        """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 (N, l + 2)."""
+        rhs = (self.D * w).sub_(A_x0.gather(1, self.P))
+        c = times_vector(self.H, rhs.masked_fill_(self.P.eq(machines.dummy), 0))
+        by_c = weighted_rows(machines.A_S, self.rows, c, machines.dummy)
+        return c, by_c.add_(A_x0[:, : by_c.shape[1]])
 
     def enter(self, x: Tensor, of_P: Tensor) -> Tensor:
         """Values of the moved variables (N, a + 1), those in P replaced by (N, k); the dummy has 0."""
@@ -151,9 +151,10 @@ class Finish:
         ends: Ends,
         tables: Tables,
         target: Tensor,
+        y_r: Tensor,
         gone: Tensor,
     ) -> None:
-        """`gone` (N,) is how far alpha of each target (N,) went down."""
+        """`gone` (N,) is how far alpha of each target (N,), with label y_r (N,), went down."""
         self.problem, self.full, self.tables, self.target, self.gone = problem, full, tables, target, gone
         dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
@@ -178,7 +179,7 @@ class Finish:
             D=tables.pick(tableau.sign, ends.P),
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
-            y_gone=tables.pick(problem.y, target[:, None]) * gone[:, None],
+            y_gone=(y_r * gone)[:, None],
             K_r=problem.kernels(tables.table).rows(problem.K, target),
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
@@ -224,7 +225,7 @@ class Finish:
             lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(y)  # -g
             rough = lack.abs().amax(1) > _ROUGH * (1 + self.u_moved.abs().amax(1))
             rows = (rough & ~failed).nonzero()[:, 0]
-            if not len(rows):
+            if not rows.numel():
                 return
             own, its = sets.take(rows), tables.take(rows)
             step = _correction(machines, its, own, tableau, self.alpha[rows], lack[rows])
@@ -239,7 +240,7 @@ class Finish:
         inside = self.alpha.clamp_min(0).minimum(self.tables.each(self.machines.box))
         stray = (self.alpha - inside).abs_().sum(1)
         rows = stray.nonzero()[:, 0]
-        if len(rows):
+        if rows.numel():
             self._move(rows, inside[rows])
         return stray
 
@@ -283,12 +284,10 @@ def _coefficients(
         height = len(machines.A) // tables.count
         rows = torch.cat([rows, columns + tables.table[:, None] * height], 1)
         x0 = torch.cat([x0, change.gather(1, others)], 1)
-    at_P = (x0[:, None] @ machines.A[rows[:, :, None], sets.P[:, None]])[:, 0]
-    at_S = embedding_bag(rows, machines.A_S, per_sample_weights=x0, mode="sum")
     was_free, bound_P = sets.D < 0, alpha.gather(1, sets.place)
     alpha0_P = tables.pick(machines.alpha, sets.place)
     w = torch.where(was_free, bound_P - alpha0_P, -tables.pick(machines.margin, sets.place))
-    c, at_S = sets.respond(machines, w, at_P, at_S)
+    c, at_S = sets.respond(machines, w, weighted_rows(machines.A, rows, x0, machines.dummy))
     alpha[:, :s].addcmul_(tables.each(machines.was_free.to(alpha)), alpha0[..., :s] - at_S)
     return sets.enter(alpha, torch.where(was_free, bound_P, alpha0_P + c))
 
@@ -307,7 +306,7 @@ def _correction(
     A_x0 = tables.product(x0, tableau.A[:, :s])  # (N, l + 2)
     A_x0.addcmul_(imbalance, tables.each(tableau.equality * tableau.sign), value=-1)
     w = torch.where(sets.D < 0, 0.0, lack.gather(1, sets.place))
-    c, at_S = sets.respond(machines, w, A_x0.gather(1, sets.P), A_x0[:, :s])
+    c, at_S = sets.respond(machines, w, A_x0)
     step = torch.zeros_like(lack)
     step[:, :s] = -at_S * was_free
     return sets.enter(step, c)

@@ -120,8 +120,7 @@ def _turns(base: Base) -> Tensor:
     span = (base.box[:, 1] - base.box[:, 0]).masked_fill(free, torch.inf)
     begins_low = at_high == was_free  # (2, 1, T, l + 2)
     low, high = torch.where(begins_low, -TOUCH, -span), torch.where(begins_low, span, TOUCH)
-    one = A.new_ones(())
-    gain, own = torch.where(in_P, -one, one), torch.where(in_P, 0.0, -one)
+    gain, own = A.new_tensor([[1.0, -1.0], [-1.0, 0.0]])[:, :, None, None]  # not in P, in P
     start = torch.where(in_P, 0.0, A.diagonal(dim1=1, dim2=2))
     least = torch.where(free, _SINGULAR_EXIT / size.amax(1, keepdim=True), _SINGULAR_ENTRY * size)
     turns = torch.stack(torch.broadcast_tensors(low, high, start, gain, least, own), -1)
@@ -166,7 +165,7 @@ def end_swap(
     s.swap[rows], s.driver[rows], s.sense[rows] = False, s.target[rows], -1.0
     s.reach[rows], s.room[rows] = s.room[rows], 0.0
     both, i, j = rows[blocked], i[rows[blocked]], j[blocked]
-    if len(both):
+    if both.numel():
         in_P = (s.P[both] == i[:, None]).any(1)
         s.distance[both, :, i] = shared.turn(s.first[both] + i, in_P, at_high[both]).distance
         _toggle_both(shared, s, both, i, j)

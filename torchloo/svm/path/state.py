@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchloo.svm.stacked import may_look
+
 if TYPE_CHECKING:
     from torchloo.svm.path.tableau import Tableau
 
@@ -154,10 +156,7 @@ class Paths:
     def _pack(self, kept: Tensor, used: int) -> None:
         """Only as many places as the largest change set uses."""
         self.used = used
-        order = kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :used]  # (B, used)
-        self.moved, self.P, self.rate = (x.gather(1, order) for x in (self.moved, self.P, self.rate))
-        H = self.H.gather(1, order[:, :, None].expand(-1, -1, self.H.shape[2]))
-        self.H = H.gather(2, order[:, None, :].expand(-1, used, -1))
+        self.H, self.moved, self.P, self.rate = _packed(kept, used, self.H, self.moved, self.P, self.rate)
 
     def grow(self, places: int) -> None:
         """More places in every change set."""
@@ -180,16 +179,30 @@ class Paths:
         used, rounds = (max(getattr(part, name) for part in parts) for name in ("used", "rounds"))
         return Paths(**whole, used=used, rounds=rounds, swapping=any(part.swapping for part in parts))
 
-    def ends(self, rows: Tensor, distances: bool) -> "Ends":
-        """What is of interest of the problems at `rows` once they have ended."""
-        distance = self.distance.index_select(0, rows)
+    def ends(self, distances: bool, rows: Tensor | None = None) -> "Ends":
+        """What is of interest of the problems at `rows`, default all, once they have ended."""
+
+        def own(x: Tensor) -> Tensor:
+            return x if rows is None else x.index_select(0, rows)
+
+        distance = own(self.distance)
         low, high = distance.unbind(1)
         upper = (low == -torch.inf) & (high < torch.inf)  # the range (-inf, 0]
         kept = distance if distances else distance[:, :, :0].clone()
         same = self.problem_id, self.row, self.target, self.room, self.failed, self.events
         P, H = self.P[:, : self.used], self.H[:, : self.used, : self.used]
-        taken = [x.index_select(0, rows) for x in (*same, P, H)]
-        return Ends._make([*taken, upper, kept])
+        *taken, P, H = [own(x) for x in (*same, P, H)]
+        if may_look(P) and self.used > _GROWTH:
+            changed = P.ne(distance.shape[2] - 2)
+            H, P = _packed(changed, int(changed.sum(1).max()), H, P)
+        return Ends._make([*taken, P, H, upper, kept])
+
+
+def _packed(kept: Tensor, used: int, H: Tensor, *others: Tensor) -> list[Tensor]:
+    """H (B, k, k) and others (B, k) with the places of a mask (B, k) first, so many of them."""
+    order = kept.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :used]  # (B, used)
+    rows = H.gather(1, order[:, :, None].expand(-1, -1, H.shape[2]))
+    return [rows.gather(2, order[:, None, :].expand(-1, used, -1)), *(x.gather(1, order) for x in others)]
 
 
 _TENSORS = [f.name for f in fields(Paths) if f.type is Tensor]
@@ -214,15 +227,10 @@ class Ends(NamedTuple):
     @staticmethod
     def cat(parts: list["Ends"]) -> "Ends":
         """Batches as one in the order of their numbers, change sets padded to the largest."""
+        if len(parts) == 1:
+            return parts[0]  # in order, as all batches are
         numbers = torch.cat([part.problem_id for part in parts])
         order = numbers.argsort()
-        if len(parts) == 1:
-            own = parts[0]
-            return (
-                own
-                if torch.equal(numbers[order], numbers)
-                else Ends(*(x.index_select(0, order) for x in own))
-            )
         k, dummy = max(part.P.shape[1] for part in parts), parts[0].upper.shape[1] - 2
         all_P = [pad(part.P, (0, k - part.P.shape[1]), value=dummy) for part in parts]
         padded = [part._replace(P=P) for part, P in zip(parts, all_P, strict=True)]

@@ -56,14 +56,16 @@ class Tableau(NamedTuple):
         return place + 2 * (place >= columns), place.masked_fill(place >= columns, columns + 1)
 
 
-def _exchange(K: Tensor, least: int, s: int, is_free: Tensor, border: Tensor) -> Tensor:
+def _exchange(
+    K: Tensor, least: int, s: int, is_free: Tensor, border: Tensor, system: Bordered | None
+) -> Tensor:
     """Make of the first l rows of K (T, l, m), free sets first, those of A but for the labels, in place.
 
     `is_free` (T, m) is the mask of sets of `least` to s variables, `border` (T, m) are the ones beside K, 0
     for the free. Returns the rows of b, [R_bS Z_b], (T, m).
     """
     free, ragged = is_free[:, :s], least < s
-    system = Bordered(K[:, :s, :s], free if ragged else None)
+    system = system or Bordered(K[:, :s, :s], free if ragged else None)
     if bool(system.info.any()):
         raise torch.linalg.LinAlgError("the equations of a free set are singular")  # type: ignore[attr-defined]
     corner, edge, inner = system.inverse()  # R = [corner edge^T; edge inner]
@@ -82,10 +84,11 @@ def _exchange(K: Tensor, least: int, s: int, is_free: Tensor, border: Tensor) ->
         K[:, :s, s:] = Z
         K[:, :s, :s] = -inner
         return of_b
-    rows = pad(Z, (least, 0))  # (T, s, m), those of A for the free
+    rows = pad(Z, (least, 0))  # (T, s, m), those of A for the free, else 0
     rows[:, :, :s] -= inner
-    K[:, :s] = torch.where(free[:, :, None], rows, K[:, :s])
-    K[:, :, :s] = torch.where(free[:, None], rows[:, :, : K.shape[1]].mT, K[:, :, :s])
+    bounded = (~free).to(K)
+    K[:, :s].mul_(bounded[:, :, None]).add_(rows)
+    K[:, :, :s].mul_(bounded[:, None]).add_(rows[:, :, : K.shape[1]].mT)
     return of_b
 
 
@@ -97,6 +100,7 @@ def pivot_transform(
     order: Tensor | None = None,
     columns: int | None = None,
     kernel: Tensor | None = None,
+    system: Bordered | None = None,
 ) -> Tableau:
     """The tableaux of Note [tableau] for the free sets given as masks; their equations must be regular.
 
@@ -108,6 +112,7 @@ def pivot_transform(
         order: the variables, those of S first, (T, m); default S, then the others.
         columns: how many of them have a column; default all.
         kernel: which of several K each problem has, (T,); default its own.
+        system: the equations of the free sets, if known.
 
     Cost 2 m s l for s free variables and l columns. Memory: twice that of the tableau.
     """
@@ -117,7 +122,7 @@ def pivot_transform(
     rows = block_of(K, order[:, :columns], order, kernel)  # (T, l, m)
     is_free = free.gather(1, order)
     border = torch.ones_like(y) if border is None else border.gather(1, order)
-    of_b = _exchange(rows, least, most, is_free, border.masked_fill(is_free, 0))
+    of_b = _exchange(rows, least, most, is_free, border.masked_fill(is_free, 0), system)
     y = y.gather(1, order)
     rows.mul_(y[:, :columns, None])
     A = K.new_zeros(len(y), m + 2, columns + 2)

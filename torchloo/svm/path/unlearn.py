@@ -16,12 +16,13 @@ from torchloo.svm.proof.certify import (
     bias_by_free,
     gap_ball_sign,
     held_out_bias,
+    midpoint_bias,
     reach_of,
     sign_by_reach,
     smallest_and_sum,
 )
 from torchloo.svm.records import Exact, SVMProblem, Unlearned
-from torchloo.svm.stacked import Tables, may_look
+from torchloo.svm.stacked import Tables, may_look, subset
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 __all__ = ["Targets", "unlearn"]
@@ -74,7 +75,7 @@ def unlearn(
     if values and problem.y.shape[1] <= _FEW:
         return ends
     rows = (~ends.solved).nonzero()[:, 0]
-    if not len(rows):
+    if not rows.numel():
         return ends
     again = targets.take(rows)
     used, table = again.table.unique(return_inverse=True)
@@ -95,18 +96,29 @@ def _unlearn(
     groups = follow(base, targets.table, row, column, targets.room(full), not values)
     for ends in groups:
         its = targets if len(groups) == 1 else targets.take(ends.problem_id)
-        for tables, first, last in _parts(its.table, *problem.y.shape):
-            own = Targets(*(x[first:last] for x in its))
-            own = own._replace(table=own.table - tables.start)
-            end = Ends(*(x[first:last] for x in ends))
-            end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
-            stack = problem.part(tables), Exact(*(x[tables] for x in full))
-            done.append(_certified(*stack, Tableau(*(x[tables] for x in tableau)), end, own, coefficients))
+        every = problem, full, tableau, ends, its
+        parts = _parts(its.table, *problem.y.shape)
+        done += [_certified(*(every if len(parts) == 1 else _part(every, *p)), coefficients) for p in parts]
+    if len(done) == 1:
+        return done[0]
     found = Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
     if len(groups) == 1:
         return found
     order = torch.cat([ends.problem_id for ends in groups]).argsort()
     return Unlearned(*(x.index_select(0, order) for x in found))
+
+
+_Ended = tuple[SVMProblem, Exact, Tableau, Ends, Targets]
+"""Machines, and the ends of the paths of their targets."""
+
+
+def _part(every: _Ended, tables: slice, first: int, last: int) -> _Ended:
+    """A part as `_parts` gives it, with the numbers of machines and of rows of tableaux that it has there."""
+    problem, full, tableau, ends, targets = every
+    own, end = Targets(*(x[first:last] for x in targets)), Ends(*(x[first:last] for x in ends))
+    own = own._replace(table=own.table - tables.start)
+    end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
+    return problem.part(tables), full.part(tables), Tableau(*(x[tables] for x in tableau)), end, own
 
 
 def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
@@ -144,7 +156,8 @@ def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, 
     else:
         wanted = int((margin < 0).sum(1).max())
         columns = min(m, wanted + max(_NEAREST, m // _SHARE))
-    return pivot_transform(problem.K, problem.y, full.free, None, order, columns, problem.kernel)
+    labelled = problem.K, problem.y, full.free
+    return pivot_transform(*labelled, None, order, columns, problem.kernel, full.system)
 
 
 def _certified(
@@ -152,9 +165,9 @@ def _certified(
 ) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
     tables, r = Tables(targets.table, len(problem.y)), targets.variable
-    gone, finished = targets.room(full) - ends.room, ends.room <= 0
-    end = Finish(problem, full, tableau, ends, tables, r, gone)
     y_r, alpha_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha))
+    gone, finished = alpha_r - targets.kept - ends.room, ends.room <= 0
+    end = Finish(problem, full, tableau, ends, tables, r, y_r, gone)
     kept = targets.kept * finished
     stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
     if len(r) * problem.y.shape[1] <= _SMALL:
@@ -162,7 +175,7 @@ def _certified(
     else:
         output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
         rows = ((sign == 0) | ~exact).nonzero()[:, 0]
-        if len(rows):
+        if rows.numel():
             output[rows], sign[rows], exact[rows] = _proof_by_all(problem, end, kept, stuck, rows)
     proved = (sign * output > 0) & (finished | (sign == -y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
@@ -175,11 +188,18 @@ def _proof_by_all(
     problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice = slice(None)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
+    y, held = _by_all(problem, end, kept, stuck, rows)
+    return _proof(problem.K, y, held, end.stray[rows])
+
+
+def _by_all(
+    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice
+) -> tuple[Tensor, Held]:
+    """Labels, (m,) or (R, m), and solutions of the paths at `rows`, (R,), by all variables."""
     its = end.tables.take(rows)
     y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
     solution = end.coefficients(rows), end.u[rows], box, end.target[rows], rounding
-    held = Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
-    return _proof(problem.K, y, held, end.stray[rows])
+    return y, Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
 
 
 def _proof_by_moved(
@@ -209,6 +229,11 @@ def _proof_by_moved(
     own = kept * (1 - at_rest)
     held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck)
     bias = bias_by_free(y, held)
+    is_midpoint = bias.isnan()
+    none = subset(is_midpoint)
+    if none.numel():
+        middle = midpoint_bias(*_by_all(problem, end, kept, stuck, none))
+        bias = torch.where(is_midpoint, bias.index_copy(0, none, middle), bias)
     f, way = end.u + bias[:, None], 2 * down - 1
     beyond = torch.where(moved, -torch.inf, -problem.y * way)
     violation = torch.addcmul(tables.each(beyond), f, tables.each(way)).amax(1)
@@ -220,6 +245,7 @@ def _proof_by_moved(
         bias,
         u_r,
         reach_of(problem.K, end.target, problem.kernels(tables.table).table),
+        is_midpoint,
     )
     return u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
@@ -229,11 +255,11 @@ def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Ten
 
     `stray` (N,) is by how much coefficients had to be changed to lie in their boxes.
     """
-    bias = held_out_bias(y, held)
-    sign, _, slip = gap_ball_sign(K, y, held, bias)
+    bias, is_midpoint = held_out_bias(y, held)
+    sign, _, slip = gap_ball_sign(K, y, held, bias, is_midpoint)
     exact = slip.maximum(stray) <= EXACT
     near = (((sign == 0) | ~exact) & (slip <= CLOSE)).nonzero()[:, 0]
-    if len(near):
+    if near.numel():
         labels = y if y.ndim == 1 else y[near]
         by_set, error = sign_by_active_set(K, labels, held.take(near), bias[near])
         exact[near] |= error.isfinite()

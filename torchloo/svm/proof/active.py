@@ -35,11 +35,11 @@ _USEFUL = 0.5  # q above which R is no inverse
 _TOGETHER = 2**21  # entries of the rows of K of the free sets that are looked at at once
 
 
-def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
+def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Tensor:
     """The sign of f*(x_r) by the gap ball or else by the active set, +1, -1 or 0 where it is open, (B,)."""
-    sign = gap_ball_sign(K, y, held, bias).sign
+    sign = gap_ball_sign(K, y, held, bias, is_midpoint).sign
     rows = (sign == 0).nonzero()[:, 0]
-    if len(rows):
+    if rows.numel():
         labels = y if y.ndim == 1 else y[rows]
         sign[rows], _ = sign_by_active_set(K, labels, held.take(rows), bias[rows])
     return sign
@@ -47,9 +47,9 @@ def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
 
 def judged(K: Tensor, y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     """f(x_r) of each solution with the bias that it asks for, and whether its sign is proved, (B,) both."""
-    bias = held_out_bias(y, held)
+    bias, is_midpoint = held_out_bias(y, held)
     f = held.of_target(held.u) + bias
-    return f, proved_sign(K, y, held, bias) * f > 0
+    return f, proved_sign(K, y, held, bias, is_midpoint) * f > 0
 
 
 def sign_by_active_set(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def _of_sets(
 
 def _change(K_free: Tensor, real: Tensor, d: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The bound of |dz| of Note [active sets] for |rho| + e (B, s + 1), and where R is an inverse, (B,)."""
-    system = Bordered(K_free, real)
+    system = Bordered(K_free, real).with_factors()
     corner, edge, inner = system.inverse()
     s = edge.shape[1]
     R, M = pad(inner, (1, 0, 1, 0)), bordered_matrix(K_free, real)

@@ -133,9 +133,9 @@ class Held(NamedTuple):
 
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`."""
-        box, rounding = (x if x.ndim == 1 else x[rows] for x in (self.box, self.rounding))
+        alpha, u, target = (x.index_select(0, rows) for x in (self.alpha, self.u, self.target))
+        box, rounding = (x if x.ndim == 1 else x.index_select(0, rows) for x in (self.box, self.rounding))
         own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
-        alpha, u, target = self.alpha[rows], self.u[rows], self.target[rows]
         return Held(alpha, u, box, target, rounding, own, held, table=table)
 
     def of_kernel(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Held(NamedTuple):
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
-        return x.expand_as(self.u).gather(1, self.target[:, None])[:, 0]
+        return x.index_select(0, self.target) if x.ndim == 1 else x.gather(1, self.target[:, None])[:, 0]
 
     def doubt(self) -> Tensor:
         """e . alpha of Note [rounding of K], (B,)."""
@@ -211,13 +211,14 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
     return s.gather(-1, first)[:, 0], s.gather(-1, after)[:, 0]
 
 
-def held_out_bias(y: Tensor, held: Held) -> Tensor:
-    """The bias of each solution: by its free variables; the midpoint where none is free; (B,)."""
+def held_out_bias(y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """The bias of each solution by its free variables, and whether it is the midpoint as none is, (B,)."""
     bias = bias_by_free(y, held)
-    none = bias.isnan().nonzero()[:, 0]
-    if len(none):
+    is_midpoint = bias.isnan()
+    none = is_midpoint.nonzero()[:, 0]
+    if none.numel():
         bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
-    return bias
+    return bias, is_midpoint
 
 
 def bias_by_free(y: Tensor, held: Held) -> Tensor:
@@ -239,10 +240,25 @@ def midpoint_bias(y: Tensor, held: Held) -> Tensor:
 
     If one class only is left, one end of the interval is infinite and f is the remaining label.
     """
-    low, high = weighted_interval(y - held.u, held.weight(), held.positive_count(y))
+    low, high = _interval_of_bounded(y, held)
     one_class = low.isinf() | high.isinf()
     label = torch.where(low.isinf(), -1.0, 1.0)
     return torch.where(one_class, label - held.of_target(held.u), (low + high) / 2)
+
+
+def _interval_of_bounded(y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """`weighted_interval` of y - u at W+; not sorted where those that push the bias up lie below the rest."""
+    s, weight, count = y - held.u, held.weight(), held.positive_count(y)
+    up, ignored = (y > 0) ^ (held.alpha > weight / 2), weight <= 0
+    low = s.masked_fill(~up | ignored, -torch.inf).amax(1)
+    high = s.masked_fill(up | ignored, torch.inf).amin(1)
+    is_interval = (low <= high) & (((weight * up).sum(1) - count).abs() <= held.slack())
+    rows = subset(~is_interval)
+    if rows.numel():
+        least, most = weighted_interval(s[rows], weight[rows], count[rows])
+        low = torch.where(is_interval, low, low.index_copy(0, rows, least))
+        high = torch.where(is_interval, high, high.index_copy(0, rows, most))
+    return low, high
 
 
 class Proof(NamedTuple):
@@ -258,11 +274,15 @@ class Proof(NamedTuple):
     """How far a variable other than r misses its margin at most, relative to the largest |u|, (B,)."""
 
 
-def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Proof:
-    """The sign of f*(x_r) by Note [gap ball]; y is (m,) or (B, m), K as `held.table` says."""
-    proof = sign_by_reach(y, held, bias, held.of_target(held.u), reach_of(K, held.target, held.table))
+def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Proof:
+    """The sign of f*(x_r) by Note [gap ball]; y is (m,) or (B, m), K as `held.table` says.
+
+    `is_midpoint` (B,) is as `held_out_bias` gives it, if it has given the bias.
+    """
+    u_r, reach = held.of_target(held.u), reach_of(K, held.target, held.table)
+    proof = sign_by_reach(y, held, bias, u_r, reach, is_midpoint)
     rows = subset(proof.sign == 0)
-    if not len(rows):
+    if not rows.numel():
         return proof
     labels = y if y.ndim == 1 else y[rows]
     closer = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])
@@ -278,8 +298,13 @@ def reach_of(K: Tensor, target: Tensor, table: Tensor | None = None) -> Tensor:
     return _LONGER * (own + (largest if table is None else largest[table]))  # k'_ii <= (|phi_i| + |phi_r|)^2
 
 
-def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor) -> Proof:
-    """Note [gap ball] with one rho for all i, which proves nearly every sign."""
+def sign_by_reach(
+    y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor, is_midpoint: Tensor | None = None
+) -> Proof:
+    """Note [gap ball] with one rho for all i, which proves nearly every sign.
+
+    No s_i is off by more, and so neither is the midpoint of an interval between two of them.
+    """
     doubt = held.doubt()
     gap, slip = _optimality(y, held, bias, doubt)
     most = (held.rounding.amax(-1) if held.rest is None else held.rest.rounding) * doubt
@@ -290,6 +315,8 @@ def sign_by_reach(y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tenso
     positive = f > 0
     below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
+    if is_midpoint is not None:
+        proved |= is_midpoint & (f.abs() > rho)
     slip = slip / scale
     if held.rest is not None:
         at_rest = held.rest.violation < -most - _ROUNDING * scale

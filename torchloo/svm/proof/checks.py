@@ -73,18 +73,28 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     how far u_i - u_r can go, and rounding of K puts e and c in doubt: twice the `doubt` of a decision value
     covers both.
     """
-    e = y * outputs
-    row = ((e > 0) & (alpha > 0)).nonzero(as_tuple=True)  # check 1 knows the others
-    r, machine = row[-1][:, None], row[:-1]  # an index (B, 1) of a row, and of what belongs to its machine
-    k = K.diagonal(dim1=-2, dim2=-1)
-    between = K[row].mul_(-2).add_(k[machine]).add_(k[row][:, None]).clamp_min_(0)  # k', (B, n)
-    A = between.mul_(alpha[row][:, None]).sqrt_()
-    v = torch.maximum(e[row][:, None].sqrt(), A / 2)
+    e, n, k = y * outputs, y.shape[-1], K.diagonal(dim1=-2, dim2=-1)
+    row = ((e > 0) & (alpha > 0)).view(-1).nonzero()[:, 0]  # check 1 knows the others
+    machine = row // n
+
+    def of_row(x: Tensor) -> Tensor:
+        """Entries (B, 1) of x (..., n)."""
+        return x.reshape(-1).index_select(0, row)[:, None]
+
+    def of_machine(x: Tensor) -> Tensor:
+        """Rows (B, n) of x (..., n), of the machines that the rows are of."""
+        return x.reshape(-1, n).index_select(0, machine)
+
+    k_r = K.reshape(-1, n).index_select(0, row)
+    between = k_r.mul_(-2).add_(of_machine(k)).add_(of_row(k)).clamp_min_(0)  # k', (B, n)
+    A = between.mul_(of_row(alpha)).sqrt_()
+    v = torch.maximum(of_row(e).sqrt(), A / 2)
     # c + v^2 - A v - e, where c - e = y_r (y - f)
-    excess = v.mul_(v - A).addcmul_(y[row][:, None], (y - outputs)[machine])
-    high = (excess > 2 * doubt[row][:, None]).scatter_(1, r, True)  # NaN is not, r does not count
-    low = torch.where(high, 0.0, box[machine]).sum(1)
+    excess = v.mul_(v - A).addcmul_(of_row(y), of_machine(y - outputs))
+    high = (excess > 2 * of_row(doubt)).scatter_(1, (row % n)[:, None], True)  # NaN is not, r does not count
+    boxes = of_machine(box)
+    low = (boxes * ~high).sum(1)
     positive, negative = ((box * side).sum(-1, keepdim=True) for side in (y > 0, y < 0))
     own_class = torch.where(y > 0, positive, negative) - box
-    passed = low < own_class[row] - NOTHING * box.amin(-1)[machine]
-    return torch.zeros_like(y, dtype=torch.bool).index_put(row, passed)
+    passed = low < of_row(own_class)[:, 0] - NOTHING * boxes.amin(1)
+    return torch.zeros_like(y, dtype=torch.bool).view(-1).index_copy_(0, row, passed).view(y.shape)

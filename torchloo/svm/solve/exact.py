@@ -66,7 +66,9 @@ def relative_gap(problem: SVMProblem, solution: Exact) -> Tensor:
     """Duality gaps relative to the sums of alpha, (B,); what passes a bound beyond rounding is cut off."""
     gap = duality_gap(solution.alpha, solution.margin, problem.box) / solution.alpha.sum(1)
     rows = (~solution.optimal).nonzero()[:, 0]
-    return gap.index_copy(0, rows, _gap_inside(problem.take(rows), solution.take(rows))) if len(rows) else gap
+    return (
+        gap.index_copy(0, rows, _gap_inside(problem.take(rows), solution.take(rows))) if rows.numel() else gap
+    )
 
 
 def _gap_inside(problem: SVMProblem, solution: Exact) -> Tensor:
@@ -87,11 +89,11 @@ def _better(problem: SVMProblem, first: Exact, second: Exact) -> Exact:
 def _or_tighter(problem: SVMProblem, solution: Exact) -> Exact:
     """Solutions that could be better are replaced by the best that an interior point leads to."""
     rows = (~solution.optimal).nonzero()[:, 0]
-    if not len(rows):
+    if not rows.numel():
         return solution
     first = solution.take(rows)
     rows = rows[~(first.close & (relative_gap(problem.take(rows), first) <= _SMALL))]
-    if not len(rows):
+    if not rows.numel():
         return solution
     problem, first = problem.take(rows), solution.take(rows)
     sets = Sets.read_off(solve_to_rounding(problem.matrices(), problem.y, problem.box), problem.box)
@@ -110,7 +112,7 @@ def solve_from(problem: SVMProblem, sets: Sets, attempts: int = ATTEMPTS, tight:
     going = ~solution.optimal
     for _ in range(attempts - 1):
         rows = going.nonzero()[:, 0]
-        if not len(rows):
+        if not rows.numel():
             break
         machine, problem = machine[rows], problem.take(rows)
         sets = _homotopy(problem, sets.take(rows))._replace(bias=solution.bias[rows])
@@ -127,18 +129,18 @@ def _attempt(problem: SVMProblem, sets: Sets, tight: bool) -> tuple[Sets, Exact]
     """The sets without what makes their equations singular, and the best solutions that they lead to."""
     tolerance = SINGULAR if tight else _DEPENDENT
     none = (~sets.free.any(1)).nonzero()[:, 0]
-    if len(none):
+    if none.numel():
         sets = sets.replaced(none, _free_one(problem.take(none), sets.take(none)))
     S, system = _equations(problem, sets.free)
     rows = (~system.regular(tolerance)).nonzero()[:, 0]
-    if len(rows):
+    if rows.numel():
         own = sets.take(rows)
         kept = torch.zeros_like(own.free).scatter_(1, S[rows], system.independent(tolerance, rows))
         sets = sets.replaced(rows, _drop_dependent(problem.take(rows), own, kept))
         S, system = _equations(problem, sets.free)
     solution = _active_set_solution(problem, sets, tight, (S, system))
     rows = (~solution.optimal).nonzero()[:, 0]
-    if len(rows):
+    if rows.numel():
         better = _rescued(problem.take(rows), sets.take(rows), solution.take(rows), tight)
         solution = solution.replaced(rows, better)
     return sets, solution
@@ -293,7 +295,7 @@ def _active_set_solution(
     beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
     missed = torch.where(sets.upper, margin, -margin) - _rounding(problem, alpha)
     slip = torch.where(sets.free, beyond, missed).amax(1)
-    return Exact(alpha, bias, margin, sets.free, sets.upper, slip)
+    return Exact(alpha, bias, margin, sets.free, sets.upper, slip, system)
 
 
 def _rounding(problem: SVMProblem, alpha: Tensor) -> Tensor:
@@ -308,7 +310,7 @@ def _without_strays(problem: SVMProblem, solution: Exact, tight: bool) -> Exact:
     low, high = (solution.alpha < 0) & solution.free, (solution.alpha > problem.box) & solution.free
     stray = low | high
     rows = (stray.any(1) & (solution.free & ~stray).any(1)).nonzero()[:, 0]
-    if not len(rows):
+    if not rows.numel():
         return solution
     first, problem = solution.take(rows), problem.take(rows)
     sets = Sets(first.alpha, first.bias, first.free & ~stray[rows], first.upper | high[rows])

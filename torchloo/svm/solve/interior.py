@@ -1,11 +1,13 @@
 """First solutions of the SVM dual by an interior point, good enough to read the active sets off."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torchloo.svm.solve.low_rank import low_rank_factor
-from torchloo.svm.solve.newton import Interior, Iterate
+from torchloo.svm.solve.newton import Interior, Iterate, Number
 from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.tolerances import CLOSE
 
@@ -15,10 +17,10 @@ _WORTH_FACTORING = 255  # variables: below, nothing is gained
 _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _NEAR = 0.5  # margins above 0 that a better solution may well bring down
 _WORTH_SHRINKING = 300  # live variables
+_WORTH_LEAVING = 100  # the same of several machines
 _CLEAR = 1e-7  # relative gap at which the sets can be read off
-_ROUGH = (
-    1e-3  # the same for a sample, of which only the large margins are used; and of the end of rough steps
-)
+_ROUGH = 1e-3  # the same for a sample, of which only the large margins are used
+_ROUGH_END = 1e-4  # and of the end of rough steps
 _ROUGH_STEPS = 10  # beyond which float32 is what holds a machine up
 _LEAST = 1e-14  # relative gap that rounding hardly ever allows
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
@@ -116,10 +118,12 @@ def interior_point(
         max sum alpha - 1/2 |sum alpha_i y_i phi_i|^2,  y^T alpha = 0,  0 <= alpha <= box
 
     Works on a = alpha * y, so that the Newton matrix is K + diag(theta) and K is never copied with
-    signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Several
-    machines take their steps together, and one that is solved stays as it is. Variables of a single
-    one that are plainly on their way to a bound are put there, and the rest goes on without them: what is
+    signs. The number of steps (about 15) hardly depends on the box, unlike that of an SMO. Variables
+    that are plainly on their way to a bound are put there, and the rest goes on without them: what is
     more than the sets holds only once the margins of all have been checked, as exact.py does.
+
+    Several machines take their steps together; those that are solved rest, and leave once they are half
+    of all. The first steps, of which large machines gain, are rough: the sets come from the last ones.
 
     Args:
         system: K with mean diagonal 1, (m, m) or (B, m, m), or its factor.
@@ -131,8 +135,31 @@ def interior_point(
     Cost m^3 / 3 a step, or m p^2 for K of rank p; less once variables have settled. Memory: one
     copy of K, or of the factor for each machine. Reference: Fine and Scheinberg 2001.
     """
-    solve = _together if box.ndim > 1 else _alone
-    return solve(system, Iterate.start(y, box), gap, steps)
+    point, whole = Iterate.start(y, box), None
+    live = _Live.every(point)
+    rough = Rough(system) if box.ndim > 1 and box.shape[1] > _WORTH_FACTORING else None
+    for number in range(steps):
+        point.look(system, live.pull, live.total)
+        point.stuck = point.solved(gap)
+        left = live.machine if point.single else (~point.stuck[:, 0]).nonzero()[:, 0]
+        if point.stuck is True or not left.numel():
+            break
+        if 2 * left.numel() <= live.machine.numel():
+            whole = live.entered(whole, point)
+            system, point, live, rough = system.machines(left), point.take(left), live.take(left), None
+            point.look(system, live.pull, live.total)
+        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH_END)):
+            rough = None
+        point.step(rough or system)
+        if live.variable.shape[-1] <= (_WORTH_SHRINKING if point.single else _WORTH_LEAVING):
+            continue
+        gone, at_bound = point.settled(live.total)
+        most = int((~gone).sum(-1).max())
+        if 3 * most < 2 * gone.shape[-1]:
+            whole = live.entered(whole, point)
+            live, system, point = live.without(system, point, gone, at_bound, most)
+            rough = None if rough is None else Rough(system)
+    return live.entered(whole, point)
 
 
 def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, steps: int = 100) -> Interior:
@@ -154,71 +181,50 @@ def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, st
     return best
 
 
-def _together(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """Several machines; those that are solved rest, and leave once they are half of all.
+class _Live(NamedTuple):
+    """The variables of one machine, or of several, that have not settled; and what the others add."""
 
-    The first steps, of which large machines gain, are rough: the sets come from the last ones.
-    """
-    whole = point.interior()
-    machine = torch.arange(len(point.box), device=point.y.device)
-    rough = Rough(system) if point.box.shape[1] > _WORTH_FACTORING else None
-    for number in range(steps):
-        point.look(system)
-        point.stuck = point.solved(gap)
-        left = (~point.stuck[:, 0]).nonzero()[:, 0]
-        if not len(left):
-            break
-        if 2 * len(left) <= len(machine):
-            whole = _copied(whole, machine, point)
-            machine, point, system = machine[left], point.take(left), system.machines(left)
-            point.look(system)
-            rough = None
-        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH)):
-            rough = None
-        point.step(rough or system)
-    return _copied(whole, machine, point)
+    machine: Tensor
+    """Which machines are left, (B,); 0 if there is one, (1,)."""
+    variable: Tensor
+    """(v,) or (B, v)."""
+    pull: Tensor | None
+    """To u, (v,) or (B, v); None: nothing."""
+    total: Number
+    """To y^T alpha."""
 
+    @classmethod
+    def every(cls, point: Iterate) -> "_Live":
+        """All."""
+        sizes = len(point.box) if point.box.ndim > 1 else 1, point.box.shape[-1]
+        machine, variable = (torch.arange(size, device=point.box.device) for size in sizes)
+        none = 0.0 if point.single else torch.zeros_like(point.bias)
+        return cls(machine, variable.expand_as(point.box), None, none)
 
-def _copied(whole: Interior, machine: Tensor, point: Iterate) -> Interior:
-    """The machines of a point entered into the whole."""
-    return Interior(*(old.index_copy(0, machine, x) for old, x in zip(whole, point.interior(), strict=True)))
+    def take(self, rows: Tensor) -> "_Live":
+        """Those of the machines at `rows`."""
+        pull = None if self.pull is None else self.pull[rows]
+        return _Live(self.machine[rows], self.variable[rows], pull, self.total[rows])
 
+    def without(
+        self, system: Dense | LowRank, point: Iterate, gone: Tensor, at_bound: Tensor, most: int
+    ) -> tuple["_Live", Dense | LowRank, Iterate]:
+        """What is left when those of a mask go to bounds, where they have alpha * y as in `at_bound`.
 
-def _alone(system: Dense | LowRank, point: Iterate, gap: float, steps: int) -> Interior:
-    """One machine; variables that have settled leave, and its numbers are floats.
+        Machines of which fewer than `most` are left keep some of the others.
+        """
+        keep = gone.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
+        a = at_bound.scatter(-1, keep, 0.0)
+        u = system.product(a) if self.pull is None else system.product(a) + self.pull
+        total = self.total + point.total(a)
+        live = _Live(self.machine, self.variable.gather(-1, keep), u.gather(-1, keep), total)
+        return live, system.take(keep), point.without(keep)
 
-    For one machine of up to 700 variables a whole leave-one-out then takes 0.9 of the time that it takes with
-    `_together` (geometric mean of four sets), and at best 0.68.
-    """
-    whole = point.interior()
-    live = torch.arange(len(point.y), device=point.y.device)
-    pull, total = None, 0.0  # u and y^T alpha of settled variables
-    for _ in range(steps):
-        point.look(system, pull, total)
-        if point.solved(gap):
-            break
-        point.step(system)
-        if len(live) <= _WORTH_SHRINKING:
-            continue
-        settled = point.settled()
-        if int(settled.sum()) <= len(live) // 3:
-            continue
-        _, _, lower, upper = point.values
-        a = torch.where(lower > upper, 0.0, point.box) * point.y * settled
-        rest = (point.box * point.y).masked_fill_(settled, 0)
-        new_total = total + float(a.sum())
-        if not float(rest.clamp_max(0).sum()) < -new_total < float(rest.clamp_min(0).sum()):
-            continue  # those left could not make y^T alpha = 0: some have settled at the wrong bound
-        whole = _entered(whole, live, point)
-        keep = (~settled).nonzero()[:, 0]
-        u = system.product(a) if pull is None else system.product(a) + pull
-        pull, total = u[keep], new_total
-        live, system, point = live[keep], system.take(keep), point.without(keep)
-    return _entered(whole, live, point)
-
-
-def _entered(whole: Interior, live: Tensor, point: Iterate) -> Interior:
-    """The live variables of a machine entered into the whole solution."""
-    new = point.interior()
-    alpha, lower, upper = (old.index_copy(0, live, x) for old, x in zip(whole[:3], new[:3], strict=True))
-    return Interior(alpha, lower, upper, new.bias)
+    def entered(self, whole: Interior | None, point: Iterate) -> Interior:
+        """The point entered into the whole solution; None: it is the whole, nothing has been entered yet."""
+        new = point.interior()
+        if whole is None:
+            return new
+        places = (self.variable,) if point.single else (self.machine[:, None], self.variable)
+        alpha, lower, upper = (old.index_put(places, x) for old, x in zip(whole[:3], new[:3], strict=True))
+        return Interior(alpha, lower, upper, whole.bias.index_copy(0, self.machine, new.bias))

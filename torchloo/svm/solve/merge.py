@@ -35,12 +35,12 @@ def merge_duplicates(
     n = K.shape[-1]
     generator = torch.Generator("cpu").manual_seed(0)
     probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
-    low, high = K.amin((1, 2)), K.amax((1, 2))
     key, order = torch.sort(K @ probe)
-    tolerance = _SAME * n * torch.maximum(high, -low)
+    diagonal = K.diagonal(dim1=1, dim2=2)  # with the largest entry of K
+    tolerance = _SAME * n * diagonal.amax(1)
     starts = torch.ones_like(order, dtype=torch.bool)
     starts[:, 1:] = key[:, 1:] - key[:, :-1] > tolerance[:, None]
-    plain, mean = starts.all(1), K.diagonal(dim1=1, dim2=2).mean(1)
+    plain, mean = starts.all(1), diagonal.mean(1)
     if kernel is not None:
         plain, mean, rounding, order, starts = (x[kernel] for x in (plain, mean, rounding, order, starts))
     scale = _scale(mean, C)
@@ -62,7 +62,7 @@ def merge_duplicates(
 
 def _some(x: Tensor, rows: Tensor) -> Tensor:
     """The entries at `rows`, without a copy where these are all."""
-    return x if rows.shape[0] == x.shape[0] else x[rows]
+    return x if rows.shape[0] == x.shape[0] else x.index_select(0, rows)
 
 
 def _unmerged(

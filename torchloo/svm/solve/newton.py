@@ -9,7 +9,7 @@ from torchloo.svm.records import gap_terms
 from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.stacked import times_vector
 
-__all__ = ["Interior", "Iterate"]
+__all__ = ["Interior", "Iterate", "Number"]
 
 _DECIDES = 1e-2  # of the gap: a complementarity below it needs no small residuals
 _SETTLED = 30.0  # a multiplier so many times the distance to its bound has won
@@ -78,10 +78,12 @@ class Iterate:
         return Iterate(self.y[rows], self.box[rows], self.values[:, rows], self.bias[rows], self.stuck[rows])
 
     def without(self, keep: Tensor) -> "Iterate":
-        """The point of one machine without the variables that have settled."""
-        return Iterate(self.y[keep], self.box[keep], self.values[:, keep], self.bias, self.stuck)
+        """The point without the variables that have settled: those of `keep` (v,) or (B, v)."""
+        y, box = self.y.gather(-1, keep), self.box.gather(-1, keep)
+        values = self.values.gather(-1, keep.expand(4, *keep.shape))
+        return Iterate(y, box, values, self.bias, self.stuck)
 
-    def look(self, system: Dense | LowRank, pull: Tensor | None = None, total: float = 0.0) -> None:
+    def look(self, system: Dense | LowRank, pull: Tensor | None = None, total: Number = 0.0) -> None:
         """Residuals, with what the settled variables add to K (alpha * y) and to y^T alpha."""
         alpha = self.values[0]
         u = system.product(alpha * self.y)
@@ -89,7 +91,7 @@ class Iterate:
         self.scale, balance = self._two(times_vector(self.sums, alpha))  # the scale of the objective
         self.equality_residual = -balance - total
         self.products = self.values[:2] * self.values[2:]
-        self.complementarity = self._sum(self.products)
+        self.complementarity = self.total(self.products)
 
     def solved(self, gap: float) -> Number:
         """Where rounding keeps the residuals from shrinking, the complementarity alone decides."""
@@ -102,7 +104,8 @@ class Iterate:
         small = (dual_residual.abs().amax(-1, keepdim=True) <= gap) & (
             abs(self.equality_residual) <= gap * scale
         )
-        return closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
+        solved = closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
+        return bool(solved) if self.single else solved
 
     def far_from(self, gap: float) -> bool:
         """Whether no machine has come near a relative gap yet."""
@@ -111,11 +114,21 @@ class Iterate:
     def relative_gap(self) -> Number:
         """The duality gap, relative to the sum of alpha."""
         terms = gap_terms(self.values[0], -self.y * self.miss, self.box)
-        return (self._sum(terms) + abs(self.bias * self.equality_residual)) / self.scale
+        return (self.total(terms) + abs(self.bias * self.equality_residual)) / self.scale
 
-    def settled(self) -> Tensor:
-        """Variables whose multiplier outweighs their distance to the bound by far."""
-        return (self.values[2:] > _SETTLED * self.values[:2]).any(0)
+    def settled(self, total: Number) -> tuple[Tensor, Tensor]:
+        """Mask of variables whose multiplier outweighs their distance to the bound by far, (..., m).
+
+        None of a machine whose others could not make y^T alpha, with `total` from elsewhere, 0: some have
+        settled at the wrong bound. And alpha * y of all at the bounds that the multipliers choose, (..., m).
+        """
+        X, W = self.values[:2], self.values[2:]
+        gone, signed = (W > _SETTLED * X).any(0), self.box * self.y
+        at_bound = signed.masked_fill(W[0] > W[1], 0)
+        needed = -total - (at_bound * gone).sum(-1, keepdim=True)
+        rest = signed.masked_fill_(gone, 0)
+        low, high = (x.sum(-1, keepdim=True) for x in (rest.clamp_max(0), rest.clamp_min(0)))
+        return gone & (low < needed) & (needed < high), at_bound
 
     def step(self, system: Dense | LowRank | Rough) -> None:
         """Predict, centre, correct, and go 0.995 of the way to the nearest bound.
@@ -143,7 +156,7 @@ class Iterate:
         push = W * target
         rhs = torch.addcmul(self.miss, self.y, push[0] - push[1])
         x = system.solve(rhs[..., None, :])[..., 0, :]
-        d_bias = (self._sum(x) - self.equality_residual) / total
+        d_bias = (self.total(x) - self.equality_residual) / total
         r = sides * self._plus(x, -d_bias, eta)
         relative = torch.cat([r, target.sub_(r).sub_(1)])
         t = 0.995 * self._longest_step(relative)
@@ -178,10 +191,10 @@ class Iterate:
 
     def _dot(self, x: Tensor, z: Tensor) -> Number:
         """The sum of x z, (2, m) or (2, B, m), over all but the machines."""
-        return float(torch.dot(x.view(-1), z.view(-1))) if self.single else self._sum(x * z)
+        return float(torch.dot(x.view(-1), z.view(-1))) if self.single else self.total(x * z)
 
-    def _sum(self, x: Tensor) -> Number:
-        """The sum over all but the machines."""
+    def total(self, x: Tensor) -> Number:
+        """The sum over all but the machines, of (..., m) or (2, ..., m)."""
         if self.single:
             return float(x.sum())
         return x.sum(-1, keepdim=True) if x.ndim == 2 else x.sum((0, 2))[:, None]

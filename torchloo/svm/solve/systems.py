@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.stacked import times_vector
+from torchloo.svm.stacked import block_of, rows_of, times_vector
 
 __all__ = [
     "Bordered",
@@ -94,7 +94,9 @@ class Dense:
         return torch.linalg.solve_triangular(self.L.mT, half, upper=True).mT
 
     def take(self, keep: Tensor) -> "Dense":
-        """That of the variables in `keep`, of one machine."""
+        """That of the variables in `keep`, (v,) of one machine or (B, v)."""
+        if keep.ndim > 1:
+            return Dense(block_of(self.K, keep))
         return Dense(self.K.index_select(0, keep).index_select(1, keep))
 
     def machines(self, rows: Tensor) -> "Dense":
@@ -131,7 +133,9 @@ class LowRank:
         return near - (inner @ self.F.mT).div_(self.theta)
 
     def take(self, keep: Tensor) -> "LowRank":
-        """That of the variables in `keep`, of one machine."""
+        """That of the variables in `keep`, (v,) of one machine or (B, v)."""
+        if keep.ndim > 1:
+            return LowRank(rows_of(self.F, keep))
         return LowRank(self.F.index_select(0, keep))
 
     def machines(self, rows: Tensor) -> "LowRank":
@@ -205,6 +209,12 @@ class Bordered:
         diagonal.scatter_(1, self.j, self.size.gather(1, self.j))
         self.L, self.info = torch.linalg.cholesky_ex(self.G)
 
+    def with_factors(self) -> "Bordered":
+        """The same with 1 for a factor that there is not, where nothing that follows has a meaning."""
+        unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
+        self.L = torch.where((self.info == 0)[:, None, None], self.L, unit)
+        return self
+
     def regular(self, tolerance: float) -> Tensor:
         """Whether every pivot is more than `tolerance` of its diagonal entry, (B,)."""
         pivot = self.L.diagonal(dim1=1, dim2=2).square()
@@ -241,11 +251,9 @@ class Bordered:
     def inverse(self) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks of the inverse: corner (B,), edge (B, s), inner (B, s, s), 0 where points do not count.
 
-        Without meaning where `info` is not 0.
+        An error if a factor has a 0 on its diagonal, see `with_factors`.
         """
-        unit = torch.eye(self.L.shape[1], dtype=self.L.dtype, device=self.L.device)
-        L = torch.where((self.info == 0)[:, None, None], self.L, unit)
-        inner = torch.cholesky_inverse(L)
+        inner = torch.cholesky_inverse(self.L)
         diagonal = inner.diagonal(dim1=1, dim2=2)
         if self.real is not None:
             diagonal.masked_fill_(~self.real, 0)
