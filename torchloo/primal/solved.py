@@ -131,9 +131,8 @@ class StreamFit:
         self._solved_with = {} if stream.lasting or owner is None else _settings(owner)
         # Float32 if the rows are, and that is accurate enough.
         expansion.kind = torch.float32 if expansion.single else torch.float64
-        values = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
+        self._given_regs = torch.as_tensor(reg if isinstance(reg, Tensor) else reg.values)
         with torch.no_grad():
-            self._least_reg = values.double().min() if values.numel() else None
             if others.count > 1:
                 self._agree(bias)
             self._sum_up(bias)
@@ -226,12 +225,14 @@ class StreamFit:
 
     def _is_imprecise(self, moments: Moments) -> bool:
         """Whether the first of several blocks shows that float32 products will not do for all of them."""
-        n, least = self.stream.n or moments.count, self._least_reg
+        n = self.stream.n or moments.count
         several = self.stream.n is None or n > moments.count
-        if self.expansion.kind == torch.float64 or not several or self.others.count > 1 or least is None:
+        if self.expansion.kind == torch.float64 or not several or self.others.count > 1:
+            return False
+        if not self._given_regs.numel():  # an error for later
             return False
         C = moments.S * (n / moments.count)
-        C.diagonal(dim1=-2, dim2=-1).add_(least.to(C))
+        C.diagonal(dim1=-2, dim2=-1).add_(self._given_regs.detach().min().to(C))
         return not bool((condition(torch.linalg.cholesky_ex(C).L) < SINGLE).all())
 
     def _agree(self, bias: bool) -> None:

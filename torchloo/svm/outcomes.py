@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from torchloo.panels import keep_freed_memory
 from torchloo.svm.gradient import matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut, rounded
@@ -15,7 +15,6 @@ __all__ = ["Stack", "assembled", "stacks", "without_graph"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
-_KEPT = 2**25 - 2**16  # bytes of the block that is freed for its effect: the largest that has one
 _WORK = 2**30  # cubes of rows of a stack: the larger problems are, the less they gain from others beside them
 
 Stack = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -27,7 +26,7 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterat
 
     Of so many problems as fit, and of at most `most`.
     """
-    _keep_freed_memory()
+    keep_freed_memory()
     n = y.shape[-1]
     matrices = K.detach().reshape(-1, n, n)
     labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
@@ -57,16 +56,6 @@ def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
             yield i
             first = i
     yield len(number)
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Let the allocator of the C library keep what is freed, once for the process.
-
-    glibc gives free memory at the end of its heap back to the system, and asks for it again page by page: a
-    tenth of the time of a large batch. It keeps twice as much as the largest block that was freed before.
-    """
-    torch.empty(_KEPT, dtype=torch.uint8, device="cpu")
 
 
 def without_graph(trace: bool) -> AbstractContextManager[object]:
