@@ -157,6 +157,7 @@ BASICS = {
     "guards",
     "autograd",
     "precision",
+    "memory",
     "csr",
     "positive",
     "classes",

@@ -1,7 +1,6 @@
 """Products and inverses of symmetric and triangular matrices, in panels that skip the half not needed."""
 
 import itertools
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ __all__ = [
     "add_matmul",
     "add_symmetric",
     "inner_products",
-    "keep_freed_memory",
     "mirrored",
     "panels",
     "room_like",
@@ -38,20 +36,6 @@ _LARGE, _HEIGHTS, _PART = 512, (64, 160), 128
 
 # Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
 _CONDITION = 1e5
-
-# Bytes of the largest block that has an effect on what the allocator of glibc keeps.
-_KEPT = 2**25 - 2**16
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Let the allocator of the C library keep some of the memory that is freed, once for the process.
-
-    glibc gives free memory at the end of its heap back to the system and asks for it again page by page: up
-    to a third of the time of a call with a large result. It keeps twice as much as the largest block of
-    up to 32 MiB that was freed before. So one such block, which is never written to, is enough.
-    """
-    torch.empty(_KEPT, dtype=torch.uint8, device="cpu")
 
 
 def panels(n: int, width: int = _NARROW) -> list[tuple[int, int]]:

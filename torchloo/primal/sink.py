@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchloo.panels import keep_freed_memory
+from torchloo.memory import keep_freed_memory
 from torchloo.primal.block import Block
 from torchloo.primal.collective import Peers
 from torchloo.primal.files import Field, mapped_files

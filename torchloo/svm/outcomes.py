@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from torchloo.panels import keep_freed_memory
+from torchloo.memory import keep_freed_memory
 from torchloo.svm.gradient import matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut, rounded
