@@ -22,15 +22,8 @@ the features depend on. The penalty is reg K_zz on the columns k themselves, so 
 differentiated: with F = A^T L^{-1} its cotangent is F^T (Q - (v q^T + q v^T) / 2) F. For a row alone, D is a
 number.
 
-A set that was refitted has no part in these sums, in which all that matters would cancel. Its residuals are
-Y_L - Z_L p for the coefficients p without it, of the other rows alone, and its variances
-reg (1 / zeta + diag(Z_L H)) with H = C_L^{-1} Z_L^T. So with v = H rbar, G = diag(reg vbar), and the
-residuals e of that machine, for features z about the mean of the other rows,
-
-    zbar = -p rbar^T + 2 H G,                      Ybar = rbar,         zetabar = -G / zeta^2,
-    zbar = zeta (p v^T z - v e^T - 2 H G H^T z),   Ybar = -zeta v^T z,  zetabar = -(v^T z) e - z^T H G H^T z
-
-in the set and outside of it, and the cotangent of the penalty is (v p^T + p v^T) / 2 - H G H^T.
+A set that was refitted has no part in these sums, in which all that matters would cancel: see
+Note [derivatives of refits] in refit.py.
 
 A batch of problems is an axis in front of all others. Single problems alone have refitted sets.
 """
@@ -49,10 +42,10 @@ from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.machines import together, transposed
+from torchloo.primal.refit import Effect, Refitted
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
-    from torchloo.primal.refit import Refitted
     from torchloo.primal.solved import StreamFit
 
 __all__ = ["KEPT", "HeldOutRows"]
@@ -175,43 +168,6 @@ class _Visit(NamedTuple):
         return self.rows.to(like.device) if isinstance(self.rows, Tensor) else self.rows
 
 
-class _Effect(NamedTuple):
-    """How the machine without a refitted set depends on the other rows; Note [blockwise backward]."""
-
-    r: int
-    j: int
-    centre: tuple[Tensor, Tensor]
-    """Means (1, p') of the features, taken off one after the other."""
-    coef: Tensor
-    """p, (p', c)."""
-    v: Tensor
-    """(p', c)."""
-    H: Tensor
-    """(p', s)."""
-    g: Tensor
-    """The diagonal of G, (s,)."""
-
-    def to(self, like: Tensor) -> "_Effect":
-        """The same on the device of a tensor."""
-        origin, mean = self.centre
-        return _Effect(self.r, self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[3:]))
-
-    def penalty(self) -> Tensor:
-        """Cotangent of the penalty, (p', p')."""
-        outer = self.v @ self.coef.mT
-        return (outer + outer.mT) / 2 - self.H * self.g @ self.H.mT
-
-    def on(self, features: Tensor, Y: Tensor, zeta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cotangents of features (p', b), targets (b, c) and weights (b,) of rows outside the set."""
-        z = features
-        for part in self.centre:
-            z = z - part.mT
-        e, vz, Hz = Y - z.mT @ self.coef, self.v.mT @ z, self.H.mT @ z  # (b, c), (c, b), (s, b)
-        GHz = self.g.unsqueeze(-1) * Hz
-        zbar = zeta * (self.coef @ vz - self.v @ e.mT - 2 * self.H @ GHz)
-        return zbar, -(zeta * vz).mT, -(vz.mT * e).sum(-1) - (Hz * GHz).sum(0)
-
-
 class _Refit:
     """A set that was refitted.
 
@@ -221,7 +177,7 @@ class _Refit:
         rbar: (s, c).
     """
 
-    def __init__(self, work: "_Backward", one: "Refitted") -> None:
+    def __init__(self, work: "_Backward", one: Refitted) -> None:
         machines, p = work.machines, len(work.machines.rotation)
         self.r, self.j, self.rows, self.zeta = one.r, one.j, one.rows, one.zeta
         self.outputs = machines.outputs_of(one.j)
@@ -231,7 +187,7 @@ class _Refit:
         _, rbar, inverse, by_variance = work.cotangents(one.rows)
         g = torch.zeros_like(inverse) if by_variance is None else by_variance
         self.rbar, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
-        self.effect = _Effect(one.r, one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
+        self.effect = Effect(one.r, one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
 
 
 def _inverse_blocks(
@@ -264,7 +220,7 @@ class _Backward:
         solved: "StreamFit",
         machines: "Machines",
         partition: Partition | None,
-        refitted: list["Refitted"],
+        refitted: list[Refitted],
         fields: tuple[Tensor, Tensor, Tensor, Tensor | None],
         kept: list[Tensor | None],
     ) -> None:

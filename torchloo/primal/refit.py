@@ -14,6 +14,17 @@ share would be like a second bias, and all that tells the two apart would be a t
 come before the weights, so that rows that are equal stay so; rows in no set are taken about their own mean.
 A mean is that of the differences to the heaviest row, and so exact where rows are equal or one is left: an
 ulp of rounding, divided by a tiny penalty, would be a coefficient.
+
+Note [derivatives of refits]
+The residuals of a refitted set are Y_L - Z_L p for the coefficients p without it, of the other rows alone,
+and its variances reg (1 / zeta + diag(Z_L H)) with H = C_L^{-1} Z_L^T. With cotangents rbar and vbar of the
+two, v = H rbar, G = diag(reg vbar), and the residuals e of that machine, for features z about the mean of the
+other rows,
+
+    zbar = -p rbar^T + 2 H G,                      Ybar = rbar,         zetabar = -G / zeta^2,
+    zbar = zeta (p v^T z - v e^T - 2 H G H^T z),   Ybar = -zeta v^T z,  zetabar = -(v^T z) e - z^T H G H^T z
+
+in the set and outside of it, and the cotangent of the penalty is (v p^T + p v^T) / 2 - H G H^T.
 """
 
 from collections.abc import Iterator
@@ -33,7 +44,7 @@ from torchloo.primal.sink import Sink
 if TYPE_CHECKING:
     from torchloo.primal.solved import StreamFit
 
-__all__ = ["Lost", "Refitted", "refit", "refit_at_once"]
+__all__ = ["Effect", "Lost", "Refitted", "refit", "refit_at_once"]
 
 # So many rows in sets that are refitted together: each set is refitted with those of the others.
 _CHUNK = 1 << 8
@@ -61,6 +72,43 @@ class Refitted(NamedTuple):
     """Coefficients without the set, (p', c), for features about these means, with a 1 for the bias."""
     spread: Tensor
     """C_L^{-1} X_L^T, (p', s), likewise."""
+
+
+class Effect(NamedTuple):
+    """How the machine without a refitted set depends on the other rows; Note [derivatives of refits]."""
+
+    r: int
+    j: int
+    centre: tuple[Tensor, Tensor]
+    """Means (1, p') of the features, taken off one after the other."""
+    coef: Tensor
+    """p, (p', c)."""
+    v: Tensor
+    """(p', c)."""
+    H: Tensor
+    """(p', s)."""
+    g: Tensor
+    """The diagonal of G, (s,)."""
+
+    def to(self, like: Tensor) -> "Effect":
+        """The same on the device of a tensor."""
+        origin, mean = self.centre
+        return Effect(self.r, self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[3:]))
+
+    def penalty(self) -> Tensor:
+        """Cotangent of the penalty, (p', p')."""
+        outer = self.v @ self.coef.mT
+        return (outer + outer.mT) / 2 - self.H * self.g @ self.H.mT
+
+    def on(self, features: Tensor, Y: Tensor, zeta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of features (p', b), targets (b, c) and weights (b,) of rows outside the set."""
+        z = features
+        for part in self.centre:
+            z = z - part.mT
+        e, vz, Hz = Y - z.mT @ self.coef, self.v.mT @ z, self.H.mT @ z  # (b, c), (c, b), (s, b)
+        GHz = self.g.unsqueeze(-1) * Hz
+        zbar = zeta * (self.coef @ vz - self.v @ e.mT - 2 * self.H @ GHz)
+        return zbar, -(zeta * vz).mT, -(vz.mT * e).sum(-1) - (Hz * GHz).sum(0)
 
 
 class _Left(NamedTuple):
