@@ -200,3 +200,16 @@ def test_systems_that_float32_cannot_factorise_are_solved_in_float64():
     assert rough.system is rough.rough
     expected = torch.linalg.solve(K + torch.diag_embed(theta + 1), rhs.mT).mT
     torch.testing.assert_close(rough.solve(rhs), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["auto", "path"])
+@pytest.mark.parametrize("values", [True, False])
+def test_problems_may_lie_in_memory_in_any_order(method, values):
+    X, y = (torch.stack(parts) for parts in zip(*(toy(seed, n=20, d=3) for seed in range(3)), strict=True))
+    K = torch.stack([rbf(rows) for rows in X])
+    expected = svm_loo(K, y, 2.0, method=method, values=values)
+    by_columns = y.mT.contiguous().mT
+    for matrices in (K, K.mT.contiguous().mT, K.transpose(0, 1).contiguous().transpose(0, 1)):
+        received = svm_loo(matrices, by_columns, 2.0, method=method, values=values)
+        assert_close(received.outputs, expected.outputs, rtol=1e-9, atol=1e-9)
+        assert torch.equal(received.certified, expected.certified)

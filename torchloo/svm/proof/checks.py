@@ -74,7 +74,7 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     covers both.
     """
     e, n, k = y * outputs, y.shape[-1], K.diagonal(dim1=-2, dim2=-1)
-    row = ((e > 0) & (alpha > 0)).view(-1).nonzero()[:, 0]  # check 1 knows the others
+    row = ((e > 0) & (alpha > 0)).reshape(-1).nonzero()[:, 0]  # check 1 knows the others
     machine = row // n
 
     def of_row(x: Tensor) -> Tensor:
@@ -97,4 +97,5 @@ def check_norm(K: Tensor, y: Tensor, alpha: Tensor, outputs: Tensor, box: Tensor
     positive, negative = ((box * side).sum(-1, keepdim=True) for side in (y > 0, y < 0))
     own_class = torch.where(y > 0, positive, negative) - box
     passed = low < of_row(own_class)[:, 0] - NOTHING * boxes.amin(1)
-    return torch.zeros_like(y, dtype=torch.bool).view(-1).index_copy_(0, row, passed).view(y.shape)
+    found = y.new_zeros(y.numel(), dtype=torch.bool).index_copy_(0, row, passed)
+    return found.view(y.shape)
