@@ -447,13 +447,12 @@ class _Backward:
             z = torch.cat([z, torch.ones_like(z[:1])])
         Y, zeta = part.Y.double() - moments.mean_y, part.weight.double()
         zbar, Ybar, zetabar = torch.zeros_like(z), torch.zeros_like(Y), torch.zeros_like(zeta)
-        among = {id(one): at for one, at in self._refits_among(visit)}
+        among = {self.first + self.refits.index(one): (one, at) for one, at in self._refits_among(visit)}
         for number, effect in enumerate(self.effects):
             outputs = self.machines.outputs_of(effect.j)
             by_z, by_Y, by_zeta = effect.on(z, Y[:, outputs], zeta)
-            own = number - self.first
-            if 0 <= own < len(self.refits) and id(one := self.refits[own]) in among:
-                at = among[id(one)]
+            if number in among:
+                one, at = among[number]
                 by_z[:, at] = 2 * effect.H * effect.g - effect.coef @ one.rbar.mT
                 by_Y[at], by_zeta[at] = one.rbar, -effect.g / one.zeta.square()
             zbar += by_z
@@ -473,20 +472,17 @@ class _Backward:
             s = visit.abar + together(v, U)  # (..., R, c, b)
             weighted = zeta * s
             UQ, DN = torch.matmul(total, U, out=room_like(U, U.shape[-2])), self._times_rows(visit)
-            beside = self._without_sets(visit)
+            zbar, by_Y, by_weight = self._without_sets(visit) or (None, None, None)
             if sent.weight is not None:
                 own = torch.sub(UQ, DN, alpha=2).mul_(U).sum(-2)
                 diagonal = visit.D if visit.DN is not None else visit.D.sum((-3, -2))
                 zetabar = diagonal + own + (s * a / zeta).sum((-3, -2))
-                if beside is not None:
-                    zetabar = zetabar + beside[2]
+                zetabar = zetabar if by_weight is None else zetabar + by_weight
                 sent.weight[..., visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
             ubar = UQ.sub_(DN).mul_(2 * zeta[..., 0, :].to(kind))
             add_matmul(ubar, vq, torch.cat([a, -weighted], -2).flatten(-3, -2).to(kind))
-            Ybar, zbar = weighted.sum(-3).mT, None
-            if beside is not None:
-                Ybar, zbar = Ybar + beside[1], beside[0]
-            sent.add(visit, ubar, Ybar, zbar)
+            Ybar = weighted.sum(-3).mT
+            sent.add(visit, ubar, Ybar if by_Y is None else Ybar + by_Y, zbar)
 
 
 class _Sent:
