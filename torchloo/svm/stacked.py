@@ -25,6 +25,8 @@ __all__ = [
 _READ_AT_NO_COST = {"cpu"}
 _ROUNDS = 8  # of a loop on an accelerator between two looks at values
 _LARGE = 200  # columns of matrices of which each is worth a product of its own, where sizes may be read
+_TOGETHER = 2**18  # numbers of solutions of several problems worked on at once: more leave a CPU's cache
+_LARGEST = 2**20  # the same for solutions of one problem, and on an accelerator
 _SMALL = 400  # entries of matrices: up to so many `torch.bmm` has loops of its own
 
 
@@ -143,6 +145,28 @@ class Tables:
         if may_look(table) and len(table):
             most = int(rank.max()) + 1
         return most, rank + table * most
+
+    def parts(self, width: int) -> list[tuple[slice, slice]]:
+        """Some of the problems, and their solutions, that are worked on at once at `width` numbers each."""
+        parts: list[tuple[slice, slice]] = []
+        begin = first = last = 0
+        most = max(1, _LARGEST // width)
+        together = max(1, _TOGETHER // width) if may_look(self.table) else most
+        if len(self.table) <= (most if self.count == 1 else together):
+            return [(slice(0, self.count), slice(0, len(self.table)))]
+        for t, size in enumerate(self.sizes.tolist()):
+            if last > first and last + size - first > together:
+                parts.append((slice(begin, t), slice(first, last)))
+                begin, first = t, last
+            last += size
+            while last - first > most:  # one problem has too many
+                parts.append((slice(t, t + 1), slice(first, first + most)))
+                begin, first = t, first + most
+        return [*parts, (slice(begin, self.count), slice(first, last))]
+
+    def part(self, problems: slice, solutions: slice) -> "Tables":
+        """One of the parts, its problems numbered anew."""
+        return Tables(self.table[solutions] - problems.start, problems.stop - problems.start, self._most)
 
     def each(self, x: Tensor) -> Tensor:
         """What the problem of each solution has, (N, ...) of (T, ...); of one problem without the axis."""

@@ -66,10 +66,6 @@ class _Machines(NamedTuple):
     """Their y f - 1 there, (T, a + 1)."""
     rounding: Tensor
     """Their e of Note [rounding of K], (T, a + 1)."""
-    K: Tensor
-    """Their rows of K, (T, a, m)."""
-    u: Tensor
-    """K (alpha * y) of all variables in the full solutions, (T, m)."""
     imbalance: Tensor
     """Their y^T alpha, which rounding may leave, (T, 1)."""
 
@@ -82,18 +78,42 @@ class _Machines(NamedTuple):
         columns, _ = set_of(moved)
         variable = tableau.order.gather(1, columns)
         s, A = int(free.sum(1).max()), tableau.A.view(-1, dummy + 2)
-        coef, K = full.alpha * problem.y, problem.rows(variable)
-        u, imbalance = problem.product(coef), coef.sum(1, keepdim=True)
+        imbalance = (full.alpha * problem.y).sum(1, keepdim=True)
         known = torch.stack([problem.y, problem.box, full.alpha, full.margin, problem.rounding], 1)
         y, box, alpha, margin, rounding = pad(columns_of(known, variable), (0, 1)).unbind(1)
         columns, variable = pad(columns, (0, 1), value=dummy), pad(variable, (0, 1))
         sets = A[:, :s].contiguous(), free[:, :s], columns, variable
-        return cls(A, *sets, y, box, alpha, margin, rounding, K, u, imbalance)
+        return cls(A, *sets, y, box, alpha, margin, rounding, imbalance)
 
     @property
     def dummy(self) -> int:
         """The column of the dummy."""
         return self.A.shape[1] - 2
+
+
+class _Every(NamedTuple):
+    """What it takes to find u = K (alpha * y) of all variables of T machines, and what it is compared with."""
+
+    variable: Tensor
+    """As in `_Machines`, (T, a + 1)."""
+    K: Tensor
+    """Rows of K of the moved variables, (T, a, m)."""
+    u: Tensor
+    """u in the full solutions, (T, m)."""
+    at_most: Tensor
+    """y of the variables at rest of which f must not exceed y, inf for the others, (T, m)."""
+    at_least: Tensor
+    """y of those of which y must not exceed f, -inf for the others, (T, m)."""
+
+    @classmethod
+    def build(cls, problem: SVMProblem, full: Exact, machines: _Machines) -> "_Every":
+        """For machines whose other variables rest at their bounds."""
+        y, moved = problem.y, machines.variable[:, :-1]
+        down = full.upper ^ (y < 0)
+        at_most, at_least = torch.where(down, y, torch.inf), torch.where(down, -torch.inf, y)
+        at_most, at_least = at_most.scatter(1, moved, torch.inf), at_least.scatter(1, moved, -torch.inf)
+        u = problem.product(full.alpha * y)
+        return cls(machines.variable, problem.rows(moved), u, at_most, at_least)
 
 
 class _Sets(NamedTuple):
@@ -115,12 +135,10 @@ class _Sets(NamedTuple):
     """Place of r among the moved variables, a if it has none, (N, 1)."""
     y_gone: Tensor
     """y_r times how far its alpha went down, (N, 1)."""
-    K_r: Tensor
-    """Its row of K, (N, m)."""
 
-    def take(self, rows: Tensor) -> "_Sets":
+    def take(self, rows: Tensor | slice) -> "_Sets":
         """The paths at `rows`."""
-        return _Sets(*(x.index_select(0, rows) for x in self))
+        return _Sets(*(x[rows] if isinstance(rows, slice) else x.index_select(0, rows) for x in self))
 
     def respond(self, machines: _Machines, w: Tensor, A_x0: Tensor) -> tuple[Tensor, Tensor]:
         """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 (N, l + 2)."""
@@ -138,9 +156,10 @@ class _Sets(NamedTuple):
 class Finish:
     """Where N paths of T machines ended.
 
-    `alpha` and `u_moved` are those of the a moved variables and the dummy, (N, a + 1), `u` = K (alpha * y)
-    those of all, (N, m); `stray` (N,) is by how much coefficients lay beyond their bounds before they were
-    put there.
+    `alpha` and `u_moved` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1), `u_r`
+    that of each target, (N,). `over` and `under` (N,) are the largest and the least u - y of the variables at
+    rest of which f must not exceed y, or y not f. `stray` (N,) is by how much coefficients lay beyond their
+    bounds before they were put there.
     """
 
     def __init__(
@@ -180,13 +199,19 @@ class Finish:
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
             y_gone=(y_r * gone)[:, None],
-            K_r=problem.kernels(tables.table).rows(problem.K, target),
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)
         self.alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
-        self.u = _pull(machines, tables, sets, self.alpha)
-        self.u_moved = tables.select(self.u, machines.variable)
+        self.every = _Every.build(problem, full, machines)
+        change, looks = _change(machines, tables, sets, self.alpha), []
+        for some, rows in tables.parts(problem.y.shape[1]):
+            its, every = tables.part(some, rows), _Every(*(x[some] for x in self.every))
+            u = self._pull(problem.part(some), every, its, rows, change[rows])
+            looks.append(_look(every, its, u, target[rows]))
+        self.u_moved, self.u_r, self.over, self.under = (
+            found[0] if len(looks) == 1 else torch.cat(found) for found in zip(*looks, strict=True)
+        )
         self._refine(tableau, ends.failed)
         self.stray = self._put_inside()
 
@@ -203,12 +228,25 @@ class Finish:
         moved = its.insert(alpha, self.machines.variable[:, :-1], self.alpha[rows, :-1])
         return moved.scatter_(1, r, alpha_r)
 
+    def u(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """K (alpha * y) of all variables of the paths at `rows`, (R, m); default all."""
+        its = self.tables.take(rows)
+        change = _change(self.machines, its, self._sets.take(rows), self.alpha[rows])
+        return self._pull(self.problem, self.every, its, rows, change)
+
+    def _pull(
+        self, problem: SVMProblem, every: _Every, its: Tables, rows: Tensor | slice, change: Tensor
+    ) -> Tensor:
+        """u (R, m) of the paths at `rows`, of machines numbered as in `its`, from what `_change` gives."""
+        K_r = problem.kernels(its.table).rows(problem.K, self.target[rows])
+        u = its.product(change, every.K).add_(its.each(every.u))
+        return u.addcmul_(K_r, self._sets.y_gone[rows], value=-1)
+
     def _move(self, rows: Tensor, alpha: Tensor) -> None:
         """Other coefficients (R, a + 1) of the moved variables of the paths at `rows`."""
-        its, own = self.tables.take(rows), self._sets.take(rows)
-        u = _pull(self.machines, its, own, alpha)
-        self.alpha[rows], self.u[rows] = alpha, u
-        self.u_moved[rows] = its.select(u, self.machines.variable)
+        self.alpha[rows] = alpha
+        seen = _look(self.every, self.tables.take(rows), self.u(rows), self.target[rows])
+        self.u_moved[rows], self.u_r[rows], self.over[rows], self.under[rows] = seen
 
     def _refine(self, tableau: Tableau, failed: Tensor) -> None:
         """Correct alpha by what K says, Note [refresh], twice at most; not where a path has failed (N,)."""
@@ -217,7 +255,7 @@ class Finish:
         free = sets.changed.clone()
         free[:, :s] ^= tables.each(machines.was_free)
         free[:, -1] = False
-        free = free.scatter_(1, sets.own, False).to(self.u)
+        free = free.scatter_(1, sets.own, False).to(self.alpha)
         count, y = free.sum(1).clamp_min(1), tables.each(machines.y)
         for _ in range(2):
             miss = (y - self.u_moved).mul_(free)
@@ -251,10 +289,11 @@ def _change(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> 
     return change.scatter_(1, sets.own, 0.0)[:, :-1]
 
 
-def _pull(machines: _Machines, tables: Tables, sets: _Sets, alpha: Tensor) -> Tensor:
-    """u of all variables, (N, m), from alpha of the moved ones (N, a + 1), whatever that says of r."""
-    u = tables.product(_change(machines, tables, sets, alpha), machines.K)
-    return u.add_(tables.each(machines.u)).addcmul_(sets.K_r, sets.y_gone, value=-1)
+def _look(every: _Every, tables: Tables, u: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """What a Finish tells of u (N, m)."""
+    over, under = (u - tables.each(x) for x in (every.at_most, every.at_least))
+    u_r = u.gather(1, target[:, None])[:, 0]
+    return tables.select(u, every.variable), u_r, over.amax(1), under.amin(1)
 
 
 def _coefficients(

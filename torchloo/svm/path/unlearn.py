@@ -22,7 +22,7 @@ from torchloo.svm.proof.certify import (
     smallest_and_sum,
 )
 from torchloo.svm.records import Exact, SVMProblem, Unlearned
-from torchloo.svm.stacked import Tables, may_look, subset
+from torchloo.svm.stacked import Tables, subset
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 __all__ = ["Targets", "unlearn"]
@@ -30,8 +30,6 @@ __all__ = ["Targets", "unlearn"]
 _PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
-_TOGETHER = 2**17  # coefficients at the ends of paths that are looked at at once: more leave a CPU's cache
-_LARGEST = 2**20  # the same for paths of one machine, and on an accelerator
 _SMALL = 2**12  # coefficients at the ends of paths: up to so many, all are looked at
 _WIDEST = 1e3  # boxes beyond which the perturbation grows no more
 
@@ -97,7 +95,7 @@ def _unlearn(
     for ends in groups:
         its = targets if len(groups) == 1 else targets.take(ends.problem_id)
         every = problem, full, tableau, ends, its
-        parts = _parts(its.table, *problem.y.shape)
+        parts = Tables(its.table, len(problem.y)).parts(tableau.A.shape[2])
         done += [_certified(*(every if len(parts) == 1 else _part(every, *p)), coefficients) for p in parts]
     if len(done) == 1:
         return done[0]
@@ -112,32 +110,13 @@ _Ended = tuple[SVMProblem, Exact, Tableau, Ends, Targets]
 """Machines, and the ends of the paths of their targets."""
 
 
-def _part(every: _Ended, tables: slice, first: int, last: int) -> _Ended:
-    """A part as `_parts` gives it, with the numbers of machines and of rows of tableaux that it has there."""
+def _part(every: _Ended, machines: slice, rows: slice) -> _Ended:
+    """A part as `Tables.parts` gives it, with the numbers of machines and of rows of tableaux that it has."""
     problem, full, tableau, ends, targets = every
-    own, end = Targets(*(x[first:last] for x in targets)), Ends(*(x[first:last] for x in ends))
-    own = own._replace(table=own.table - tables.start)
-    end = end._replace(row=end.row - tables.start * tableau.A.shape[1])
-    return problem.part(tables), full.part(tables), Tableau(*(x[tables] for x in tableau)), end, own
-
-
-def _parts(table: Tensor, T: int, m: int) -> list[tuple[slice, int, int]]:
-    """Some of T machines of m variables each, and their targets from the first to the last but one."""
-    parts: list[tuple[slice, int, int]] = []
-    begin = first = last = 0
-    most = max(1, _LARGEST // m)
-    together = max(1, _TOGETHER // m) if may_look(table) else most
-    if len(table) <= (most if T == 1 else together):
-        return [(slice(0, T), 0, len(table))]
-    for t, count in enumerate(torch.bincount(table, minlength=T).tolist()):
-        if last > first and last + count - first > together:
-            parts.append((slice(begin, t), first, last))
-            begin, first = t, last
-        last += count
-        while last - first > most:  # one machine has too many
-            parts.append((slice(t, t + 1), first, first + most))
-            begin, first = t, first + most
-    return [*parts, (slice(begin, T), first, last)]
+    own, end = Targets(*(x[rows] for x in targets)), Ends(*(x[rows] for x in ends))
+    own = own._replace(table=own.table - machines.start)
+    end = end._replace(row=end.row - machines.start * tableau.A.shape[1])
+    return problem.part(machines), full.part(machines), Tableau(*(x[machines] for x in tableau)), end, own
 
 
 def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, whole: bool) -> Tableau:
@@ -198,7 +177,7 @@ def _by_all(
     """Labels, (m,) or (R, m), and solutions of the paths at `rows`, (R,), by all variables."""
     its = end.tables.take(rows)
     y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
-    solution = end.coefficients(rows), end.u[rows], box, end.target[rows], rounding
+    solution = end.coefficients(rows), end.u(rows), box, end.target[rows], rounding
     return y, Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
 
 
@@ -220,7 +199,7 @@ def _proof_by_moved(
             (full.alpha * problem.rounding).masked_fill_(moved, 0).sum(1),
             problem.rounding.amax(1),
             *smallest_and_sum(problem.box),
-            machines.u.abs().amax(1),
+            end.every.u.abs().amax(1),
         ],
         1,
     )
@@ -234,20 +213,17 @@ def _proof_by_moved(
     if none.numel():
         middle = midpoint_bias(*_by_all(problem, end, kept, stuck, none))
         bias = torch.where(is_midpoint, bias.index_copy(0, none, middle), bias)
-    f, way = end.u + bias[:, None], 2 * down - 1
-    beyond = torch.where(moved, -torch.inf, -problem.y * way)
-    violation = torch.addcmul(tables.each(beyond), f, tables.each(way)).amax(1)
+    violation = (end.over + bias).maximum(-(end.under + bias))
     rest = Rest(violation, count - y_r * lost, pull - y_r * gone, doubt - rounding_r * gone, *of_all)
-    u_r = end.u.gather(1, r)[:, 0]
     sign, _, slip = sign_by_reach(
         y,
         held._replace(rest=rest),
         bias,
-        u_r,
+        end.u_r,
         reach_of(problem.K, end.target, problem.kernels(tables.table).table),
         is_midpoint,
     )
-    return u_r + bias, sign, slip.maximum(end.stray) <= EXACT
+    return end.u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
 
 def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
