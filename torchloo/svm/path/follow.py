@@ -33,7 +33,7 @@ from torchloo.svm.stacked import times_vector, weighted_rows
 __all__ = ["follow"]
 
 _FLAT = 1e-11  # rates below this are rounding
-_GROWTH = 8  # places of a change set at first
+_GROWTH = 4  # places of a change set at first
 _BLOCK = 2**18  # entries of the state of problems that are followed together; more leave the cache
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
 _WORTH_SPLITTING = 2**22  # entries of inverses, all as large as the largest, that are worth several groups

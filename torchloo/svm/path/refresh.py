@@ -92,7 +92,7 @@ class _Machines(NamedTuple):
 
 
 class _Every(NamedTuple):
-    """What it takes to find u = K (alpha * y) of all variables of T machines, and what it is compared with."""
+    """What it takes to find u = K (alpha * y) of all variables of T machines, and what to compare it with."""
 
     variable: Tensor
     """As in `_Machines`, (T, a + 1)."""
@@ -205,10 +205,10 @@ class Finish:
         self.alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
         self.every = _Every.build(problem, full, machines)
         change, looks = _change(machines, tables, sets, self.alpha), []
-        for some, rows in tables.parts(problem.y.shape[1]):
-            its, every = tables.part(some, rows), _Every(*(x[some] for x in self.every))
-            u = self._pull(problem.part(some), every, its, rows, change[rows])
-            looks.append(_look(every, its, u, target[rows]))
+        for some, paths in tables.parts(problem.y.shape[1]):
+            its, every = tables.part(some, paths), _Every(*(x[some] for x in self.every))
+            u = self._pull(problem.part(some), every, its, paths, change[paths])
+            looks.append(_look(every, its, u, target[paths]))
         self.u_moved, self.u_r, self.over, self.under = (
             found[0] if len(looks) == 1 else torch.cat(found) for found in zip(*looks, strict=True)
         )

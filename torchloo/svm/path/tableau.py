@@ -125,7 +125,9 @@ def pivot_transform(
     of_b = _exchange(rows, least, most, is_free, border.masked_fill(is_free, 0), system)
     y = y.gather(1, order)
     rows.mul_(y[:, :columns, None])
-    A = K.new_zeros(len(y), m + 2, columns + 2)
+    A = K.new_empty(len(y), m + 2, columns + 2)
+    A[:, columns : columns + 2] = 0
+    A[:, :, columns:] = 0
     torch.mul(rows[:, :, :columns], y[:, None, :columns], out=A[:, :columns, :columns])  # it is symmetric
     torch.mul(rows[:, :, columns:].mT, y[:, columns:, None], out=A[:, columns + 2 :, :columns])
     is_free, of_b = is_free[:, :columns], (y * of_b)[:, :columns]

@@ -53,6 +53,16 @@ class Lifted:
         return self.info
 
 
+def _solved(L: Tensor, rhs: Tensor) -> Tensor:
+    """(L L^T)^-1 times the rows of rhs (..., c, m), as rows."""
+    if L.ndim > 2 and rhs.shape[-2] > 1:
+        # Threads of LAPACK would wait for each other in every one of many small matrices.
+        return torch.cat([_solved(L, row) for row in rhs.split(1, -2)], -2)
+    # Unlike cholesky_solve this copies no L.
+    half = torch.linalg.solve_triangular(L, rhs.mT, upper=False)
+    return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+
+
 class Dense:
     """Solves (K + diag(theta)) x = rhs by Cholesky, for K (m, m) or several, (B, m, m)."""
 
@@ -89,9 +99,7 @@ class Dense:
 
     def solve(self, rhs: Tensor) -> Tensor:
         """Right-hand sides and solutions are the rows, (..., c, m)."""
-        # Unlike cholesky_solve this copies no L.
-        half = torch.linalg.solve_triangular(self.L, rhs.mT, upper=False)
-        return torch.linalg.solve_triangular(self.L.mT, half, upper=True).mT
+        return _solved(self.L, rhs)
 
     def take(self, keep: Tensor) -> "Dense":
         """That of the variables in `keep`, (v,) of one machine or (B, v)."""
@@ -129,14 +137,13 @@ class LowRank:
     def solve(self, rhs: Tensor) -> Tensor:
         """Right-hand sides and solutions are the rows, (..., c, m)."""
         near = rhs / self.theta
-        inner = torch.cholesky_solve((near @ self.F).mT, self.L).mT
+        inner = _solved(self.L, near @ self.F)
         return near - (inner @ self.F.mT).div_(self.theta)
 
-    def take(self, keep: Tensor) -> "LowRank":
+    def take(self, keep: Tensor) -> "Dense | LowRank":
         """That of the variables in `keep`, (v,) of one machine or (B, v)."""
-        if keep.ndim > 1:
-            return LowRank(rows_of(self.F, keep))
-        return LowRank(self.F.index_select(0, keep))
+        F = rows_of(self.F, keep) if keep.ndim > 1 else self.F.index_select(0, keep)
+        return Dense(F @ F.mT) if F.shape[-2] <= F.shape[-1] else LowRank(F)
 
     def machines(self, rows: Tensor) -> "LowRank":
         """Those of the machines at `rows`."""
