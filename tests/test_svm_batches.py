@@ -1,5 +1,7 @@
 """Batches of SVMs: one tensor program, whose outcome is that of each problem alone."""
 
+import threading
+
 import pytest
 import torch
 from counting import Counting
@@ -7,8 +9,8 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchloo.svm import stacked, svm_loo
-from torchloo.svm.outcomes import stacks
+from torchloo.svm import stacked, svm_lco, svm_loo
+from torchloo.svm.outcomes import in_stacks, stacks
 from torchloo.svm.path import follow, unlearn
 from torchloo.svm.path.state import Ends
 from torchloo.svm.solve import interior
@@ -169,12 +171,83 @@ def test_stacks_share_kernel_matrices_in_the_order_of_the_batch():
     generator = torch.Generator().manual_seed(5)
     K, y = torch.randn(3, 4, 4, generator=generator), torch.randn(2, 3, 2, 4, generator=generator)
     shared, falling = K[:, None].expand(3, 2, 4, 4), K[:, None]
-    parts = list(stacks(falling, y, y + 1))
+    parts = list(stacks(falling, y, y + 1, most=6))
     assert [len(part[0]) for part in parts] == [3, 3]
     matrices = torch.cat([k[which] for k, _, _, which in parts]).view(2, 3, 2, 4, 4)
     assert torch.equal(matrices, shared.expand(2, 3, 2, 4, 4))
     assert torch.equal(torch.cat([part[1] for part in parts]).view_as(y), y)
     assert torch.equal(torch.cat([part[2] for part in parts]).view_as(y), y + 1)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _many(n=30, problems=300):
+    """K, y of problems that are worth two threads; data of their own for each."""
+    rows = [toy(seed, n=n, noise=1.0) for seed in range(problems)]
+    return torch.stack([rbf(X) for X, _ in rows]), torch.stack([y for _, y in rows])
+
+
+@pytest.mark.parametrize("method", ["auto", "path", "smo"])
+def test_threads_find_what_one_thread_finds(two_threads, method):
+    K, y = _many()
+    together = svm_loo(K, y, 2.0, method=method)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    alone = svm_loo(K, y, 2.0, method=method)
+    assert_close(together.outputs, alone.outputs, rtol=1e-9, atol=1e-9)
+    assert torch.equal(together.certified, alone.certified)
+
+
+def test_clusters_are_left_out_in_threads_as_in_one(two_threads):
+    K, y = _many()
+    clusters = torch.arange(30) // 3
+    together = svm_lco(K, y, 2.0, clusters)
+    torch.set_num_threads(1)
+    alone = svm_lco(K, y, 2.0, clusters)
+    assert_close(together.outputs, alone.outputs, rtol=1e-9, atol=1e-9)
+    assert torch.equal(together.certified, alone.certified)
+
+
+def test_threads_keep_the_machines_for_a_backward(two_threads):
+    K, y = _many()
+    K.requires_grad_()
+    svm_loo(K, y, 2.0).outputs.square().sum().backward()
+    received, K.grad = K.grad, None
+    torch.set_num_threads(1)
+    svm_loo(K, y, 2.0).outputs.square().sum().backward()
+    assert_close(received, K.grad, rtol=1e-7, atol=1e-9)
+
+
+def test_an_error_in_a_thread_is_raised_and_leaves_the_number_of_threads(two_threads):
+    K, y = _many()
+    K[200] = -K[200].abs() + 2 * torch.diag_embed(K[200].diagonal())  # symmetric, its diagonal unchanged
+    with pytest.raises(ValueError, match="svm_loo: K must be positive semi-definite"):
+        svm_loo(K, y, 2.0)
+    assert torch.get_num_threads() == 2
+
+
+def test_problems_are_divided_among_threads_unless_a_mode_observes_them(two_threads):
+    K, y = _many()
+    both = threading.Barrier(2, timeout=30)  # is passed only by two at once
+
+    def meets(stack):
+        both.wait()
+        return threading.get_ident()
+
+    here = threading.get_ident()
+    workers = in_stacks(meets, K, y, y + 2)
+    assert len(set(workers)) == 2
+    assert here not in workers
+    with Counting():
+        assert set(in_stacks(lambda stack: threading.get_ident(), K, y, y + 2)) == {here}
+    few = in_stacks(lambda stack: threading.get_ident(), K[:9], y[:9], y[:9] + 2)
+    assert set(few) == {here}
 
 
 def test_machines_of_one_kernel_matrix_with_tiny_boxes_are_those_of_each_alone():

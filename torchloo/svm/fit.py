@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.arguments import Caller, checked, indefinite
-from torchloo.svm.outcomes import stacks
+from torchloo.svm.outcomes import in_stacks
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, SVMProblem, duality_gap
 from torchloo.svm.solve.exact import relative_gap, solve_exactly
@@ -114,8 +114,8 @@ def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tenso
     """`svm`, with errors in the words of the caller."""
     K, y, C, weight = checked(caller, K, y, C, weight)
     box = C[..., None] * weight
+    parts = in_stacks(lambda stack: trained(caller, *stack), K, y, box)
     with torch.no_grad():
-        parts = [trained(caller, *part) for part in stacks(K, y, box)]
         coef, bias, outputs, gap = (
             torch.cat(x).reshape(y.shape[:-1] + x[0].shape[1:]).to(K.dtype)
             for x in zip(*(part[:4] for part in parts), strict=True)

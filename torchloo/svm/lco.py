@@ -10,7 +10,7 @@ from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
 from torchloo.svm.gradient import Deferred, HeldOutMachines
-from torchloo.svm.outcomes import Stack, assembled, stacks, without_graph
+from torchloo.svm.outcomes import Stack, assembled, in_stacks
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem
@@ -82,10 +82,11 @@ def leave_clusters_out(
         )
     box = C[..., None] * weight
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-    with without_graph(trace):
-        outcomes = [
-            _outcome(caller, stack, labels, method, epsilon, trace) for stack in stacks(K, y, box, most=1)
-        ]
+
+    def work(stack: Stack) -> RowOutcome:
+        return _outcome(caller, stack, labels, method, epsilon, trace)
+
+    outcomes = in_stacks(work, K, y, box, trace, most=1)
     return assembled(K, y, box, weight, outcomes, labels)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
-from torchloo.svm.outcomes import Stack, assembled, stacks, without_graph
+from torchloo.svm.outcomes import Stack, assembled, in_stacks
 from torchloo.svm.path.loo_path import leave_one_out_by_path
 from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut
@@ -91,11 +91,11 @@ def leave_one_out(
         _check_rows(function, rows, y.shape[-1])
     box = C[..., None] * weight
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
-    with without_graph(trace):
-        outcomes = [
-            _outcomes(caller, stack, method, values, epsilon, rows, trace, variant)
-            for stack in stacks(K, y, box)
-        ]
+
+    def work(stack: Stack) -> RowOutcome:
+        return _outcomes(caller, stack, method, values, epsilon, rows, trace, variant)
+
+    outcomes = in_stacks(work, K, y, box, trace)
     return assembled(K, y, box, weight, outcomes, values=values)
 
 

@@ -1,39 +1,80 @@
 """Outcomes by rows: a batch in stacks that fit, and from what is known of each to one SVMHeldOut."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchloo.memory import keep_freed_memory
 from torchloo.svm.gradient import matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut, rounded
+from torchloo.svm.stacked import may_look
 
-__all__ = ["Stack", "assembled", "stacks", "without_graph"]
+__all__ = ["Stack", "assembled", "in_stacks", "stacks"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
 _WORK = 2**30  # cubes of rows of a stack: the larger problems are, the less they gain from others beside them
+_WORTH_THREADS = 2**18  # entries of all kernel matrices
+_THREADS = 4  # beyond which they wait for the interpreter more than they work
 
 Stack = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """K (G, n, n), y and box (B, n), and which K each problem has, ascending, (B,); None: each its own."""
 
+Found = TypeVar("Found")
 
-def stacks(K: Tensor, y: Tensor, box: Tensor, most: int | None = None) -> Iterator[Stack]:
+
+def in_stacks(
+    work: Callable[[Stack], Found],
+    K: Tensor,
+    y: Tensor,
+    box: Tensor,
+    trace: bool = True,
+    most: int | None = None,
+) -> list[Found]:
+    """What `work` finds in each of the `stacks`, without a graph, in their order.
+
+    `trace` says whether a backward will follow. On a CPU, stacks of small problems are worked on in as many
+    threads as torch may use: operations on them are too small to be divided, but run beside each other.
+    """
+    keep_freed_memory()
+    problems, n, threads = y.numel() // y.shape[-1], y.shape[-1], torch.get_num_threads()
+    small = n**2 <= _TOGETHER and problems * n**2 >= _WORTH_THREADS
+    # A mode that observes operations belongs to the thread that has entered it.
+    workers = min(threads, _THREADS) if small and may_look(K) and not is_in_torch_dispatch_mode() else 1
+    parts = list(stacks(K, y, box, math.ceil(problems / workers) if most is None else most))
+
+    def found(stack: Stack) -> Found:
+        # Where no machines are kept for a backward, less work for each operation.
+        with torch.no_grad() if trace else torch.inference_mode():
+            return work(stack)
+
+    if workers == 1 or len(parts) == 1:
+        return [found(stack) for stack in parts]
+    try:
+        with ThreadPoolExecutor(workers, "svm", torch.set_num_threads, (threads // workers,)) as pool:
+            return list(pool.map(found, parts))
+    finally:
+        torch.set_num_threads(threads)  # which a worker has also set for threads that are still to start
+
+
+def stacks(K: Tensor, y: Tensor, box: Tensor, most: int) -> Iterator[Stack]:
     """The problems of a batch, whose shape y and box have and K broadcasts to, in order, in stacks.
 
     Of so many problems as fit, and of at most `most`.
     """
-    keep_freed_memory()
     n = y.shape[-1]
     matrices = K.detach().reshape(-1, n, n)
     labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
     number = matrix_numbers(K, y.shape[:-1]).tolist()
     first = 0
     fit = max(1, _TOGETHER // n**2)
-    machines = max(1, min(_SHARING * fit, _WORK // n**3)) if most is None else most
+    machines = max(1, min(_SHARING * fit, _WORK // n**3, most))
     for last in _ends(number, fit, machines):
         begin, end = number[first], number[last - 1] + 1
         kernel = None
@@ -56,11 +97,6 @@ def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
             yield i
             first = i
     yield len(number)
-
-
-def without_graph(trace: bool) -> AbstractContextManager[object]:
-    """No gradients; where no machines are kept for a backward, less work for each operation, too."""
-    return torch.no_grad() if trace else torch.inference_mode()
 
 
 def assembled(
