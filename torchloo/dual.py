@@ -45,7 +45,7 @@ from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
 from torchloo.memory import keep_freed_memory
-from torchloo.panels import WIDE, mirrored, panels, triangular_inverse
+from torchloo.panels import WIDE, cholesky_in_place, mirrored, panels, triangular_inverse
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "add_product", "congruence", "dual"]
@@ -98,12 +98,11 @@ def _pivot_column(row: Tensor, ridge: Tensor, pivot: Tensor) -> Tensor:
 
 def _factor(K: Tensor, ridge: Tensor, pivot: Tensor | None) -> tuple[Tensor, Tensor]:
     """L with A = L L^T, and `info` of the factorisation, (...); on a CPU large ones use the memory of A."""
-    A = _matrix(K, ridge, pivot).mT  # column-major, as LAPACK needs
+    A = _matrix(K, ridge, pivot)
     if K.shape[-1] <= WIDE or K.device.type != "cpu" or not values_visible(K, ridge):
-        return torch.linalg.cholesky_ex(A)
+        return torch.linalg.cholesky_ex(A.mT)  # column-major, as LAPACK needs
     keep_freed_memory()
-    info = torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
-    return torch.linalg.cholesky_ex(A, out=(A, info))
+    return cholesky_in_place(A)
 
 
 def _factor_of_rows(Z: Tensor, ridge: Tensor, pivot: Tensor | None) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
-from torchloo.guards import Guard
-from torchloo.panels import triangular_inverse
+from torchloo.guards import Guard, values_visible
+from torchloo.panels import cholesky_in_place, triangular_inverse
 
 __all__ = [
     "ILL_CONDITIONED",
@@ -54,19 +54,18 @@ def condition(L: Tensor, inverse: Tensor | None = None, diagonal: Tensor | None 
     The norm of the inverse by a few steps of the power method, faster if the inverse of L and the diagonal of
     A, (..., p), are given.
     """
-    scale = torch.linalg.vector_norm(L, dim=-1) if diagonal is None else diagonal.sqrt()
-    scale = scale.unsqueeze(-1)
-    v = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos().unsqueeze(-1)
+    diagonal = torch.linalg.vector_norm(L, dim=-1).square() if diagonal is None else diagonal
+    diagonal = diagonal.unsqueeze(-1)
+    root = diagonal.sqrt()
+    v = torch.arange(L.shape[-1], dtype=L.dtype, device=L.device).cos().unsqueeze(-1) / root
     for _ in range(_STEPS):  # no vector of these grows beyond the range of numbers, unless the estimate does
-        before = v
-        v = scale * v
+        before = diagonal * v
         if inverse is None:
-            half = torch.linalg.solve_triangular(L, v, upper=False)
+            half = torch.linalg.solve_triangular(L, before, upper=False)
             v = torch.linalg.solve_triangular(L.mT, half, upper=True)
         else:
-            v = inverse.mT @ (inverse @ v)
-        v = scale * v
-    lengths = [torch.linalg.vector_norm(vector, dim=(-2, -1)) for vector in (v, before)]
+            v = inverse.mT @ (inverse @ before)
+    lengths = [torch.linalg.vector_norm(vector, dim=(-2, -1)) for vector in (root * v, before / root)]
     return lengths[0] / lengths[1]
 
 
@@ -80,12 +79,16 @@ def trusted(condition: Tensor) -> Tensor:
 
 
 def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor]:
-    """T = L^{-1} for C = L L^T (..., p, p), and the condition number (...) of C, huge if there is no L."""
-    L, info = torch.linalg.cholesky_ex(C)  # which reads the lower triangle only
+    """T = L^{-1} for C = L L^T (..., p, p), and the condition number (...) of C, huge if there is no L.
+
+    Where there is no graph, L may be in the memory of C, whose lower triangle is read.
+    """
+    diagonal = C.detach().diagonal(dim1=-2, dim2=-1).clone()
+    in_place = values_visible(C) and not (torch.is_grad_enabled() and C.requires_grad)
+    L, info = cholesky_in_place(C) if in_place else torch.linalg.cholesky_ex(C)
     T = triangular_inverse(L)
     with torch.no_grad():
-        estimate = condition(L, T, C.diagonal(dim1=-2, dim2=-1))
-        return T, torch.add(estimate, info, alpha=_FAILED)
+        return T, torch.add(condition(L, T, diagonal), info, alpha=_FAILED)
 
 
 def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:

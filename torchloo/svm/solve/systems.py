@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchloo.panels import cholesky_in_place
 from torchloo.svm.stacked import block_of, rows_of, times_vector
 
 __all__ = [
@@ -40,17 +41,15 @@ class Lifted:
     """
 
     def __init__(self, K: Tensor) -> None:
-        self.K = K.mT
-        self.L = torch.empty_like(K, memory_format=torch.contiguous_format).mT  # as LAPACK wants it
+        self.K = K
+        self.L = torch.empty_like(K, memory_format=torch.contiguous_format)
         self.diagonal = self.L.diagonal(dim1=-2, dim2=-1)
-        self.info = torch.empty(K.shape[:-2], dtype=torch.int32, device=K.device)
 
     def factor(self, theta: Tensor) -> Tensor:
-        """Write the factor to L; returns info, 0 where there is one, (...), which the next one overwrites."""
+        """Write the factor to L; returns info, 0 where there is one, (...)."""
         self.L.copy_(self.K)
         self.diagonal.add_(theta)
-        torch.linalg.cholesky_ex(self.L, out=(self.L, self.info))
-        return self.info
+        return cholesky_in_place(self.L)[1]
 
 
 def _solved(L: Tensor, rhs: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ class LowRank:
         self.theta = theta[..., None, :]
         M = self.F.mT @ (self.F / theta[..., None])
         M.diagonal(dim1=-2, dim2=-1).add_(1)
-        self.L, info = torch.linalg.cholesky_ex(M)
+        self.L, info = cholesky_in_place(M)
         return info == 0 if info.ndim else not bool(info)
 
     def solve(self, rhs: Tensor) -> Tensor:
