@@ -44,8 +44,8 @@ from torchloo.clusters import Partition
 from torchloo.factors import ILL_CONDITIONED, condition, lower_factor
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, leave_out_by_annihilator
-from torchloo.memory import keep_freed_memory
-from torchloo.panels import WIDE, cholesky_in_place, mirrored, panels, triangular_inverse
+from torchloo.memory import cholesky_in_place, keep_freed_memory
+from torchloo.panels import WIDE, mirrored, panels, triangular_inverse
 from torchloo.precision import full_precision
 
 __all__ = ["Dual", "add_product", "congruence", "dual"]

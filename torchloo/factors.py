@@ -7,7 +7,8 @@ from torch import Tensor
 
 from torchloo.blocks import NOT_DEFINITE
 from torchloo.guards import Guard, values_visible
-from torchloo.panels import cholesky_in_place, triangular_inverse
+from torchloo.memory import cholesky_in_place
+from torchloo.panels import triangular_inverse
 
 __all__ = [
     "ILL_CONDITIONED",

@@ -257,16 +257,11 @@ class Guard:
 
     def read_flag(self, question: Tensor) -> bool:
         """Whether a boolean tensor is True everywhere, read in one synchronisation with `check`."""
-        return self.read_flags(question)[0]
+        return bool(self._read([_constant(question).all()])[0])
 
-    def read_flags(self, *questions: Tensor) -> list[bool]:
-        """`read_flag` for several questions at once."""
-        seen = [question.all() if question.ndim else question for question in map(_constant, questions)]
-        return [bool(answer) for answer in self._read(seen)]
-
-    def largest(self, tensor: Tensor) -> float:
-        """The largest entry of a tensor, read in one synchronisation with `check`."""
-        return self._read([_largest(tensor)])[0]
+    def largest(self, *tensors: Tensor) -> list[float]:
+        """The largest entry of each tensor, read in one synchronisation with `check`; NaN if there is one."""
+        return self._read([_largest(_constant(tensor)) for tensor in tensors])
 
     def _read(self, questions: list[Tensor]) -> list[float]:
         """The values of 0-dimensional tensors, after checking every condition."""

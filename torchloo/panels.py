@@ -16,7 +16,6 @@ __all__ = [
     "LowerInverse",
     "add_matmul",
     "add_symmetric",
-    "cholesky_in_place",
     "inner_products",
     "mirrored",
     "panels",
@@ -27,9 +26,10 @@ __all__ = [
 ]
 
 # Widths of a panel: wide enough for full speed, narrow enough to leave out most of the triangle that is not
-# needed (scripts/bench/scale.py measures what is saved). Features of many rows have the first, kernel
-# matrices the second. Panels begin at a multiple of what registers hold.
-_NARROW, WIDE, _ALIGNED = 104, 192, 8
+# needed (scripts/bench/scale.py measures what is saved), and a multiple of what the registers of a CPU hold,
+# as a product with two columns more than that takes half as long again. Features of many rows have the first,
+# those of fewer rows the second, kernel matrices the third.
+_NARROW, _MEDIUM, WIDE, _MANY_ROWS = 48, 96, 192, 1024
 
 # Rows of a triangle from which on its inverse has the second height of a panel, else the first; and the
 # width of the parts of a panel.
@@ -39,29 +39,21 @@ _LARGE, _HEIGHTS, _PART = 512, (64, 160), 128
 _CONDITION = 1e5
 
 
-def panels(n: int, width: int = _NARROW) -> list[tuple[int, int]]:
-    """First and last row (excluded) of panels of about that width, which differ little in size."""
-    count = max(1, round(n / width))
-    edges = [*(_ALIGNED * round(k * n / count / _ALIGNED) for k in range(count)), n]
-    return list(itertools.pairwise(edges))
+def panels(n: int, width: int) -> list[tuple[int, int]]:
+    """First and last row (excluded) of panels of that width; the last one has what is left."""
+    return list(itertools.pairwise([*range(0, n, width), n]))
+
+
+def _panels_of(V: Tensor) -> list[tuple[int, int]]:
+    """Those of features V (..., p, b)."""
+    return panels(V.shape[-2], _NARROW if V.shape[-1] >= _MANY_ROWS else _MEDIUM)
 
 
 def mirrored(S: Tensor, width: int = _NARROW) -> Tensor:
-    """A symmetric matrix (..., p, p), computed by panels of that width, with its upper triangle filled in."""
+    """A symmetric matrix (..., p, p), computed by panels of that width or wider, with both triangles."""
     for start, stop in panels(S.shape[-1], width):
         S[..., :start, start:stop] = S[..., start:stop, :start].mT
     return S
-
-
-def cholesky_in_place(A: Tensor) -> tuple[Tensor, Tensor]:
-    """L with A = L L^T (..., n, n), in the memory of A, of which the lower triangle is read; and `info`.
-
-    L^T is the upper factor of A^T, whose memory is column-major, as LAPACK needs: nothing is copied to other
-    strides, and for n = 256 or 512, whose columns fall together in a cache, this takes 0.6 to 0.8 of the time.
-    """
-    U, info = A.mT, torch.empty(A.shape[:-2], dtype=torch.int32, device=A.device)
-    torch.linalg.cholesky_ex(U, upper=True, out=(U, info))
-    return U.mT, info
 
 
 def _solved_triangle(L: Tensor) -> Tensor:
@@ -76,7 +68,7 @@ def triangular_inverse(L: Tensor) -> Tensor:
     Panel J of its rows is -S_JJ L_J S of the rows above it. Differentiable, then by forward substitution.
     """
     n, graph = L.shape[-1], torch.is_grad_enabled() and L.requires_grad
-    if n <= _NARROW or graph or not values_visible(L):  # no graph and no transform knows slices written to
+    if n <= _MEDIUM or graph or not values_visible(L):  # no graph and no transform knows slices written to
         return _solved_triangle(L)
     S = torch.zeros_like(L, memory_format=torch.contiguous_format).mT  # column-major, which is faster
     for start, stop in panels(n, _HEIGHTS[n > _LARGE]):
@@ -106,7 +98,7 @@ def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
     above the diagonal of S afterwards has no meaning.
     """
     left = V if weight is None else V * weight.unsqueeze(-2).to(V.dtype)
-    for start, stop in panels(V.shape[-2]):
+    for start, stop in _panels_of(V):
         corner = S[..., start:stop, :stop]
         add_matmul(corner, left[..., start:stop, :], V[..., :stop, :].mT)
 
@@ -115,13 +107,13 @@ def room_like(V: Tensor, p: int) -> Tensor:
     """Room for (..., p, b), laid out as V (..., p', b): features are contiguous, or those of each row are."""
     *batch, _, b = V.shape
     if V.stride(-2) == 1:
-        return V.new_empty(*batch, b, -(-p // _ALIGNED) * _ALIGNED)[..., :p].mT
+        return V.new_empty(*batch, b, -(-p // 8) * 8)[..., :p].mT
     return V.new_empty(*batch, p, b)
 
 
 def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
     """T V for a lower triangular T (..., p, p) and V (..., p, b), at 0.6 of the work of a general product."""
-    for start, stop in panels(T.shape[-1]):
+    for start, stop in _panels_of(V):
         torch.matmul(T[..., start:stop, :stop], V[..., :stop, :], out=out[..., start:stop, :])
     return out
 
@@ -129,7 +121,7 @@ def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
 def times_upper(T: Tensor, V: Tensor) -> Tensor:
     """T^T V for a lower triangular T (..., p, p) and V (..., p, b), likewise."""
     out = room_like(V, V.shape[-2])
-    for start, stop in panels(T.shape[-1]):
+    for start, stop in _panels_of(V):
         torch.matmul(T[..., start:, start:stop].mT, V[..., start:, :], out=out[..., start:stop, :])
     return out
 
@@ -142,10 +134,10 @@ class LowerInverse:
     """
 
     def __init__(self, L: Tensor) -> None:
-        self.L = L.contiguous()
+        self.L, self._panels = L.contiguous(), panels(len(L), _MEDIUM)
         self._inverses: list[Tensor | None] = []
         good = []
-        for start, stop in panels(len(L)):
+        for start, stop in self._panels:
             panel = self.L[start:stop, start:stop]
             inverse = _solved_triangle(panel)
             good.append(torch.linalg.vector_norm(panel) * torch.linalg.vector_norm(inverse) < _CONDITION)
@@ -160,7 +152,7 @@ class LowerInverse:
     def __call__(self, V: Tensor) -> Tensor:
         """L^{-1} V for V (p, b)."""
         out, L = torch.empty_like(V), self.L.to(V.dtype)
-        for (start, stop), inverse in zip(panels(len(V)), self._inverses, strict=True):
+        for (start, stop), inverse in zip(self._panels, self._inverses, strict=True):
             rest = V[start:stop]
             if start:
                 rest = torch.addmm(rest, L[start:stop, :start], out[:start], alpha=-1)

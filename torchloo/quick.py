@@ -123,6 +123,7 @@ def leave_one_out(problem: Problem, Z: Tensor, bias: bool) -> tuple[Tensor, Tens
         return None
     r, variance, *_, inflation = apply(_Rows, problem.expand(Z), problem.ridge, problem.Y, bias)
     problem.guard.implied(r, Z, problem.Y)
-    if not problem.guard.largest(inflation) < SINGLE:
+    (largest,) = problem.guard.largest(inflation)
+    if not largest < SINGLE:
         return None
     return r, variance, torch.zeros(r.shape[:-1], dtype=torch.bool, device=r.device)

@@ -152,7 +152,8 @@ class Memory(Source):
         if len(self.batch) > 1:
             last = len(self.batch) - 1
             self.graph = (X.flatten(0, last), Y.flatten(0, last), weight.flatten(0, last))
-        self.X, self.Y, self.weight = (t.detach() for t in self.graph)
+        self.X, self.Y, weight = (t.detach() for t in self.graph)
+        self.weight = weight.double()
         self.known = self.Y, self.weight
         self._flat, self._classes = flat, classes
 

@@ -62,8 +62,9 @@ _SETTLED = 2e5
 # Above this condition, singular values lose the least of their kind, and coefficients of a path with them.
 _LARGEST_OF_PATH = 1e18
 
-# Features farther from the origin, in units of their spread, make a step of refinement worth while.
-_FAR = 1e3
+# Features farther from the origin, by the square in units of their variance, make a step of refinement worth
+# while.
+_FAR = 1e6
 
 # A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
 LARGE = 0.9
@@ -158,6 +159,10 @@ class Expansion:
             return k.to(self.kind, copy=True)
         return torch.sub(k.to(self.kind), self.origin.to(self.kind), out=self._room_for(k))
 
+    def keep_columns(self) -> None:
+        """Leave the last columns where they are."""
+        self._room = None
+
     def _room_for(self, k: Tensor) -> Tensor:
         """Memory of the columns before these: new memory takes longer than what is done in it."""
         room = self._room
@@ -171,12 +176,16 @@ class Expansion:
         It is a number of the dtype of the rows, so that nothing is rounded twice in the difference. The mean
         is that with the weights of the rows: heavy rows, whose differences to it matter most, are near it.
         """
-        self.origin = mean.to(dtype).double()
+        self.origin = mean.to(dtype)
         return self.origin
 
     def away(self, features: Tensor) -> Tensor:
         """Features (..., p, 1) about the origin as they are without it."""
-        return features if self.origin is None else features + self.features(self.origin.clone())
+        return (
+            features
+            if self.origin is None
+            else features + self.features(self.origin.to(torch.float64, copy=True))
+        )
 
     def whole(self, X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """Z (..., n, p) of all rows, differentiable, in float64."""
@@ -280,12 +289,14 @@ class Machines:
         ones: bool = False,
         k: Tensor | None = None,
         again: bool = False,
+        centred: Tensor | None = None,
     ) -> Tensor:
         """u (..., p, b) of inputs (..., b, d), by two products unless `fold`; one more row of ones if `ones`.
 
-        k are the columns of X, where they are known. With `again` they are in the memory of the last ones.
+        k are the columns of X, and `centred` its features about the mean, where they are known. With `again`
+        they are in the memory of the last ones.
         """
-        columns = self.expansion.columns(X, k)
+        columns = self.expansion.columns(X, k) if centred is None else centred
         p = self.rotation.shape[-1]
         shape = (*columns.shape[:-2], p + ones, columns.shape[-1])
         out = self._room
@@ -294,12 +305,14 @@ class Machines:
         self._room = out if again else None
         out[..., p:, :] = 1.0
         u = out[..., :p, :]
-        if fold and self.fold and self.folded is not None:
+        if centred is None and fold and self.fold:
+            assert self.folded is not None
             shift = (self.rotation @ self.mean).to(columns.dtype)
             self.times(self.folded.to(columns.dtype), columns, u).sub_(shift)
-        else:
-            features = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
-            self.times(self.narrow, features, u)
+            return out
+        if centred is None:
+            centred = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
+        self.times(self.narrow, centred, u)
         return out
 
     def times(self, matrix: Tensor, V: Tensor, out: Tensor) -> Tensor:
@@ -313,12 +326,12 @@ class Machines:
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (..., R, c, b)."""
         R, c = self.shift.shape[-2:]
-        centred = (part.Y.double() - self.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b)
+        centred = (part.Y - self.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b), in float64 like the mean
         if self.moved:
             centred = centred - self.shift.unsqueeze(-1)  # (..., R, c, b)
         if u.ndim == 2 and u.dtype == torch.float64 and (c == 1 or len(centred) == R):
             return torch.addmm(centred.flatten(0, 1), self.q.flatten(0, 1), u, alpha=-1).unflatten(0, (R, c))
-        return centred - self.outputs(u, self.q)
+        return centred - together(self.q.to(u.dtype), u)
 
     def sums(self, u: Tensor, e: Tensor) -> Tensor:
         """e u^T, (..., R, c, p), for rows with residuals or the like, (..., R, c, b)."""
@@ -346,6 +359,13 @@ class Machines:
         """Add to the coefficients, (..., R, c, p), and to the offset, (..., R, c)."""
         self.q, self.shift = self.q + step, self.shift + shift
         self.refined = self.moved = True
+
+    def may_fold(self, rounding: float) -> bool:
+        """Whether folding rounds so little that it may be used, which it then is where there is a factor."""
+        narrow = self.expansion.kind != torch.float64
+        fine = rounding <= (SINGLE * torch.finfo(self.expansion.kind).eps if narrow else _FOLD)
+        self.fold = fine and self.folded is not None
+        return fine
 
     def drop_shortcuts(self) -> bool:
         """Take no shortcut from now on, neither folding nor unrefined residuals; whether there was one."""
@@ -387,9 +407,9 @@ def _machines(
     regs: Tensor,
     q: Tensor,
 ) -> tuple[Machines, Tensor]:
-    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and whether they may fold."""
-    differs = moments.longest  # 0 where there is no factor
-    folded, fine = None, differs == 0
+    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and what folding rounds."""
+    folded, differs = None, moments.longest  # 0 where there is no factor
+    rounding = differs
     spread = moments.spread.unsqueeze(-2)
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
@@ -399,29 +419,28 @@ def _machines(
         eps = torch.finfo(expansion.kind).eps
         differs = eps * leverage * moments.longest
         rounding = torch.maximum(differs, eps * outputs * moments.longest)
-        fine = rounding <= (_FOLD if expansion.kind == torch.float64 else SINGLE * eps)
     shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
     given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, moments.mean_y, shift, spread)
     machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
-    return machines, fine
+    return machines, rounding
 
 
 def _is_well_conditioned(
-    guard: Guard, moments: Moments, machines: Machines, fine: Tensor, estimate: Tensor, limit: float
+    guard: Guard, moments: Moments, machines: Machines, rounding: Tensor, estimate: Tensor, limit: float
 ) -> bool:
     """Whether an estimate of the condition, (..., R, c'), is below a limit, in one look at the values.
 
-    Decides also whether there is a step of refinement, and folding, if that is fine. Products in float32 go
-    without any remedy.
+    Decides also whether there is a step of refinement, and folding, by what it rounds. Products in float32
+    go without any remedy.
     """
     narrow = machines.expansion.kind != torch.float64
     least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
     machines.least = least.expand_as(machines.regs)
-    near = moments.shift[..., None, None] < _FAR
-    settled = (estimate < _SETTLED * moments.count**0.5) & near
-    questions = (estimate < (SINGLE if narrow else limit), settled, fine)
-    well_conditioned, machines.refined, machines.fold = guard.read_flags(*questions)
-    if narrow and not (well_conditioned and machines.fold):
+    condition, distance, folding = guard.largest(estimate, moments.distance, rounding)
+    well_conditioned = condition < (SINGLE if narrow else limit)
+    machines.refined = condition < _SETTLED * moments.count**0.5 and distance < _FAR
+    fine = machines.may_fold(folding)
+    if narrow and not (well_conditioned and fine):
         raise ImpreciseError
     return well_conditioned
 
@@ -451,17 +470,18 @@ def one_machine(
     f = torch.ones_like(C[..., None, :1, :])
     rotation, estimate = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(-3)
-    machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
-    if _is_well_conditioned(guard, moments, machines, fine, estimate[..., None, None], ILL_CONDITIONED):
+    machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
+    if _is_well_conditioned(guard, moments, machines, rounding, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
     penalty = (regs.sqrt() * expansion.penalty_root(guard, C)).expand_as(C)
     right = torch.nn.functional.pad(d, (0, 0, 0, C.shape[-1]))
     rotation, least, coef = inverse_factor_of(torch.cat([R, penalty], -2), right, guard)
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
-    machines, fine = _machines(expansion, moments, rotation, True, f, regs, q)
+    machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-    machines.fold, machines.least = guard.read_flag(fine), least[..., None, None].expand_as(regs)
+    machines.may_fold(*guard.largest(rounding))
+    machines.least = least[..., None, None].expand_as(regs)
     return machines
 
 
@@ -484,17 +504,17 @@ def path_machines(
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         raise
-    machines, fine = with_eigen(eigen)
+    machines, rounding = with_eigen(eigen)
     limit = ILL_CONDITIONED_PATH * moments.count**0.5
-    if not _is_well_conditioned(guard, moments, machines, fine, eigen.condition(regs), limit):
+    if not _is_well_conditioned(guard, moments, machines, rounding, eigen.condition(regs), limit):
         R, d = triangle()
         eigen = Eigen.of_rows(R).beside_regs()
         guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
-        machines, fine = with_eigen(eigen)
-        within = eigen.condition(regs).amax() < _LARGEST_OF_PATH
-        machines.fold, within_reach = guard.read_flags(fine, within)
+        machines, rounding = with_eigen(eigen)
+        condition, folding = guard.largest(eigen.condition(regs), rounding)
+        machines.may_fold(folding)
         machines.least = eigen.least(regs)
-        if not within_reach:
+        if not condition < _LARGEST_OF_PATH:
             _solve_one_by_one(guard, machines, R, d)
     return machines
 

@@ -11,7 +11,7 @@ Features are columns (p, b), so that panels of features are contiguous. A batch 
 front of all others.
 """
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -32,38 +32,53 @@ class Moments:
         c: number of outputs.
         dtype: of the rows as they came.
         centre: False keeps the means at zero, for a machine without a bias.
+
+    Attributes:
+        rows: features (..., p, n) about the mean of all rows, if they have come in one block; else None.
     """
+
+    rows: Tensor | None
+    weight: Tensor
+    mean_z: Tensor
+    mean_y: Tensor
+    squares: Tensor
 
     def __init__(self, like: Tensor, p: int, c: int, dtype: torch.dtype, centre: bool) -> None:
         self.centre, self.dtype = centre, dtype
         self.count, self.seen = 0, Seen()
         batch, zeros = like.shape[:-1], partial(like.new_zeros, dtype=torch.float64)
-        self.weight, self.longest = zeros((*batch, 1, 1)), zeros(batch)
+        self.longest = zeros(batch)
         self.S, self.T = zeros((*batch, p, p)), zeros((*batch, p, c))  # of S, the lower triangle
-        self.mean_z, self.mean_y = torch.zeros_like(self.T[..., :1]), torch.zeros_like(self.T[..., :1, :])
-        self.squares = torch.zeros_like(self.T[..., 0, :])
 
-    def add(self, Z: Tensor, Y: Tensor, zeta: Tensor) -> None:
-        """Join rows with features Z (..., p, b), overwritten, targets (..., b, c) and weights (..., b)."""
+    def add(self, Z: Tensor, Y: Tensor, zeta: Tensor, all_rows: bool = False) -> None:
+        """Join rows with features Z (..., p, b), overwritten, targets (..., b, c) and weights (..., b).
+
+        If these are all rows, their features are kept.
+        """
         first, zeta = self.count == 0, zeta.unsqueeze(-1)  # (..., b, 1)
         self.count += Y.shape[-2]
         weight, root = zeta.sum(-2, keepdim=True), zeta.sqrt()
-        total = self.weight + weight
         if self.centre:
-            mean_z = (Z @ zeta.to(Z.dtype)).double() / weight
-            mean_y = zeta.mT @ Y / weight
-            if first:
-                self.mean_z, self.mean_y = mean_z, mean_y
-            else:
-                apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
-                self._shift(apart_z, apart_y, self.weight * weight / total)
-                self.mean_z = self.mean_z + weight / total * apart_z
-                self.mean_y = self.mean_y + weight / total * apart_y
+            mean_z, mean_y = (Z @ zeta.to(Z.dtype)).double() / weight, zeta.mT @ Y / weight
             Z, Y = Z.sub_(mean_z.to(Z.dtype)), Y - mean_y
-        self.weight, Z, Y = total, Z.mul_(root.mT.to(Z.dtype)), Y * root
+        elif first:
+            mean_z, mean_y = torch.zeros_like(self.T[..., :1]), torch.zeros_like(self.T[..., :1, :])
+        self.rows = Z if all_rows else None
+        Y, Z = Y * root, torch.mul(Z, root.mT.to(Z.dtype), out=None if all_rows else Z)
         add_symmetric(self.S, Z)
         add_matmul(self.T, Z, Y.to(Z.dtype))
-        self.squares += Y.square().sum(-2)
+        squares = Y.square().sum(-2)
+        if first:
+            self.weight, self.mean_z, self.mean_y, self.squares = weight, mean_z, mean_y, squares
+            return
+        self.squares += squares
+        total = self.weight + weight
+        if self.centre:
+            apart_z, apart_y = mean_z - self.mean_z, mean_y - self.mean_y
+            self._shift(apart_z, apart_y, self.weight * weight / total)
+            self.mean_z = self.mean_z + weight / total * apart_z
+            self.mean_y = self.mean_y + weight / total * apart_y
+        self.weight = total
 
     def _shift(self, z: Tensor, y: Tensor, weight: Tensor) -> None:
         """Add weight d d^T for a difference of means d, z (..., p, 1) and y (..., 1, c)."""
@@ -87,15 +102,19 @@ class Moments:
         self.weight, self.S, self.T, self.squares = others.sums(self.weight, self.S, self.T, self.squares)
         self.longest = torch.stack([found.to(weight) for found in others.gather(self.longest.cpu())]).max()
 
+    @cached_property
+    def per_weight(self) -> Tensor:
+        """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / w, or 0 without one."""
+        return self.weight.reciprocal() if self.centre else torch.zeros_like(self.weight)
+
     @property
     def spread(self) -> Tensor:
         """Root mean square of the targets about their mean, (..., c)."""
         return (self.squares / self.weight[..., 0]).sqrt()
 
     @property
-    def shift(self) -> Tensor:
-        """How many times their spread, at most, features may be away from the origin; at least 1, (...)."""
+    def distance(self) -> Tensor:
+        """The squared distance of the mean from the origin, in units of the variance, at most, (...)."""
         squares = self.S.diagonal(dim1=-2, dim2=-1)
-        spread = (squares / self.weight[..., 0]).sqrt()
-        apart = self.mean_z[..., 0].abs() / spread
-        return torch.where(spread > 0, apart, 0.0).amax(-1) + 1
+        apart = self.mean_z[..., 0].square() * self.weight[..., 0] / squares
+        return apart.masked_fill_(squares <= 0, 0.0).amax(-1)

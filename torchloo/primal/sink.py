@@ -43,8 +43,8 @@ class Sink:
         dtype: of the targets.
         device: where tensors are made; files are on the host.
         folder: where files are made, or None.
-        known: targets (..., n, c) and weights (..., n), where they are in memory; outputs are then left out
-            too.
+        known: targets (..., n, c) and weights (..., n), where they are in memory.
+        with_outputs: whether outputs are written too: where they need no graph, it costs least with the rest.
     """
 
     outputs: Tensor | None
@@ -63,6 +63,7 @@ class Sink:
         device: torch.device,
         folder: str | Path | None,
         known: tuple[Tensor, Tensor] | None = None,
+        with_outputs: bool = True,
     ) -> None:
         *several, n, c = shape
         self._function, self._device = function, device
@@ -71,12 +72,13 @@ class Sink:
             Field("variance", (*several, n, own), dtype),
             Field("refitted", (*several, n), torch.bool),
         ]
+        self.outputs, self._known = None, known
+        if with_outputs:
+            self._fields.append(Field("outputs", shape, dtype))
         if known is None:
-            self._fields += [
-                Field("outputs", shape, dtype), Field("targets", (n, c), dtype), Field("weight", (n,), dtype)
-            ]  # fmt: skip
+            self._fields += [Field("targets", (n, c), dtype), Field("weight", (n,), dtype)]
         else:
-            self.targets, self.weight, self.outputs = *known, None
+            self.targets, self.weight = known
         self._folder = None if folder is None else Path(folder)
         self._made: list[Path] = []
         self._partial: tempfile.TemporaryDirectory[str] | None = None
@@ -106,11 +108,11 @@ class Sink:
         """Held-out residuals (..., R, c, b) and variances (..., R, c', b) of rows with these numbers."""
         for field, values in ((self.residuals, residuals.mT), (self.variance, variance.mT)):
             field[..., rows, :] = values if isinstance(rows, slice) else values.to(field)  # a copy converts
-        if self.outputs is not None:  # of a stream, which has no batches
-            to, dtype = self.residuals.device, self.residuals.dtype
-            Y = part.Y.to(to)
-            self.outputs[:, rows] = Y - residuals.mT.to(to, dtype)
-            self.targets[rows] = Y
+        to, dtype = self.residuals.device, self.residuals.dtype
+        if self.outputs is not None:
+            self.outputs[..., rows, :] = part.Y.unsqueeze(-3).to(to) - residuals.mT.to(to, dtype)
+        if self._known is None:  # of a stream, which has no batches
+            self.targets[rows] = part.Y.to(to)
             self.weight[rows] = part.weight.to(to)
 
     def overwrite(

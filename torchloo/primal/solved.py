@@ -202,7 +202,7 @@ class StreamFit:
                         f"event_dim of the kernel, got a block of shape {tuple(part.X.shape)}"
                     )
                 if bias and self.expansion.origin is None:
-                    columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype).to(columns.dtype))
+                    columns.sub_(self.expansion.begin(_mean(columns, part), part.Y.dtype))
                 p, c = columns.shape[-2], part.Y.shape[-1]
                 moments = Moments(part.weight, p, c, part.Y.dtype, centre=bias)
             if self.expansion.factor is not None:
@@ -210,11 +210,14 @@ class StreamFit:
                 moments.longest = torch.maximum(moments.longest, longest)
             if not self.stream.lasting:
                 moments.seen.note(part)
-            moments.add(self.expansion.features(columns), part.Y.double(), part.weight.double())
+            all_rows = part.Y.shape[-2] == self.stream.n and self.others.count == 1
+            moments.add(self.expansion.features(columns), part.Y.double(), part.weight.double(), all_rows)
             if first and self._is_imprecise(moments):
                 self.expansion.kind = torch.float64
                 return self._gather(bias)
         assert moments is not None
+        if moments.rows is not None:
+            self.expansion.keep_columns()
         return moments
 
     def _columns(self, part: Block) -> Tensor:
@@ -260,7 +263,9 @@ class StreamFit:
         *batch, p, c = moments.T.shape
         R = moments.S.new_zeros(*batch, p + c, p + c)
         for part in self.blocks("orthogonal factor"):
-            D = self.expansion.features(self.expansion.columns(part.X)).sub_(moments.mean_z)
+            D = moments.rows
+            if D is None:
+                D = self.expansion.features(self.expansion.columns(part.X)).sub_(moments.mean_z)
             rows = torch.cat([D.mT, part.Y.double() - moments.mean_y], -1)
             R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)], -2))
         return R
@@ -354,7 +359,7 @@ class StreamFit:
             return None
         T = self._machine.whitening()[..., 0, 0, :, :]
         mean = torch.zeros_like(T[..., :1, :]) if self.moments.centre else None
-        spread = spread_of(T, self.regs[..., 0, 0].detach(), mean, self.per_weight)
+        spread = spread_of(T, self.regs[..., 0, 0].detach(), mean, self.moments.per_weight)
         return spread.unflatten(0, self.stream.batch) if self.stream.batch else spread
 
     def held_out(self, clusters: object | None = None, out: str | Path | None = None) -> HeldOut:
@@ -407,17 +412,11 @@ class StreamFit:
                 self.moments.seen.require_same(self.function, part)
             yield part
 
-    @property
-    def per_weight(self) -> Tensor:
-        """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / w, or 0 without one."""
-        weight = self.moments.weight
-        return weight.reciprocal() if self.moments.centre else torch.zeros_like(weight)
-
     def with_bias(self, f: Tensor) -> Tensor:
         """f (..., R, c', p) of Note [rotated features], and that of the bias, if there is one."""
         if not self.moments.centre:
             return f
-        return torch.cat([f, self.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
+        return torch.cat([f, self.moments.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
 
     @in_full_precision
     def leave_out(
@@ -506,7 +505,8 @@ class StreamFit:
         # A backward divides by 1 - h, and takes differences of numbers that it has divided.
         dtype = torch.float64 if self.wants_graph and self.stream.lasting else self.dtype
         kind = (machines.regs.shape[-1], dtype, self.moments.S.device)
-        with Sink(self.function, (*several, n, c), *kind, out, self.stream.known) as sink:
+        with_outputs = not self.wants_graph  # with a graph they follow from the residuals
+        with Sink(self.function, (*several, n, c), *kind, out, self.stream.known, with_outputs) as sink:
             self.others.run(sink.open)
             if partition is None:
                 refitted = self._leave_one_out(machines, sink)
@@ -554,13 +554,12 @@ class StreamFit:
         if n < 2:
             raise ValueError(f"{self.function}: leave-one-out needs at least 2 rows, got {n}")
         seen = self.others.run(lambda: self._visit(machines, sink))
-        questions = [~(seen.low > machines.least).all(), ~(seen.low > 1 - LARGE).all()]
-        step = None
+        questions, step = [(seen.low > machines.least).all(), (seen.low > 1 - LARGE).all()], None
         if seen.gradient is not None:
             step = self._step(machines, seen.gradient)
-            questions.append(self._matters(machines, *step, seen))
+            questions.append(self._is_settled(machines, *step, seen))
         answers = self.others.gather(torch.stack(questions).tolist())  # one synchronisation
-        lost, large, *matters = (any(column) for column in zip(*answers, strict=True))
+        lost, large, *matters = (not all(column) for column in zip(*answers, strict=True))
         if lost and self.expansion.kind != torch.float64:
             raise ImpreciseError
         if large and machines.drop_shortcuts():
@@ -589,22 +588,27 @@ class StreamFit:
             lost.setdefault((r, j), []).append((torch.tensor([i], device="cpu"), True))
         return lost
 
+    def _rotated(self, machines: Machines, part: Block, ones: bool = False, again: bool = False) -> Tensor:
+        """Rotated features of a block of a pass."""
+        return machines.rotated(part.X, ones=ones, again=again, centred=self.moments.rows)
+
     def _visit(self, machines: Machines, sink: Sink) -> "_Seen":
         """The second pass of Note [passes]."""
         gradient, worst = None, None
         if not machines.refined:
             gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.shift))
             worst = machines.regs.new_zeros(2, *machines.regs.shape)
-        low = torch.full_like(machines.regs, torch.inf)
-        per_weight, self.kept = self.per_weight.unsqueeze(-1), []
+        low = None
+        per_weight, self.kept = self.moments.per_weight.unsqueeze(-1), []
         for part in self.blocks("leave-one-out"):
             zeta = part.zeta
-            U = machines.rotated(part.X, ones=self.moments.centre, again=not self.wants_graph)
+            U = self._rotated(machines, part, self.moments.centre, again=not self.wants_graph)
             u = U[..., : machines.rotation.shape[-1], :]
             self._keep(U)
             norm = machines.norms(u)  # (..., R, c', b)
             e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
-            low = torch.minimum(low, one.amin(-1))
+            least = one.amin(-1)
+            low = least if low is None else torch.minimum(low, least)
             inverse = one.reciprocal()  # 1 / (1 - h)
             if gradient is not None and worst is not None:
                 worst = torch.maximum(
@@ -613,13 +617,14 @@ class StreamFit:
                 machines.add_gradient(gradient, u, e * zeta)
             r = e.mul_(inverse)
             sink.write(part, r, inverse.mul_(machines.regs.unsqueeze(-1) / zeta), part.rows)
+        assert low is not None
         return _Seen(low, gradient, worst, u, one)
 
     def _correct(self, machines: Machines, sink: Sink, step: Tensor, shift: Tensor) -> None:
         """Apply a step to held-out residuals, by r = (e - u^T step - shift) / (1 - h)."""
         regs = machines.regs.unsqueeze(-1)
         for part in self.blocks("correction"):
-            u = machines.rotated(part.X, again=True)
+            u = self._rotated(machines, part, again=True)
             change = machines.outputs(u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
             r, variance = (t[..., part.rows, :].to(change).mT for t in (sink.residuals, sink.variance))
             sink.write(part, r - change * variance * part.zeta / regs, variance, part.rows)
@@ -634,17 +639,17 @@ class StreamFit:
     def _gradient(self, machines: Machines) -> tuple[Tensor, Tensor]:
         gradient = (torch.zeros_like(machines.q), torch.zeros_like(machines.shift))
         for part in self.blocks("refinement"):
-            u = machines.rotated(part.X, again=True)
+            u = self._rotated(machines, part, again=True)
             machines.add_gradient(gradient, u, machines.residuals(u, part).mul_(part.zeta))
         return gradient
 
     def _step(self, machines: Machines, gradient: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What refinement adds to the coefficients, (..., R, c, p), and to the offset, (..., R, c)."""
         by_feature, total = self.others.sums(*gradient)
-        return machines.step(by_feature), total * self.per_weight
+        return machines.step(by_feature), total * self.moments.per_weight
 
-    def _matters(self, machines: Machines, step: Tensor, shift: Tensor, seen: "_Seen") -> Tensor:
-        """Whether a step could move a held-out output by more than `_SETTLED`.
+    def _is_settled(self, machines: Machines, step: Tensor, shift: Tensor, seen: "_Seen") -> Tensor:
+        """Whether a step could move no held-out output by more than `_SETTLED`.
 
         By Cauchy and Schwarz, |u^T step| <= (sum f u^2)^{1/2} (sum step^2 / f)^{1/2}.
         """
@@ -653,15 +658,15 @@ class StreamFit:
         most = seen.worst[0] * length + seen.worst[1] * shift.abs()
         change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
         for_all, for_last = _SETTLED[self.dtype]
-        matters = (most > for_all * machines.spread).any()
-        return matters | ((change / seen.one).abs().amax(-1) > for_last * machines.spread).any()
+        settled = (most <= for_all * machines.spread).all()
+        return settled & ((change / seen.one).abs().amax(-1) <= for_last * machines.spread).all()
 
 
 def _mean(columns: Tensor, part: Block) -> Tensor:
-    """The weighted mean (..., p, 1) of the columns (..., p, b) of a block, in float64."""
+    """The weighted mean (..., p, 1) of the columns (..., p, b) of a block."""
     zeta = part.weight.double().unsqueeze(-1)
     share = zeta / zeta.sum(-2, keepdim=True)
-    return (columns @ share.to(columns.dtype)).double()
+    return columns @ share.to(columns.dtype)
 
 
 def _settings(machine: MachineOfFeatures) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.panels import cholesky_in_place
+from torchloo.memory import cholesky_in_place
 from torchloo.svm.stacked import block_of, rows_of, times_vector
 
 __all__ = [
