@@ -62,8 +62,7 @@ _SETTLED = 2e5
 # Above this condition, singular values lose the least of their kind, and coefficients of a path with them.
 _LARGEST_OF_PATH = 1e18
 
-# Features farther from the origin, by the square in units of their variance, make a step of refinement worth
-# while.
+# The squared distance from the origin, in units of the variance, from which refinement is worth while.
 _FAR = 1e6
 
 # A leverage from which on residuals, soon divided by a small 1 - h, take no shortcut.
@@ -181,11 +180,9 @@ class Expansion:
 
     def away(self, features: Tensor) -> Tensor:
         """Features (..., p, 1) about the origin as they are without it."""
-        return (
-            features
-            if self.origin is None
-            else features + self.features(self.origin.to(torch.float64, copy=True))
-        )
+        if self.origin is None:
+            return features
+        return features + self.features(self.origin.to(torch.float64, copy=True))
 
     def whole(self, X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """Z (..., n, p) of all rows, differentiable, in float64."""
