@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from counting import Counting
 from torch import nn
 
 import torchloo as tl
@@ -126,6 +127,22 @@ def test_float32_serves_where_the_condition_allows_and_else_float64_does(name, s
         MACHINES[name](reg, 0.0).loo(**given((X, y, weight), streamed))
         assert kinds[-1] == expected
         assert kinds.count(torch.float32) <= (5 if expected == torch.float32 else 1)
+
+
+def test_whether_float32_serves_is_read_once_at_the_end():
+    X, y, weight = rows()
+    with torch.no_grad(), Counting() as counting:
+        MACHINES["lssvm"](1.0, 0.0).loo(X, y, weight)
+    assert counting.synchronisations == 1
+
+
+@pytest.mark.parametrize("name", ["lssvm", "sparse"])
+def test_values_that_are_not_finite_are_named_before_anything_is_done_again(name):
+    X, y, weight = rows()
+    with pytest.raises(ValueError, match="X must be finite"):
+        MACHINES[name](1.0, 0.0).loo(X.index_fill(0, torch.tensor([3]), torch.nan), y, weight)
+    with pytest.raises(ValueError, match="Y must be finite"):
+        MACHINES[name](1.0, 0.0).loo(X, y.index_fill(0, torch.tensor([3]), torch.inf), weight)
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -253,18 +253,18 @@ class Guard:
 
     def check(self) -> None:
         """Raise for the first condition that does not hold."""
-        self._read([])
+        self.read()
 
     def read_flag(self, question: Tensor) -> bool:
         """Whether a boolean tensor is True everywhere, read in one synchronisation with `check`."""
-        return bool(self._read([_constant(question).all()])[0])
+        return bool(self.read(_constant(question).all())[0])
 
     def largest(self, *tensors: Tensor) -> list[float]:
         """The largest entry of each tensor, read in one synchronisation with `check`; NaN if there is one."""
-        return self._read([_largest(_constant(tensor)) for tensor in tensors])
+        return self.read(*(_largest(_constant(tensor)) for tensor in tensors))
 
-    def _read(self, questions: list[Tensor]) -> list[float]:
-        """The values of 0-dimensional tensors, after checking every condition."""
+    def read(self, *questions: Tensor) -> list[float]:
+        """The values of 0-dimensional tensors, read in one synchronisation with `check`."""
         demands, proofs = self._demands, self._proofs
         if not (demands or questions):
             return []
@@ -272,7 +272,7 @@ class Guard:
         implied = {id(tensor) for _, tensors in proofs for tensor in tensors}
         first = [demand for demand in demands if id(demand.about) not in implied]
         first += [_Demand(total, math.isfinite, "") for total, _ in proofs]
-        values = _values([demand.value() for demand in first] + questions)
+        values = _values([*(demand.value() for demand in first), *questions])
         for demand, value in zip(first, values, strict=False):
             if not demand.holds(value):
                 self._raise_first(demands)

@@ -251,6 +251,8 @@ class Machines:
     """Whether it may be used."""
     moved: bool = False
     """Whether a step of refinement has been made."""
+    unread: tuple[Tensor, ...] = ()
+    """The largest condition, distance from the origin and rounding by folding, of products in float32."""
     _room: Tensor | None = None
     """Memory of rotated features that are no longer needed."""
 
@@ -357,6 +359,15 @@ class Machines:
         self.q, self.shift = self.q + step, self.shift + shift
         self.refined = self.moved = True
 
+    def is_accurate(self, read: Sequence[float]) -> bool:
+        """Whether products in float32 are, by the values of `unread`; if so, it is settled."""
+        if read:
+            condition, distance, folding = read
+            if not (condition < SINGLE and distance < _FAR and self.may_fold(folding)):
+                return False
+            self.unread = ()
+        return True
+
     def may_fold(self, rounding: float) -> bool:
         """Whether folding rounds so little that it may be used, which it then is where there is a factor."""
         narrow = self.expansion.kind != torch.float64
@@ -428,18 +439,19 @@ def _is_well_conditioned(
     """Whether an estimate of the condition, (..., R, c'), is below a limit, in one look at the values.
 
     Decides also whether there is a step of refinement, and folding, by what it rounds. Products in float32
-    go without any remedy.
+    go without any remedy: they are taken to be accurate, until what decides that is read at the end.
     """
-    narrow = machines.expansion.kind != torch.float64
-    least = torch.full_like(estimate, 1 / SINGLE) if narrow else trusted(estimate)
-    machines.least = least.expand_as(machines.regs)
-    condition, distance, folding = guard.largest(estimate, moments.distance, rounding)
-    well_conditioned = condition < (SINGLE if narrow else limit)
+    numbers = (estimate, moments.distance, rounding)
+    if machines.expansion.kind != torch.float64:
+        machines.unread = tuple(number.amax() for number in numbers)
+        machines.least = torch.full_like(machines.regs, 1 / SINGLE)
+        machines.refined, machines.fold = True, machines.folded is not None
+        return True
+    machines.least = trusted(estimate).expand_as(machines.regs)
+    condition, distance, folding = guard.largest(*numbers)
     machines.refined = condition < _SETTLED * moments.count**0.5 and distance < _FAR
-    fine = machines.may_fold(folding)
-    if narrow and not (well_conditioned and fine):
-        raise ImpreciseError
-    return well_conditioned
+    machines.may_fold(folding)
+    return condition < limit
 
 
 def one_machine(

@@ -163,17 +163,21 @@ class StreamFit:
     @in_full_precision
     def _machine(self) -> Machines:
         """The machine of its own regularisation, or several of them, solved when first asked for."""
-        if self._solved is None:
-            try:
-                self._solved = self._solve()
-            except ImpreciseError:
-                self._in_double()
-                self._solved = self._solve()
+        machines = self._solve()
+        if not machines.is_accurate(self._guard.read(*machines.unread)):
+            self._in_double()
+            machines = self._solve()
             self._guard.check()
+        return machines
+
+    def _solve(self) -> Machines:
+        """The same; whether products in float32 are accurate may be left open."""
+        if self._solved is None:
+            self._solved = self._solve_now()
         return self._solved
 
     @torch.no_grad()
-    def _solve(self) -> Machines:
+    def _solve_now(self) -> Machines:
         regs, given = self.regs.detach(), (self._guard, self.expansion, self.moments)
         X, Y, _ = self.stream.graph
         if X is not None and self.expansion.evaluate is transposed:
@@ -227,12 +231,15 @@ class StreamFit:
         return self.expansion.columns(part.X)
 
     def _is_imprecise(self, moments: Moments) -> bool:
-        """Whether the first of several blocks shows that float32 products will not do for all of them."""
+        """Whether the first of several blocks shows that float32 products will not do for all of them.
+
+        Only a CPU asks: an accelerator would be waited for.
+        """
         n = self.stream.n or moments.count
         several = self.stream.n is None or n > moments.count
         if self.expansion.kind == torch.float64 or not several or self.others.count > 1:
             return False
-        if not self._given_regs.numel():  # an error for later
+        if moments.S.device.type != "cpu" or not self._given_regs.numel():  # an error for later
             return False
         C = moments.S * (n / moments.count)
         C.diagonal(dim1=-2, dim2=-1).add_(self._given_regs.detach().min().to(C))
@@ -483,7 +490,7 @@ class StreamFit:
         self, partition: Partition | None, out: str | Path | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The fields of a Sink, with a graph where there is one; targets and weights unless in memory."""
-        machines = self._machine
+        machines = self._solve() if partition is None else self._machine
         inputs = (self.regs, *self.stream.graph, *self.expansion.tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
@@ -558,9 +565,11 @@ class StreamFit:
         if seen.gradient is not None:
             step = self._step(machines, seen.gradient)
             questions.append(self._is_settled(machines, *step, seen))
-        answers = self.others.gather(torch.stack(questions).tolist())  # one synchronisation
-        lost, large, *matters = (not all(column) for column in zip(*answers, strict=True))
-        if lost and self.expansion.kind != torch.float64:
+        numbers = self._guard.read(*questions, *machines.unread)  # one synchronisation
+        own = [*numbers[: len(questions)], machines.is_accurate(numbers[len(questions) :])]
+        answers = zip(*self.others.gather(own), strict=True)
+        lost, large, *matters, rough = (not all(column) for column in answers)
+        if rough or (lost and self.expansion.kind != torch.float64):
             raise ImpreciseError
         if large and machines.drop_shortcuts():
             return self._leave_one_out(machines, sink)
