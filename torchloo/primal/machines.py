@@ -390,16 +390,6 @@ class Machines:
         """p = A q, (..., R, p, c)."""
         return together(self.q, self.rotation).mT
 
-    def turned(self, spread: Tensor) -> Tensor:
-        """A^{-1} V for V (p', s) of a single problem; its last row, of the bias, stays as it is."""
-        p = len(self.rotation)
-        V = spread[:p]
-        if self.triangular:
-            V = torch.linalg.solve_triangular(self.rotation.mT, V, upper=True)
-        else:
-            V = self.rotation @ V
-        return torch.cat([V, spread[p:]])
-
 
 def together(rows: Tensor, matrix: Tensor) -> Tensor:
     """The rows (..., R, c, p) of all machines times a matrix (..., p, b) that they share, by one product."""

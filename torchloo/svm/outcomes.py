@@ -21,7 +21,7 @@ _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
 _WORK = 2**30  # cubes of rows of a stack: the larger problems are, the less they gain from others beside them
 _WORTH_THREADS = 2**18  # entries of all kernel matrices
-_THREADS = 4  # beyond which they wait for the interpreter more than they work
+_THREADS = 4  # two take 0.76 of the time of one, so that half of it is the interpreter's: more gain little
 
 Stack = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """K (G, n, n), y and box (B, n), and which K each problem has, ascending, (B,); None: each its own."""
