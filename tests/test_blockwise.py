@@ -457,3 +457,18 @@ def counted_path(name, many, clusters):
     with torch.no_grad(), Counting() as count:
         machine.path(X, Y, regs, clusters, weight)
     return count.operations, count.synchronisations
+
+
+def test_the_order_of_rows_changes_no_digit_that_a_nearly_dependent_basis_has():
+    """An inverted panel of a factor must not carry its rounding into the panels below it."""
+    generator = torch.Generator().manual_seed(40)
+    X = torch.randn(1100, 2, generator=generator, dtype=torch.float64)
+    y = X[:, 0].sin() + 0.3 * torch.randn(1100, generator=generator, dtype=torch.float64)
+    basis = torch.linspace(-2, 2, 130, dtype=torch.float64)[:, None].expand(-1, 2)
+    machine = tl.SparseLSSVM(tl.kernels.RBF(2.0**0.5), 1e-5, basis=basis)
+    with torch.no_grad():
+        expected = machine.loo(X, y).variance
+        for _ in range(3):
+            order = torch.randperm(1100, generator=generator)
+            variance = machine.loo(X[order], y[order]).variance
+            assert (variance - expected[order]).abs().max() <= 1e-8 * expected.mean()

@@ -295,3 +295,31 @@ def test_pairs_are_left_out_with_the_regularisation_of_their_output(c):
     for j, reg in enumerate(regs):
         alone = tl.LSSVM(tl.kernels.RBF(), reg).solve(X, Y[:, j].sign(), weight)
         assert_close(received[j], tl.criteria.leave_pair_out_auc(alone))
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["linear", "sparse"])
+def test_a_path_goes_on_by_singular_values_where_eigenvalues_do_not_converge(
+    name, dtype, clusters, monkeypatch
+):
+    X, Y, weight = (t.to(dtype) for t in problem(12, c=2))
+    kernel = tl.kernels.Linear() if name == "linear" else tl.kernels.RBF(3.0)
+    machine = tl.LSSVM(kernel) if name == "linear" else tl.SparseLSSVM(kernel, basis=X[:3])
+    regs = torch.logspace(-2, 2, 7, dtype=dtype)
+    expected = machine.path(X, Y, regs, clusters, weight)
+
+    def fails(*args):
+        raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    assert_close(machine.path(X, Y, regs, clusters, weight).outputs, expected.outputs)
+    assert_close(machine.solve_path(X, Y, regs, weight).held_out(clusters).outputs, expected.outputs)
+    with pytest.raises(ValueError, match="X must be finite"):
+        machine.path(X * torch.nan, Y, regs, clusters, weight)
+
+
+def test_features_whose_squares_overflow_have_no_path():
+    X, Y, _ = problem(12)
+    with pytest.raises(ValueError, match="not positive definite to working precision"):
+        tl.LSSVM(tl.kernels.Linear()).path(X * 1e200, Y, torch.logspace(-2, 2, 7, dtype=X.dtype))

@@ -36,7 +36,7 @@ _NARROW, _MEDIUM, WIDE, _MANY_ROWS = 48, 96, 192, 1024
 _LARGE, _HEIGHTS, _PART = 512, (64, 160), 128
 
 # Up to this condition number (of the Frobenius norm) the inverse of a panel is good enough.
-_CONDITION = 1e5
+_CONDITION = 1e3
 
 
 def panels(n: int, width: int) -> list[tuple[int, int]]:

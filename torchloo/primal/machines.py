@@ -498,14 +498,17 @@ def path_machines(
         q = f * (moments.T.mT @ eigen.Q).unsqueeze(-3)
         return _machines(expansion, moments, eigen.Q.mT.contiguous(), False, f, regs, q)
 
+    well_conditioned, limit = False, ILL_CONDITIONED_PATH * moments.count**0.5
     try:
         eigen = Eigen.of(moments.S).beside_regs()
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        machines, rounding = with_eigen(eigen)
+        estimate = eigen.condition(regs)
+        well_conditioned = _is_well_conditioned(guard, moments, machines, rounding, estimate, limit)
+    except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
-        raise
-    machines, rounding = with_eigen(eigen)
-    limit = ILL_CONDITIONED_PATH * moments.count**0.5
-    if not _is_well_conditioned(guard, moments, machines, rounding, eigen.condition(regs), limit):
+        if expansion.kind != torch.float64:
+            raise ImpreciseError from failure
+    if not well_conditioned:  # or the eigenvalues did not converge
         R, d = triangle()
         eigen = Eigen.of_rows(R).beside_regs()
         guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow

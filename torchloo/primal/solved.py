@@ -163,11 +163,15 @@ class StreamFit:
     @in_full_precision
     def _machine(self) -> Machines:
         """The machine of its own regularisation, or several of them, solved when first asked for."""
-        machines = self._solve()
-        if not machines.is_accurate(self._guard.read(*machines.unread)):
-            self._in_double()
+        try:
             machines = self._solve()
-            self._guard.check()
+            if machines.is_accurate(self._guard.read(*machines.unread)):
+                return machines
+        except ImpreciseError:
+            pass
+        self._in_double()
+        machines = self._solve()
+        self._guard.check()
         return machines
 
     def _solve(self) -> Machines:
