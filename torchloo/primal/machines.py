@@ -336,11 +336,12 @@ class Machines:
         """e u^T, (..., R, c, p), for rows with residuals or the like, (..., R, c, b)."""
         return together(e.to(u.dtype), u.mT)
 
-    def norms(self, u: Tensor) -> Tensor:
-        """sum_k f_k u_k^2, (..., R, c', b), in float64."""
+    def norms(self, u: Tensor, overwrite: bool = False) -> Tensor:
+        """sum_k f_k u_k^2, (..., R, c', b), in float64; u may be overwritten where it is not needed again."""
+        squares = u.square_() if overwrite else u.square()
         if self.triangular:  # then f is 1
-            return u.square().sum(-2).double()[..., None, None, :]
-        return together(self.f.to(u.dtype), u.square()).double()
+            return squares.sum(-2).double()[..., None, None, :]
+        return together(self.f.to(u.dtype), squares).double()
 
     def add_gradient(self, gradient: tuple[Tensor, Tensor], u: Tensor, weighted: Tensor) -> None:
         """Add zeta e u^T and zeta e of a block to their sums, (..., R, c, p) and (..., R, c)."""

@@ -618,8 +618,9 @@ class StreamFit:
             U = self._rotated(machines, part, self.moments.centre, again=not self.wants_graph)
             u = U[..., : machines.rotation.shape[-1], :]
             self._keep(U)
-            norm = machines.norms(u)  # (..., R, c', b)
-            e, one = machines.residuals(u, part), torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
+            e = machines.residuals(u, part)
+            norm = machines.norms(u, machines.refined and not self.wants_graph)  # (..., R, c', b)
+            one = torch.addcmul(1 - zeta * per_weight, zeta, norm, value=-1)
             least = one.amin(-1)
             low = least if low is None else torch.minimum(low, least)
             inverse = one.reciprocal()  # 1 / (1 - h)
