@@ -500,8 +500,8 @@ class _Sent:
         machines = work.machines
         self.expansion = machines.expansion
         self.machines, self.penalty, self.penalty_without = machines, work.penalty, work.penalty_without
-        self.X = None if X is None else torch.zeros_like(X)
-        self.Y, self.weight = torch.zeros_like(Y), torch.zeros_like(Y[..., 0]) if needs_weight else None
+        self.X = None if X is None else torch.empty_like(X)  # every row of which is written
+        self.Y, self.weight = torch.empty_like(Y), torch.empty_like(Y[..., 0]) if needs_weight else None
         self.tensors = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         self.wanted = [t for t in self.tensors if t.requires_grad]
         self.found: list[Tensor | None] = [None for _ in self.wanted]
