@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchloo as tl
+from torchloo import panels
 from torchloo.primal.machines import Expansion
 
 N = 60
@@ -472,3 +473,19 @@ def test_the_order_of_rows_changes_no_digit_that_a_nearly_dependent_basis_has():
             order = torch.randperm(1100, generator=generator)
             variance = machine.loo(X[order], y[order]).variance
             assert (variance - expected[order]).abs().max() <= 1e-8 * expected.mean()
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("by_feature", [True, False])
+@pytest.mark.parametrize("more", [0, 1])
+def test_products_into_memory_of_any_layout_are_products(batch, by_feature, more):
+    """Features of each row may be contiguous, or each feature of all rows; a row may follow them."""
+    generator = torch.Generator().manual_seed(1)
+    A, V, W = (torch.randn(*batch, *shape, generator=generator) for shape in ((5, 5), (5, 7), (7, 5)))
+    V = W.mT if by_feature else V
+    out = panels.room_like(V, 5 + more)
+    assert (out.stride(-2) == 1) == by_feature
+    torch.testing.assert_close(panels.matmul_into(out[..., :5, :], A, V), A @ V)
+    torch.testing.assert_close(out[..., :5, :], A @ V)
+    panels.add_matmul(out[..., :5, :], A, V, factor=-2.0)
+    torch.testing.assert_close(out[..., :5, :], -(A @ V))

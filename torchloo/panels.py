@@ -17,6 +17,7 @@ __all__ = [
     "add_matmul",
     "add_symmetric",
     "inner_products",
+    "matmul_into",
     "mirrored",
     "panels",
     "room_like",
@@ -87,8 +88,25 @@ def add_matmul(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> T
     """M + factor left right, in place, for matrices with at most one axis in front; M may be wider."""
     if M.dtype != left.dtype:
         return M.add_(left @ right, alpha=factor)
-    add = M.addmm_ if M.ndim == 2 else M.baddbmm_
-    return add(left, right, alpha=factor)
+    if M.ndim == 2:
+        return M.addmm_(left, right, alpha=factor)
+    if M.is_contiguous():
+        return M.baddbmm_(left, right, alpha=factor)
+    M.mT.baddbmm_(right.mT, left.mT, alpha=factor)  # or one matrix of the batch after another
+    return M
+
+
+def matmul_into(out: Tensor, A: Tensor, V: Tensor) -> Tensor:
+    """A V for A (..., p, q) and V (..., q, b), in the memory of `out` (..., p, b), laid out by `room_like`.
+
+    Into strides that are not contiguous, torch would multiply one matrix of a batch after another.
+    """
+    if out.ndim == 2:
+        return torch.matmul(A, V, out=out)
+    if out.mT.is_contiguous():
+        torch.matmul(V.mT, A.mT, out=out.mT)
+        return out
+    return out.copy_((V.mT @ A.mT).mT)
 
 
 def add_symmetric(S: Tensor, V: Tensor, weight: Tensor | None = None) -> None:
@@ -107,14 +125,15 @@ def room_like(V: Tensor, p: int) -> Tensor:
     """Room for (..., p, b), laid out as V (..., p', b): features are contiguous, or those of each row are."""
     *batch, _, b = V.shape
     if V.stride(-2) == 1:
-        return V.new_empty(*batch, b, -(-p // 8) * 8)[..., :p].mT
+        aligned = p if batch else -(-p // 8) * 8
+        return V.new_empty(*batch, b, aligned)[..., :p].mT
     return V.new_empty(*batch, p, b)
 
 
 def times_lower(T: Tensor, V: Tensor, out: Tensor) -> Tensor:
     """T V for a lower triangular T (..., p, p) and V (..., p, b), at 0.6 of the work of a general product."""
     for start, stop in _panels_of(V):
-        torch.matmul(T[..., start:stop, :stop], V[..., :stop, :], out=out[..., start:stop, :])
+        matmul_into(out[..., start:stop, :], T[..., start:stop, :stop], V[..., :stop, :])
     return out
 
 
@@ -122,7 +141,7 @@ def times_upper(T: Tensor, V: Tensor) -> Tensor:
     """T^T V for a lower triangular T (..., p, p) and V (..., p, b), likewise."""
     out = room_like(V, V.shape[-2])
     for start, stop in _panels_of(V):
-        torch.matmul(T[..., start:, start:stop].mT, V[..., start:, :], out=out[..., start:stop, :])
+        matmul_into(out[..., start:stop, :], T[..., start:, start:stop].mT, V[..., start:, :])
     return out
 
 

@@ -253,7 +253,7 @@ def head(table: Table, quick: bool, repeats: int) -> None:
         what = f"n = {n:,}, d = {d}, 10 outputs, float32"
         if (n <= 4096 or not quick) and table.wants(what):
             against_autograd(table, what, (n, d), 10, limit, repeats if n > 1000 else 20 * repeats)
-    for problems, n, d, limit in ((16, 512, 64, 1.5), (64, 100, 16, 3.3)):
+    for problems, n, d, limit in ((16, 512, 64, 1.4), (64, 100, 16, 2.6)):
         what = f"{problems} problems of n = {n}, d = {d}, 10 outputs, float32"
         if table.wants(what):
             against_autograd(table, what, (problems, n, d), 10, limit, 5 * repeats)

@@ -37,7 +37,7 @@ from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
 from torchloo.guards import values_visible
-from torchloo.panels import add_matmul, add_symmetric, mirrored, room_like, times_upper
+from torchloo.panels import add_matmul, add_symmetric, matmul_into, mirrored, room_like, times_upper
 from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
@@ -366,7 +366,7 @@ class _Backward:
         U, p = visit.U, self.machines.rotation.shape[-1]
         f, scale = (t.flatten(-3, -2).to(U.dtype) for t in (self.f, visit.zeta * visit.D))
         if not self.machines.triangular:
-            return torch.matmul(f.mT, scale, out=room_like(U, U.shape[-2])).mul_(U)
+            return matmul_into(room_like(U, U.shape[-2]), f.mT, scale).mul_(U)
         DN = U * scale
         DN[..., p:, :] *= f[..., p:].mT  # f is 1 but for the bias
         return DN
@@ -471,7 +471,7 @@ class _Backward:
                 vq = torch.cat([v, self.q.to(kind)], -2).flatten(-3, -2).mT  # (..., p', 2 R c)
             s = visit.abar + together(v, U)  # (..., R, c, b)
             weighted = zeta * s
-            UQ, DN = torch.matmul(total, U, out=room_like(U, U.shape[-2])), self._times_rows(visit)
+            UQ, DN = matmul_into(room_like(U, U.shape[-2]), total, U), self._times_rows(visit)
             zbar, by_Y, by_weight = self._without_sets(visit) or (None, None, None)
             if sent.weight is not None:
                 own = torch.sub(UQ, DN, alpha=2).mul_(U).sum(-2)

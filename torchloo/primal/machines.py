@@ -37,7 +37,7 @@ from torchloo.factors import (
     trusted,
 )
 from torchloo.guards import Guard
-from torchloo.panels import LowerInverse, room_like, times_lower
+from torchloo.panels import LowerInverse, matmul_into, room_like, times_lower
 from torchloo.primal.block import Block
 from torchloo.primal.moments import Moments
 
@@ -316,7 +316,7 @@ class Machines:
 
     def times(self, matrix: Tensor, V: Tensor, out: Tensor) -> Tensor:
         """The product with a matrix that is triangular if A^T is."""
-        return times_lower(matrix, V, out) if self.triangular else torch.matmul(matrix, V, out=out)
+        return times_lower(matrix, V, out) if self.triangular else matmul_into(out, matrix, V)
 
     def outputs(self, u: Tensor, q: Tensor) -> Tensor:
         """q u, (..., R, c, b), for coefficients q (..., R, c, p), in float64."""
