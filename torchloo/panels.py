@@ -125,7 +125,7 @@ def room_like(V: Tensor, p: int) -> Tensor:
     """Room for (..., p, b), laid out as V (..., p', b): features are contiguous, or those of each row are."""
     *batch, _, b = V.shape
     if V.stride(-2) == 1:
-        aligned = p if batch else -(-p // 8) * 8
+        aligned = p if batch else -(-p // 8) * 8  # a multiple of a cache line of float64
         return V.new_empty(*batch, b, aligned)[..., :p].mT
     return V.new_empty(*batch, p, b)
 

@@ -360,17 +360,17 @@ class Machines:
         self.q, self.shift = self.q + step, self.shift + shift
         self.refined = self.moved = True
 
-    def is_accurate(self, read: Sequence[float]) -> bool:
-        """Whether products in float32 are, by the values of `unread`; if so, it is settled."""
+    def settle(self, read: Sequence[float]) -> bool:
+        """Find, from the values of `unread`, whether products in float32 are accurate."""
         if read:
             condition, distance, folding = read
-            if not (condition < SINGLE and distance < _FAR and self.may_fold(folding)):
+            if not (condition < SINGLE and distance < _FAR and self.decide_folding(folding)):
                 return False
             self.unread = ()
         return True
 
-    def may_fold(self, rounding: float) -> bool:
-        """Whether folding rounds so little that it may be used, which it then is where there is a factor."""
+    def decide_folding(self, rounding: float) -> bool:
+        """Fold from now on if that rounds little and there is a factor; whether it rounds little."""
         narrow = self.expansion.kind != torch.float64
         fine = rounding <= (SINGLE * torch.finfo(self.expansion.kind).eps if narrow else _FOLD)
         self.fold = fine and self.folded is not None
@@ -441,7 +441,7 @@ def _is_well_conditioned(
     machines.least = trusted(estimate).expand_as(machines.regs)
     condition, distance, folding = guard.largest(*numbers)
     machines.refined = condition < _SETTLED * moments.count**0.5 and distance < _FAR
-    machines.may_fold(folding)
+    machines.decide_folding(folding)
     return condition < limit
 
 
@@ -480,7 +480,7 @@ def one_machine(
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
     machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-    machines.may_fold(*guard.largest(rounding))
+    machines.decide_folding(*guard.largest(rounding))
     machines.least = least[..., None, None].expand_as(regs)
     return machines
 
@@ -515,7 +515,7 @@ def path_machines(
         guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
         machines, rounding = with_eigen(eigen)
         condition, folding = guard.largest(eigen.condition(regs), rounding)
-        machines.may_fold(folding)
+        machines.decide_folding(folding)
         machines.least = eigen.least(regs)
         if not condition < _LARGEST_OF_PATH:
             _solve_one_by_one(guard, machines, R, d)

@@ -165,7 +165,7 @@ class StreamFit:
         """The machine of its own regularisation, or several of them, solved when first asked for."""
         try:
             machines = self._solve()
-            if machines.is_accurate(self._guard.read(*machines.unread)):
+            if machines.settle(self._guard.read(*machines.unread)):
                 return machines
         except ImpreciseError:
             pass
@@ -570,7 +570,7 @@ class StreamFit:
             step = self._step(machines, seen.gradient)
             questions.append(self._is_settled(machines, *step, seen))
         numbers = self._guard.read(*questions, *machines.unread)  # one synchronisation
-        own = [*numbers[: len(questions)], machines.is_accurate(numbers[len(questions) :])]
+        own = [*numbers[: len(questions)], machines.settle(numbers[len(questions) :])]
         answers = zip(*self.others.gather(own), strict=True)
         lost, large, *matters, rough = (not all(column) for column in answers)
         if rough or (lost and self.expansion.kind != torch.float64):
