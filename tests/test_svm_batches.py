@@ -51,6 +51,50 @@ def test_a_batch_dispatches_and_waits_little_more_than_its_costliest_problem(met
     assert counting.synchronisations <= 2 * synchronisations
 
 
+@pytest.mark.parametrize("method", ["auto", "smo"])
+def test_clusters_of_a_batch_dispatch_and_wait_little_more_than_those_of_its_costliest_problem(method):
+    K, y, C = _grid(60)
+    clusters, alone = torch.arange(60) % 7, []
+    with torch.no_grad():
+        for k in K[:, 0]:
+            for bound in C:
+                with Counting() as counting:
+                    svm_lco(k, y, bound, clusters, method=method)
+                alone.append((counting.operations, counting.synchronisations))
+        with Counting() as counting:
+            svm_lco(K, y, C, clusters, method=method)
+    operations, synchronisations = (max(column) for column in zip(*alone, strict=True))
+    assert counting.operations <= 3 * operations
+    assert counting.synchronisations <= 2 * synchronisations
+
+
+def test_clusters_of_problems_of_several_sizes_are_left_out_as_of_each_alone():
+    """Copies leave fewer variables; two clusters leave one class where labels are by cluster."""
+    X, y = toy(41, n=40, noise=0.6)
+    copies = X.clone()
+    copies[20:30] = X[:10]
+    K = torch.stack([rbf(X, 1.0), X @ X.T, rbf(copies, 0.7), copies @ copies.T])
+    clusters = torch.arange(40) // 4
+    labels = torch.stack([y, torch.where(clusters == 3, 1.0, -1.0).to(y)])[:, None, None]
+    C, K = torch.tensor([0.01, 1.0, 300.0]).double(), K[:, None].requires_grad_()
+    weight = torch.arange(1, 41) / 20.0
+    held = svm_lco(K, labels, C, clusters, weight.double())
+    direction = torch.arange(40) / 40.0
+    (held.outputs * direction).sum().backward()
+    expected = torch.zeros_like(K)
+    for i in range(4):
+        for sign in range(2):
+            for j, bound in enumerate(C):
+                k = K[i, 0].detach().requires_grad_()
+                alone = svm_lco(k, labels[sign, 0, 0], bound, clusters, weight.double())
+                assert_close(held.outputs[sign, i, j], alone.outputs, rtol=1e-6, atol=1e-6)
+                assert torch.equal(held.resolved_by[sign, i, j], alone.resolved_by)
+                assert int((held.certified[sign, i, j] != alone.certified).sum()) <= 1
+                (alone.outputs * direction).sum().backward()
+                expected[i, 0] += k.grad
+    assert_close(K.grad, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("values", [True, False])
 def test_problems_of_several_sizes_and_ranks_are_solved_as_each_alone(values):
     """Copies leave fewer variables; a linear kernel of rank 2 has dependent free points."""

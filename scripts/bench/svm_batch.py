@@ -1,22 +1,23 @@
-"""Leave-one-out of many SVMs: one call against one after another.
+"""Leave-one-out and leave-cluster-out of many SVMs: one call against one after another.
 
     python scripts/bench/svm_batch.py [--data DIR] [--repeats 6] [--rows 400]
 
 64 pairs (C, lengthscale) of banana: the grid of Franc, Laskov and Mueller 2008, section 5, 8 values of C
 from 1 to 500, 8 rates from 1 to 2^-11. And 256 problems of 50 rows of twonorm, RBF with lengthscale sqrt(d),
-C = 1, decision values and errors only. All sides run in turn; the best of each counts, as wall-clock time
+C = 1, decision values, errors only, and in 10 clusters by each method. All sides run in turn; the best of each counts, as wall-clock time
 with the threads that torch has by default.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from measure import Table, add_data, best_times
 from svm_loo import load
 
 import torchloo as tl
-from torchloo.svm import svm_loo
+from torchloo.svm import svm_lco, svm_loo
 
 
 def main() -> None:
@@ -52,23 +53,29 @@ def main() -> None:
     table = Table()
     ratio = seconds["loop"] / seconds["call"]
     table.row("64 pairs, one after another / in one call", seconds["call"], ratio, 3, at_least=True)
-    for values in (True, False):
-        seconds = best_times(small(values), options.repeats)
+    clusters = torch.arange(50) % 10
+    held_out: dict[str, Callable[..., tl.svm.SVMHeldOut]] = {
+        "values": svm_loo,
+        "errors": partial(svm_loo, values=False),
+        "10 clusters": partial(svm_lco, clusters=clusters),
+        '10 clusters, "smo"': partial(svm_lco, clusters=clusters, method="smo"),
+    }
+    for name, function in held_out.items():
+        seconds = best_times(small(function), options.repeats)
         ratio = seconds["loop"] / seconds["call"]
-        name = f"256 problems of 50 rows, {'values' if values else 'errors'}"
-        table.row(name, seconds["call"], ratio, 15, at_least=True)
+        table.row(f"256 problems of 50 rows, {name}", seconds["call"], ratio, 15, at_least=True)
 
 
-def small(values: bool) -> dict[str, Callable[[], torch.Tensor]]:
+def small(function: Callable[..., tl.svm.SVMHeldOut]) -> dict[str, Callable[[], torch.Tensor]]:
     """256 problems of 50 rows, one after another and in one call."""
     X, y = tl.datasets.twonorm(256 * 50, generator=torch.Generator().manual_seed(0))
     X, y = X.double().view(256, 50, -1), y.double().view(256, 50)
     K = tl.kernels.RBF(X.shape[-1] ** 0.5)(X).detach()
 
     def one_after_another() -> torch.Tensor:
-        return torch.stack([svm_loo(k, z, 1.0, values=values).outputs for k, z in zip(K, y, strict=True)])
+        return torch.stack([function(k, z, 1.0).outputs for k, z in zip(K, y, strict=True)])
 
-    return {"loop": one_after_another, "call": lambda: svm_loo(K, y, 1.0, values=values).outputs}
+    return {"loop": one_after_another, "call": lambda: function(K, y, 1.0).outputs}
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ from torch import Tensor
 from torchloo.guards import Guard, host_labels
 from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
-from torchloo.svm.fit import solve_problems, trained
+from torchloo.svm.fit import solve_problems
 from torchloo.svm.gradient import Deferred, HeldOutMachines
-from torchloo.svm.outcomes import Stack, assembled, in_stacks
+from torchloo.svm.outcomes import Stack, assembled, in_order, in_stacks
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem
 from torchloo.svm.result import SVMHeldOut
-from torchloo.svm.smo.loo_smo import leave_clusters_out_by_smo, seed_without
+from torchloo.svm.smo.loo_smo import seed_without
 from torchloo.svm.smo.options import SMOOptions
-from torchloo.svm.smo.rounds import smo
+from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.tolerances import CLOSE, between_bounds
@@ -25,6 +25,7 @@ from torchloo.svm.tolerances import CLOSE, between_bounds
 __all__ = ["leave_clusters_out", "svm_lco"]
 
 _EXACT = 1e-12  # violation of an SMO that counts as none: rounding
+_TOGETHER = 2**22  # entries of the solutions that are judged at once, one for each row
 _NEARLY = SMOOptions(most_rounds=200, patience=4)  # what needs more is left to the interior point
 
 
@@ -83,110 +84,130 @@ def leave_clusters_out(
     box = C[..., None] * weight
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
 
+    epsilon_of_smo = epsilon if method == "smo" else None
+    names, member = torch.unique(labels.to(y.device), return_inverse=True)
+
     def work(stack: Stack) -> RowOutcome:
-        return _outcome(caller, stack, labels, method, epsilon, trace)
+        groups = solve_problems(caller, stack[0], stack[1].double(), stack[2].double(), stack[3])
+        found = [
+            _without_clusters(problem, full, member, len(names), epsilon_of_smo, trace)
+            for _, problem, full in groups
+        ]
+        return in_order([numbers for numbers, _, _ in groups], found)
 
-    outcomes = in_stacks(work, K, y, box, trace, most=1)
-    return assembled(K, y, box, weight, outcomes, labels)
+    return assembled(K, y, box, weight, in_stacks(work, K, y, box, trace), labels)
 
 
-def _outcome(
-    caller: Caller, stack: Stack, labels: Tensor, method: str, epsilon: float, trace: bool
+def _without_clusters(
+    problem: SVMProblem, full: Exact, member: Tensor, count: int, epsilon: float | None, trace: bool
 ) -> RowOutcome:
-    """Leave-cluster-out of one problem."""
-    K, y, box = stack[0], stack[1].double(), stack[2].double()
-    if method == "smo":
-        full = trained(caller, K, y, box).machine(0)
-        found = leave_clusters_out_by_smo(K[0], y[0], box[0], full, labels, epsilon)
-        return RowOutcome.of([x[None] for x in found[:6]], None)
-    return _leave_clusters_out_exactly(caller, K, y, box, labels, trace)
+    """Every row of T machines by the one without its cluster, exact or from an SMO that stops at `epsilon`.
 
-
-def _leave_clusters_out_exactly(
-    caller: Caller, K: Tensor, y: Tensor, box: Tensor, clusters: Tensor, trace: bool
-) -> RowOutcome:
-    """Every row by the exact machine without its cluster."""
-    ((_, stacked, full),) = solve_problems(caller, K, y, box)
-    problem = stacked.one(0)
-    v = problem.variable
-    names, member = torch.unique(clusters.to(y.device), return_inverse=True)
-    gone = y.new_zeros(len(names), len(problem.y))
-    gone.index_put_((member, v), problem.row_box, accumulate=True)  # (G, m)
-    boxes = left_of(problem.box, gone)
-    alpha, counts = torch.zeros_like(boxes), torch.zeros(3, len(names), dtype=torch.long, device=y.device)
-    both = _both_classes(problem.y, boxes)
-    if bool(both.any()):
-        near = (gone[both] > 0).to(y) @ problem.K
-        alpha[both], *effort = _solve_without(stacked, full, boxes[both], near)
-        counts[:, both] = torch.stack(effort)
-    outputs, certified = _outputs(problem, alpha, boxes, member)
-    by = torch.full_like(member, code.REFIT).masked_fill(~both[member], code.ONE_CLASS)
-    machines = Deferred(problem) if trace else None
-    if machines is not None:
-        machines.add(lambda machines: _enter(machines, problem, alpha, boxes, member, both))
-    iterations, columns, newton = counts[:, member]
-    found = [x[None] for x in (outputs, certified, by, iterations, columns, newton)]
-    return RowOutcome.of(found, None if machines is None else [machines])
-
-
-def _solve_without(
-    problem: SVMProblem, full: Exact, boxes: Tensor, near: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The machines of one problem for smaller boxes (B, m), exactly; each has both classes left.
-
-    Their coefficients (B, m), and what the SMO has taken for each: pairs, kernel columns, those of its seeds
-    among them, and Newton steps, (B,).
-
-    All are seeded from the full machine (variables with the largest `near` (B, m) take over first what goes),
-    solved nearly by one batched SMO, and then exactly from its sets, or anew where it has not come close. For
-    50 clusters of diabetis, RBF, C = 1 this takes a tenth of the time of solving each anew.
+    Clusters have numbers `member` (n,) below `count`. The N = T `count` machines are in the order of the T.
     """
-    y, before = (x.expand_as(boxes) for x in (problem.y, full.alpha.clamp_min(0)))
-    start = seed_without(before, y, boxes, near)
-    end = smo(problem.K, y, boxes, start, CLOSE, options=_NEARLY)
-    # Where homotopies have failed the full machine they would fail these too, and take their time.
-    attempts = ATTEMPTS if bool(full.optimal) else 1
+    size, m = problem.y.shape
+    place = m * member + problem.variable
+    gone = problem.y.new_zeros(size, count * m).scatter_add_(1, place, problem.row_box).view(-1, m)
+    every = torch.arange(size, device=gone.device)
+    table = every.repeat_interleave(count)  # (N,)
+    boxes = left_of(problem.box[table], gone)
+    left, positive = boxes > 0, problem.y[table] > 0
+    both = (left & positive).any(1) & (left & ~positive).any(1)
+    alpha, by = torch.zeros_like(boxes), torch.full_like(table, code.ONE_CLASS)
+    effort = table.new_zeros(3, len(table))
+    rows = both.nonzero()[:, 0]
+    if rows.numel():
+        of, box = table[rows], boxes[rows]
+        near = problem.kernels(of).product((gone[rows] > 0).to(box), problem.K)
+        end = _nearly_without(problem, full, of, box, near, epsilon)
+        alpha[rows] = end.alpha if epsilon is not None else _exactly_without(problem, full, of, end)
+        effort[:, rows] = torch.stack([end.steps, end.columns, end.newton])
+        ended = code.REFIT if epsilon is None else torch.where(end.violation <= epsilon, code.KKT, code.CUT)
+        by[rows] = ended
+    machine = (count * every[:, None] + member).flatten()  # of each row
+    target = problem.variable.flatten()
+    outputs, proved = _judged(problem, alpha, boxes, table, machine, target)
+    proved |= ~both[machine]
+    machines = None
+    if trace:
+        parts = zip(alpha.split(count), boxes.split(count), both.split(count), strict=True)
+        machines = [_deferred(problem.one(t), *part, member) for t, part in enumerate(parts)]
+    found = [x.view_as(problem.variable) for x in (outputs, proved, by[machine], *effort[:, machine])]
+    return RowOutcome.of(found, machines)
 
-    def from_sets(rows: Tensor, smaller: SVMProblem, part: Tensor, V: Tensor) -> Exact:
-        alpha, box = end.alpha[rows[part]].gather(1, V), smaller.box
-        sets = Sets(alpha, end.bias[rows[part]], between_bounds(alpha, box), alpha >= box)
+
+def _nearly_without(
+    problem: SVMProblem, full: Exact, table: Tensor, boxes: Tensor, near: Tensor, epsilon: float | None
+) -> SMOState:
+    """Machines `table` (B,) of the T for smaller boxes (B, m) by one SMO; each has both classes left.
+
+    All are seeded from the full machines: variables with the largest `near` (B, m) take over first what goes,
+    and the columns of K count that this has taken. To `epsilon`, or as near as pays before exact equations.
+    """
+    y, before = problem.y[table], full.alpha.clamp_min(0)[table]
+    start = seed_without(before, y, boxes, near)
+    kernel = problem.kernels(table).table
+    if epsilon is None:
+        end = smo(problem.K, y, boxes, start, CLOSE, kernel, _NEARLY)
+    else:
+        end = smo(problem.K, y, boxes, start, epsilon, kernel)
+    end.columns = end.columns + (start != before).sum(1)
+    return end
+
+
+def _exactly_without(problem: SVMProblem, full: Exact, table: Tensor, end: SMOState) -> Tensor:
+    """Exact coefficients (B, m) of machines of the T, from the sets of an SMO, or anew where it failed.
+
+    For 50 clusters of diabetis, RBF, C = 1 an SMO first takes a tenth of the time of solving each anew.
+    """
+
+    def from_sets(which: Tensor, attempts: int, smaller: SVMProblem, part: Tensor, V: Tensor) -> Exact:
+        rows = which[part]
+        alpha, box = end.alpha[rows].gather(1, V), smaller.box
+        sets = Sets(alpha, end.bias[rows], between_bounds(alpha, box), alpha >= box)
         return solve_from(smaller, sets, attempts)
 
-    alpha, close = end.alpha, end.violation <= CLOSE
-    for which, solve in ((close & (end.violation > _EXACT), from_sets), (~close, None)):
+    # Where homotopies have failed the full machine they would fail these too, and take their time.
+    optimal, close = full.optimal[table], end.violation <= CLOSE
+    alpha, rough = end.alpha, close & (end.violation > _EXACT)
+    for which, attempts in ((rough & optimal, ATTEMPTS), (rough & ~optimal, 1), (~close, 0)):
         rows = which.nonzero()[:, 0]
         if rows.numel():
-            known = end.table[rows], boxes[rows], alpha[rows], end.violation[rows]
-            exact = solve_smaller(problem, *known, solve and partial(solve, rows))
-            alpha = alpha.index_copy(0, rows, exact)
-    return alpha, end.steps, end.columns + (start != before).sum(1), end.newton
+            solve = partial(from_sets, rows, attempts) if attempts else None
+            known = table[rows], end.box[rows], alpha[rows], end.violation[rows]
+            alpha = alpha.index_copy(0, rows, solve_smaller(problem, *known, solve))
+    return alpha
 
 
-def _both_classes(y: Tensor, boxes: Tensor) -> Tensor:
-    """Whether each of the boxes (G, m) leaves something of both classes, (G,)."""
-    left = boxes > 0
-    return (left & (y > 0)).any(1) & (left & (y < 0)).any(1)
+def _judged(
+    problem: SVMProblem, alpha: Tensor, boxes: Tensor, table: Tensor, machine: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Decision values of rows, and which signs are proved, (R,) both.
+
+    By solutions (N, m) of the problems `table` (N,): row i by solution machine[i], at variable target[i].
+    """
+    kernels, y = problem.kernels(table), problem.y[table]
+    u = kernels.product(alpha * y, problem.K)
+    first = torch.zeros_like(table)
+    held = Held(alpha, u, boxes, first, problem.rounding[table], table=kernels.table)
+    bias, _ = held_out_bias(y, held)
+    outputs, proved = [], []
+    each = max(1, _TOGETHER // alpha.shape[1])
+    for own, variables in zip(machine.split(each), target.split(each), strict=True):
+        its = held.take(own)._replace(target=variables)
+        f = its.of_target(its.u) + bias[own]
+        outputs.append(f)
+        proved.append(proved_sign(problem.K, y[own], its, bias[own]) * f > 0)
+    return torch.cat(outputs), torch.cat(proved)
 
 
-def _outputs(problem: SVMProblem, alpha: Tensor, boxes: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
-    """Decision values of the rows by machines (G, m), and whether their signs are proved, (n,) both."""
-    y, v = problem.y, problem.variable
-    u = (alpha * y) @ problem.K
-    first = torch.zeros(len(alpha), dtype=torch.long, device=y.device)
-    bias, _ = held_out_bias(y, Held(alpha, u, boxes, first, problem.rounding))
-    f = u[member, v] + bias[member]
-    held = Held(alpha[member], u[member], boxes[member], v, problem.rounding)
-    sign = proved_sign(problem.K, y, held, bias[member])
-    one_class = ~_both_classes(y, boxes)
-    positive_left = ((boxes > 0) & (y > 0)).any(1)
-    remaining = torch.where(positive_left, 1.0, -1.0).to(f)
-    f = torch.where(one_class[member], remaining[member], f)
-    return f, (sign * f > 0) | one_class[member]
+def _deferred(problem: SVMProblem, alpha: Tensor, boxes: Tensor, both: Tensor, member: Tensor) -> Deferred:
+    """The machines (G, m) of one problem for a backward; those of one class only depend on nothing."""
 
+    def enter(machines: HeldOutMachines) -> None:
+        rows = both[member].nonzero()[:, 0]
+        machines.enter(problem, rows, member[rows], alpha, boxes, member)
 
-def _enter(
-    machines: HeldOutMachines, problem: SVMProblem, alpha: Tensor, boxes: Tensor, member: Tensor, both: Tensor
-) -> None:
-    """Machines for the backward; those of one class only depend on nothing."""
-    rows = both[member].nonzero()[:, 0]
-    machines.enter(problem, rows, member[rows], alpha, boxes, member)
+    machines = Deferred(problem)
+    machines.add(enter)
+    return machines

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
-from torchloo.svm.outcomes import Stack, assembled, in_stacks
+from torchloo.svm.outcomes import Stack, assembled, in_order, in_stacks
 from torchloo.svm.path.loo_path import leave_one_out_by_path
 from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut
@@ -134,15 +134,4 @@ def _outcomes(
             f"{caller.function}: {caller.matrix} is too ill-conditioned to follow its paths; "
             "scale the inputs or use a smaller C"
         ) from failure
-    return _in_order([numbers for numbers, _, _ in groups], found)
-
-
-def _in_order(numbers: list[Tensor], found: list[RowOutcome]) -> RowOutcome:
-    """Outcomes of groups of problems as one, in the order of the problems' numbers."""
-    if len(found) == 1:
-        return found[0]
-    order = torch.cat(numbers).argsort()
-    *fields, machines = zip(*found, strict=True)
-    deferred = [machine for part in machines if part is not None for machine in part]
-    in_turn = [deferred[k] for k in order.tolist()] if deferred else None
-    return RowOutcome.of([torch.cat(field)[order] for field in fields], in_turn)
+    return in_order([numbers for numbers, _, _ in groups], found)

@@ -15,7 +15,7 @@ from torchloo.svm.records import RowOutcome
 from torchloo.svm.result import SVMHeldOut, rounded
 from torchloo.svm.stacked import may_look
 
-__all__ = ["Stack", "assembled", "in_stacks", "stacks"]
+__all__ = ["Stack", "assembled", "in_order", "in_stacks", "stacks"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
@@ -97,6 +97,17 @@ def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
             yield i
             first = i
     yield len(number)
+
+
+def in_order(numbers: list[Tensor], found: list[RowOutcome]) -> RowOutcome:
+    """Outcomes of groups of problems as one, in the order of the problems' numbers."""
+    if len(found) == 1:
+        return found[0]
+    order = torch.cat(numbers).argsort()
+    *fields, machines = zip(*found, strict=True)
+    deferred = [machine for part in machines if part is not None for machine in part]
+    in_turn = [deferred[k] for k in order.tolist()] if deferred else None
+    return RowOutcome.of([torch.cat(field)[order] for field in fields], in_turn)
 
 
 def assembled(

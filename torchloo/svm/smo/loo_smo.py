@@ -1,4 +1,4 @@
-"""Leave-one-out (and leave-cluster-out) of SVMs by seeded SMO, Algorithms 1 and 3 of BOUND."""
+"""Leave-one-out of SVMs by seeded SMO, Algorithms 1 and 3 of BOUND."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torchloo.svm.smo.working_sets import snapped
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.tolerances import strictly_inside
 
-__all__ = ["leave_clusters_out_by_smo", "leave_one_out_by_smo", "seed_without"]
+__all__ = ["leave_one_out_by_smo", "seed_without"]
 
 
 def leave_one_out_by_smo(
@@ -89,36 +89,6 @@ def _outcome(
     solved = torch.where(end.violation > epsilon, code.CUT, code.KKT)
     by = torch.where(end.stopped_by == BOUND, code.BOUND, torch.where(end.stopped_by > 0, code.BALL, solved))
     return f, sign != 0, by
-
-
-def leave_clusters_out_by_smo(
-    K: Tensor, y: Tensor, box: Tensor, fit: SVMFit, clusters: Tensor, epsilon: float
-) -> RowOutcome:
-    """Box all rows of a cluster to zero, seed, and solve: one batch with a problem for each cluster.
-
-    Of one machine: K (n, n), the rest (n,).
-    """
-    matrix, rounding, _ = in_double(K[None])
-    labels, member = torch.unique(clusters.to(y.device), return_inverse=True)
-    alpha = (fit.coef * y).clamp_min(0)
-    inside = torch.arange(len(labels), device=y.device)[:, None] == member  # (G, n)
-    boxes = torch.where(inside, 0.0, box)
-    of_all, before = y.expand_as(boxes), alpha.expand_as(boxes)
-    start = seed_without(before, of_all, boxes, inside.to(matrix) @ matrix[0])
-    end = smo(matrix, of_all, boxes, start, epsilon)
-    rows = torch.arange(len(y), device=y.device)
-    u, bias = (end.F + y)[member], end.bias[member]
-    outputs = u[rows, rows] + bias
-    held = Held(end.alpha[member], u, boxes[member], rows, rounding[0])
-    sign = gap_ball_sign(matrix[0], y, held, bias).sign
-    by = torch.where(end.violation[member] <= epsilon, code.KKT, code.CUT)
-    left = boxes > 0
-    positive, negative = ((left & (y == label)).any(1)[member] for label in (1.0, -1.0))
-    one_class = ~(positive & negative)
-    outputs = torch.where(one_class, torch.where(positive, 1.0, -1.0).to(outputs), outputs)
-    by = by.masked_fill(one_class, code.ONE_CLASS)
-    certified, columns = (sign * outputs > 0) | one_class, end.columns + (start != before).sum(1)
-    return RowOutcome(outputs, certified, by, end.steps[member], columns[member], end.newton[member], None)
 
 
 def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:
