@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
-from torchloo.svm.stacked import set_of
+from torchloo.svm.stacked import block_of, set_of
 from torchloo.svm.tolerances import SINGULAR, at_bound, strictly_inside
 
 __all__ = ["Deferred", "HeldOutMachines", "matrix_numbers", "outputs_with_gradient"]
@@ -164,8 +164,9 @@ def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]
     lambda is not unique, and the shortest one treats all of them alike.
     """
     S, real = set_of(free)
-    K_SS = K[S[:, :, None], S[:, None, :]]
-    K_rS = K[r[:, :, None], S[:, None, :]] * real[:, None]  # (G, t, s)
+    first = torch.zeros_like(S[:, 0])
+    K_SS, K_rS = block_of(K[None], S, which=first), block_of(K[None], r, S, first)
+    K_rS = K_rS * real[:, None]  # (G, t, s)
     one = torch.ones_like(r, dtype=K.dtype)
     system = Bordered(K_SS, real)
     mu, lam = system.solve(one, K_rS)

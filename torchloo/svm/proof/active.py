@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.systems import Bordered, bordered_matrix, in_parts
-from torchloo.svm.stacked import Tables, set_of, times_vector
+from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
 from torchloo.svm.tolerances import between_bounds
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
@@ -121,8 +121,8 @@ def _of_sets(
     S, real = set_of(free)  # (B, s)
     if not S.shape[1]:
         return torch.full_like(miss, torch.inf)
-    K_S = K[table[:, None], S]  # (B, s, m)
-    K_SS = K_S.gather(2, S[:, None].expand(-1, S.shape[1], -1))
+    K_S = rows_of(K, S, table)  # (B, s, m)
+    K_SS = columns_of(K_S, S)
     residual = ((miss.abs() + rounding).gather(1, S)) * real
     d_S = d.gather(1, S) * real
     change, proved = _change(K_SS, real, d_S, torch.cat([imbalance[:, None], residual], 1))

@@ -25,7 +25,7 @@ from torch.nn.functional import embedding_bag
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState
-from torchloo.svm.stacked import may_look, subset
+from torchloo.svm.stacked import block_of, may_look, subset
 
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "ceiling", "primal_objective"]
 
@@ -258,5 +258,5 @@ class _AtTarget(NamedTuple):
     def centred(self, K: Tensor, table: Tensor, W: Tensor) -> Tensor:
         """k'_ij = k_ij - k_ri - k_rj + k_rr at W (R, q), (R, q, q)."""
         edge = self.edge.gather(1, W)
-        K_WW = K[table[:, None, None], W[:, :, None], W[:, None, :]]
+        K_WW = block_of(K, W, which=table)
         return K_WW - edge[:, :, None] - edge[:, None, :] - self.corner[:, :, None]

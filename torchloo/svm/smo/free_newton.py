@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchloo.svm.stacked import Tables, may_look, rows_of, subset
+from torchloo.svm.stacked import Tables, block_of, columns_of, may_look, rows_of, subset
 from torchloo.svm.tolerances import between_bounds
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class FreeSets:
         """c of Note [free sets] at the indices P given as a mask, 0 elsewhere, (B, n)."""
         k = int(apart.sum(1).max()) if may_look(apart) else min(_FAR, lack.shape[1])
         used, P = apart.to(lack).topk(k, 1)  # (B, k)
-        W_PP = self.W[table[:, None, None], P[:, :, None], P[:, None, :]]
+        W_PP = block_of(self.W, P, which=table)
         W_PP = W_PP * used[:, :, None] * used[:, None, :]
         W_PP.diagonal(dim1=1, dim2=2).add_(1 - used)
         c, _ = torch.linalg.solve_ex(W_PP, (lack.gather(1, P) * used)[:, :, None])
@@ -171,7 +171,7 @@ def _tableaux(K: Tensor, common: Tensor, size: int) -> tuple[Tensor, Tensor]:
     both = inside[:, :, None] * inside[:, None, :]
     c = (k.gather(1, S) * inside).sum(1) / inside.sum(1).clamp_min(1)
     c = c.clamp_min(torch.finfo(K.dtype).tiny)[:, None, None]
-    K_SS = K_S.gather(2, S[:, None, :].expand(-1, S.shape[1], -1))
+    K_SS = columns_of(K_S, S)
     factor, info = torch.linalg.cholesky_ex((K_SS + c) * both + torch.diag_embed(1 - inside))
     inverse = torch.cholesky_inverse(factor) * both
     row = inverse.sum(2, keepdim=True)  # (T, s, 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from torchloo.svm.smo.box_qp import box_qp
-from torchloo.svm.stacked import may_look, subset
+from torchloo.svm.stacked import block_of, entries, may_look, subset
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.rounds import SMOState
@@ -37,14 +37,15 @@ def improved(
 
     Where Newton steps follow only roughly, but for the `stalled` problems (B,), if there are any.
     """
-    K_WW = K[s.table[:, None, None], W[:, :, None], W[:, None, :]]  # (B, q, q)
     y, box, before, F = (x.gather(1, W) for x in (s.y, s.box, s.alpha, s.F))
-    alpha, steps, unsolved = _pairs(K_WW, y, box, before, F, epsilon, _FEW_PAIRS if newton else _PAIRS)
+    most = _FEW_PAIRS if newton else _PAIRS
+    alpha, steps, unsolved = _pairs(K, s.table, W, y, box, before, F, epsilon, most)
     if stalled is not None or not newton:
         hard = subset(unsolved if stalled is None else unsolved & stalled)
         if len(hard):
-            parts = (x[hard] for x in (K_WW, y, box, before, F, alpha))
-            alpha = alpha.index_copy(0, hard, _solve_exactly(*parts))
+            parts = (x[hard] for x in (y, box, before, F, alpha))
+            exact = _solve_exactly(block_of(K, W[hard], which=s.table[hard]), *parts)
+            alpha = alpha.index_copy(0, hard, exact)
     s.steps = s.steps + steps
     return _enter(K, s, W, before, alpha)
 
@@ -52,7 +53,7 @@ def improved(
 def pair_step(K: Tensor, s: "SMOState", F_up: Tensor, F_low: Tensor) -> Tensor:
     """One step on the most violating pair, Keerthi et al. 2001; whether alpha moved, (B,)."""
     W = torch.stack([F_up.argmin(1), F_low.argmax(1)], 1)  # (B, 2)
-    k_ii, k_ij, _, k_jj = K[s.table[:, None, None], W[:, :, None], W[:, None, :]].flatten(1).unbind(1)
+    k_ii, k_ij, _, k_jj = block_of(K, W, which=s.table).flatten(1).unbind(1)
     y, box, before = (x.gather(1, W) for x in (s.y, s.box, s.alpha))
     a, lowest, highest = _signed(before, box, y)
     room = torch.minimum(highest[:, 0] - a[:, 0], a[:, 1] - lowest[:, 1])
@@ -83,17 +84,25 @@ def _solve_exactly(K: Tensor, y: Tensor, box: Tensor, before: Tensor, F: Tensor,
 
 
 def _pairs(
-    K: Tensor, y: Tensor, box: Tensor, alpha: Tensor, F: Tensor, epsilon: float, most: int
+    K: Tensor,
+    table: Tensor,
+    W: Tensor,
+    y: Tensor,
+    box: Tensor,
+    alpha: Tensor,
+    F: Tensor,
+    epsilon: float,
+    most: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Second-order SMO on (B, q), with at most so many steps.
+    """Second-order SMO on working sets W (B, q) of the K (T, n, n) that `table` (B,) says, of some steps.
 
     New alpha (B, q), the number of pairs, and what is not solved, (B,).
     """
     a, lowest, highest = _signed(alpha, box, y)
     margin = _TINY * box
-    diagonal = K.diagonal(dim1=1, dim2=2)
+    first = (W + (table * K.shape[1])[:, None]) * K.shape[1]  # where the rows W of K begin
+    diagonal = entries(K, first + W)
     steps = torch.zeros(len(y), dtype=torch.long, device=y.device)
-    batch = torch.arange(len(y), device=y.device)
     for count in range(most + 1):
         up, down = highest - a, a - lowest  # rooms
         F_i, i = F.masked_fill(up <= margin, torch.inf).min(1, keepdim=True)
@@ -102,14 +111,14 @@ def _pairs(
         moving = gain.amax(1, keepdim=True) > epsilon / 2
         if count == most or (count % _PAIRS_A_LOOK == 0 and may_look(moving) and not bool(moving.any())):
             break
-        K_i = K[batch, i[:, 0]]
+        K_i = entries(K, first.gather(1, i) + W)
         eta = (diagonal.gather(1, i) + diagonal).sub_(K_i, alpha=2).clamp_min_(_TINY)
         newton = gain / eta
         j = gain.mul_(newton).argmax(1, keepdim=True)
         room = torch.minimum(up.gather(1, i), down.gather(1, j))
         t = torch.minimum(newton.gather(1, j), room) * moving
         a = a.scatter_add(1, i, t).scatter_add_(1, j, -t)
-        F = torch.addcmul(F, K_i.sub_(K[batch, j[:, 0]]), t)
+        F = torch.addcmul(F, K_i.sub_(entries(K, first.gather(1, j) + W)), t)
         steps += moving[:, 0]
     return snapped(a, lowest, highest) * y, steps, moving[:, 0]
 

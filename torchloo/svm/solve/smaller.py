@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.solve.exact import solve_exactly
+from torchloo.svm.stacked import block_of
 from torchloo.svm.tolerances import NOTHING
 
 __all__ = ["left_of", "solve_smaller"]
@@ -60,7 +61,6 @@ def solve_smaller(
 
 def _restricted(problem: SVMProblem, table: Tensor, boxes: Tensor, V: Tensor) -> SVMProblem:
     """Problems (R,) of a table on the variables V (R, v) only, with boxes (R, m)."""
-    which = problem.kernels(table).table
-    K = problem.K[which[:, None, None], V[:, :, None], V[:, None, :]]
+    K = block_of(problem.K, V, which=problem.kernels(table).table)
     its = SVMProblem._make([K, *(x.index_select(0, table) for x in problem[1:-1]), None])
     return its._replace(y=its.y.gather(1, V), box=boxes.gather(1, V))
