@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
-from torchloo.svm.tolerances import FEW_DIGITS
+from torchloo.svm.tolerances import ASYMMETRY, FEW_DIGITS
 
 __all__ = ["Caller", "checked", "indefinite"]
 
-_ASYMMETRY = 1e-6  # of the largest entry on the diagonal: rounding of k_ij and k_ji to float32
 _BLOCK = 2**21  # entries of K compared at once with their mirror images
 
 
@@ -93,7 +92,7 @@ def _is_symmetric(K: Tensor) -> Tensor:
     n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
     blocks = (K[:, i : i + size, i:] - K[:, i:, i : i + size].mT for i in range(0, n, size))
     apart = torch.stack([block.abs_().amax((1, 2)) for block in blocks]).amax(0)
-    return apart <= _ASYMMETRY * K.diagonal(dim1=1, dim2=2).abs().amax(1)
+    return apart <= ASYMMETRY * K.diagonal(dim1=1, dim2=2).abs().amax(1)
 
 
 def indefinite(caller: Caller, least: float) -> str:

@@ -15,13 +15,10 @@ from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
 from torchloo.svm.solve.systems import Lifted
-from torchloo.svm.tolerances import FEW_DIGITS
+from torchloo.svm.tolerances import CLOSE, FEW_DIGITS, NEGATIVE, USEFUL
 
 __all__ = ["SVMFit", "solve_problems", "svm", "train", "trained"]
 
-_SOLVED = 1e-6  # relative gap of a solution that rounding has not harmed
-_USEFUL = 1e-3  # of one that certificates can still work with
-_DOUBLE = 1e-9  # of the largest diagonal entry: eigenvalues that rounding may have made negative
 _SEEN = 512  # rows of K that show whether it is a kernel matrix
 
 
@@ -202,7 +199,7 @@ class _Source(NamedTuple):
         unit = (torch.finfo(torch.float32).eps * largest).masked_fill(~single, 0)
         rounding = self.matrix.rounding[self.rows].amax(1).square()
         of_entries = K.shape[-1] * torch.maximum(unit, rounding)
-        allowed = torch.maximum(_DOUBLE * size, of_entries).clamp_min(FEW_DIGITS)
+        allowed = torch.maximum(NEGATIVE * size, of_entries).clamp_min(FEW_DIGITS)
         worst = least + allowed
         if bool((worst < 0).any()):
             raise ValueError(
@@ -241,11 +238,11 @@ def _solve_definite(source: _Source, problem: SVMProblem) -> list[Solved]:
 
 def _require_solved(caller: Caller, gap: float) -> None:
     """A warning where the relative duality gap is not small; an error where it is large."""
-    if gap <= _SOLVED:
+    if gap <= CLOSE:
         return
     found = f"the relative duality gap is {gap:.3g}"
     remedy = f"scale the inputs, use a smaller C or add to the diagonal of {caller.matrix}"
-    if not gap <= _USEFUL:  # nor NaN
+    if not gap <= USEFUL:  # nor NaN
         raise ValueError(f"{caller.function}: no solution found, {found}; {remedy}")
     warnings.warn(
         f"{caller.function}: rounding leaves decision values that may be off, {found}; {remedy}",
@@ -294,7 +291,7 @@ def _is_definite(problem: SVMProblem) -> Tensor:
     m = problem.y.shape[1]
     some = slice(None, None, -(-m // _SEEN))
     seen, largest = problem.K[:, some, some], problem.K.diagonal(dim1=1, dim2=2).amax(1)
-    definite = _definite(seen, _DOUBLE * largest)
+    definite = _definite(seen, NEGATIVE * largest)
     definite = definite if problem.kernel is None else definite[problem.kernel]
     rows = (~definite).nonzero()[:, 0]
     if rows.numel():

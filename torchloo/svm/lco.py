@@ -20,11 +20,10 @@ from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
-from torchloo.svm.tolerances import CLOSE, between_bounds
+from torchloo.svm.tolerances import CLOSE, ROUNDING, between_bounds
 
 __all__ = ["leave_clusters_out", "svm_lco"]
 
-_EXACT = 1e-12  # violation of an SMO that counts as none: rounding
 _TOGETHER = 2**22  # entries of the solutions that are judged at once, one for each row
 _NEARLY = SMOOptions(most_rounds=200, patience=4)  # what needs more is left to the interior point
 
@@ -169,7 +168,7 @@ def _exactly_without(problem: SVMProblem, full: Exact, table: Tensor, end: SMOSt
 
     # Where homotopies have failed the full machine they would fail these too, and take their time.
     optimal, close = full.optimal[table], end.violation <= CLOSE
-    alpha, rough = end.alpha, close & (end.violation > _EXACT)
+    alpha, rough = end.alpha, close & (end.violation > ROUNDING)
     for which, attempts in ((rough & optimal, ATTEMPTS), (rough & ~optimal, 1), (~close, 0)):
         rows = which.nonzero()[:, 0]
         if rows.numel():

@@ -29,15 +29,15 @@ from torch import Tensor
 from torchloo.svm.path.roles import Shared, Turn, begin_swap, end_swap
 from torchloo.svm.path.state import Base, Ends, Paths
 from torchloo.svm.stacked import times_vector, weighted_rows
+from torchloo.svm.tolerances import FLAT, ROUNDING
 
 __all__ = ["follow"]
 
-_FLAT = 1e-11  # rates below this are rounding
 _GROWTH = 4  # places of a change set at first
 _BLOCK = 2**18  # entries of the state of problems that are followed together; more leave the cache
 _WORTH_PACKING = 20_000  # entries of the state of ended problems that are worth removing
 _WORTH_SPLITTING = 2**22  # entries of inverses, all as large as the largest, that are worth several groups
-_SHORT = 1 - 1e-12  # of each step: rounding carries no z past an end; a tie with the reach is no event
+_SHORT = 1 - ROUNDING  # of each step: rounding carries no z past an end; a tie with the reach is no event
 _NEVER = 1e-300  # 1 / step where nothing blocks
 
 
@@ -210,7 +210,7 @@ def _round(shared: Shared, s: Paths) -> Singular | None:
 def _rates(shared: Shared, s: Paths) -> Tensor:
     """v of Note [change sets], (B, l + 2); rounding is set to 0."""
     A_c = weighted_rows(shared.rows, s.moved, s.rate, shared.dummy, shared.bags(s.moved))
-    return torch.hardshrink(A_c.scatter_(1, s.P, s.rate), _FLAT)
+    return torch.hardshrink(A_c.scatter_(1, s.P, s.rate), FLAT)
 
 
 def _stop_at_floor(s: Paths, event: Tensor, j: Tensor) -> None:

@@ -14,11 +14,9 @@ from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
-from torchloo.svm.tolerances import at_bound, strictly_inside
+from torchloo.svm.tolerances import NOTHING, at_bound, strictly_inside
 
 __all__ = ["leave_one_out_by_path"]
-
-_USED = 1e-9  # of the box, or of the largest coefficient if that is less: a row with less is not used
 
 
 class _Rows:
@@ -30,7 +28,7 @@ class _Rows:
         self.y, box, alpha = (x.gather(1, v) for x in (problem.y, problem.box, full.alpha))
         self.kept = left_of(box, problem.row_box)
         self.room = alpha - self.kept
-        self.open = self.room > _USED * torch.minimum(box, full.alpha.amax(1, keepdim=True))
+        self.open = self.room > NOTHING * torch.minimum(box, full.alpha.amax(1, keepdim=True))
         self.outputs = (problem.y * (1 + full.margin)).gather(1, v)
         self.doubt = value_bound(
             problem.diagonal(), full.alpha, full.margin, problem.box, problem.rounding

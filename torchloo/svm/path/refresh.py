@@ -34,10 +34,9 @@ from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector, weighted_rows
+from torchloo.svm.tolerances import REFINED
 
 __all__ = ["Finish"]
-
-_ROUGH = 1e-10  # of the largest |u|: free variables that miss margin 0 by more are refined
 
 
 class _Machines(NamedTuple):
@@ -261,7 +260,7 @@ class Finish:
             miss = (y - self.u_moved).mul_(free)
             bias = miss.sum(1) / count
             lack = miss.addcmul_(bias[:, None], free, value=-1).mul_(y)  # -g
-            rough = lack.abs().amax(1) > _ROUGH * (1 + self.u_moved.abs().amax(1))
+            rough = lack.abs().amax(1) > REFINED * (1 + self.u_moved.abs().amax(1))
             rows = (rough & ~failed).nonzero()[:, 0]
             if not rows.numel():
                 return

@@ -40,13 +40,11 @@ from torch import Tensor
 
 from torchloo.svm.path.state import TOUCH, Base, Paths
 from torchloo.svm.stacked import rounds_per_look, times_vector
+from torchloo.svm.tolerances import BEYOND, SINGULAR_ENTRY, SINGULAR_EXIT
 
 __all__ = ["Shared", "Turn", "begin_swap", "end_swap"]
 
-_SINGULAR_ENTRY = 1e-9  # of a diagonal entry of K: the point depends on the free ones
-_SINGULAR_EXIT = 1e-4  # of 1 / k: the last free variable
 _ENDLESS = 1e290  # a step that nothing blocks
-_BEYOND = 0.03  # how far past zero an early stop goes, so that its end point proves the error
 
 
 class Turn(NamedTuple):
@@ -75,7 +73,7 @@ class Shared:
         self.stop_at_error, self.distances = stop_at_error, distances
         self.rounds_per_look = rounds_per_look(base.distance)
         # y_r f_r - 1 below this ends the path; within a segment, where the active set is sure.
-        self.floor = -1 - _BEYOND if stop_at_error else -torch.inf
+        self.floor = -1 - BEYOND if stop_at_error else -torch.inf
         self.height, self.width = base.tableau.A.shape[1:]  # m + 2, l + 2
         self.dummy, self.no_event = self.width - 2, self.width - 1  # Note [tableau]
         self.rows = base.tableau.A.reshape(-1, self.width)  # (T (m + 2), l + 2)
@@ -122,7 +120,7 @@ def _turns(base: Base) -> Tensor:
     low, high = torch.where(begins_low, -TOUCH, -span), torch.where(begins_low, span, TOUCH)
     gain, own = A.new_tensor([[1.0, -1.0], [-1.0, 0.0]])[:, :, None, None]  # not in P, in P
     start = torch.where(in_P, 0.0, A.diagonal(dim1=1, dim2=2))
-    least = torch.where(free, _SINGULAR_EXIT / size.amax(1, keepdim=True), _SINGULAR_ENTRY * size)
+    least = torch.where(free, SINGULAR_EXIT / size.amax(1, keepdim=True), SINGULAR_ENTRY * size)
     turns = torch.stack(torch.broadcast_tensors(low, high, start, gain, least, own), -1)
     turns[..., -2:, :] = A.new_tensor([-torch.inf, torch.inf, 1.0, 0.0, 0.0, 0.0])  # do nothing
     return turns.reshape(-1, 6)

@@ -23,15 +23,13 @@ from torchloo.svm.proof.certify import (
 )
 from torchloo.svm.records import Exact, SVMProblem, Unlearned
 from torchloo.svm.stacked import Tables, subset
-from torchloo.svm.tolerances import CLOSE, EXACT
+from torchloo.svm.tolerances import CLOSE, EXACT, PERTURBATION, WIDEST
 
 __all__ = ["Targets", "unlearn"]
 
-_PERTURBATION = 1e-8
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
 _SMALL = 2**12  # coefficients at the ends of paths: up to so many, all are looked at
-_WIDEST = 1e3  # boxes beyond which the perturbation grows no more
 
 
 class Targets(NamedTuple):
@@ -244,7 +242,7 @@ def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Ten
 
 
 def perturbed_base(problem: SVMProblem, full: Exact, tableau: Tableau) -> Base:
-    """The start of the paths, moved off all ties by 1e-8 times a random factor.
+    """The start of the paths, moved off all ties by PERTURBATION times a random factor.
 
     Favourably: margins of the lower set up, of the upper set down, boxes of the free set wider, so
     that the full solution stays optimal. (Perturbing the data beforehand costs hundreds of events.)
@@ -252,11 +250,11 @@ def perturbed_base(problem: SVMProblem, full: Exact, tableau: Tableau) -> Base:
     m = problem.y.shape[1]
     generator = torch.Generator("cpu").manual_seed(0)
     jitter = torch.rand(2, m, generator=generator, dtype=full.alpha.dtype, device="cpu")
-    jitter = _PERTURBATION * (0.5 + jitter.to(full.alpha.device))
+    jitter = PERTURBATION * (0.5 + jitter.to(full.alpha.device))
     margin = torch.where(
         full.upper, full.margin.clamp_max(0) - jitter[0], full.margin.clamp_min(0) + jitter[0]
     )
-    widen = full.free * problem.box.clamp_max(_WIDEST)
+    widen = full.free * problem.box.clamp_max(WIDEST)
     low = full.alpha.clamp_max(0) * full.free - widen * jitter[0]
     high = torch.where(full.free, torch.maximum(full.alpha, problem.box), problem.box)
     bounds = torch.stack([low, high + widen * jitter[1]])

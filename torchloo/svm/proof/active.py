@@ -27,11 +27,10 @@ from torch.nn.functional import pad
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.systems import Bordered, bordered_matrix, in_parts
 from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
-from torchloo.svm.tolerances import between_bounds
+from torchloo.svm.tolerances import IS_INVERSE, between_bounds
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 
-_USEFUL = 0.5  # q above which R is no inverse
 _TOGETHER = 2**21  # entries of the rows of K of the free sets that are looked at at once
 
 
@@ -153,5 +152,5 @@ def _change(K_free: Tensor, real: Tensor, d: Tensor, residual: Tensor) -> tuple[
     row_sums = (wrong.abs() + rounding).sum(2) + of_rounded_K
     q = row_sums.amax(1, keepdim=True)
     t = times_vector(size, residual)
-    is_inverse = (q[:, 0] < _USEFUL) & (system.info == 0)
+    is_inverse = (q[:, 0] < IS_INVERSE) & (system.info == 0)
     return t + q / (1 - q) * t.amax(1, keepdim=True), is_inverse

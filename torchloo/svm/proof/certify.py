@@ -48,7 +48,7 @@ from torch import Tensor
 
 from torchloo.svm.records import duality_gap, gap_terms
 from torchloo.svm.stacked import dot, subset
-from torchloo.svm.tolerances import AT_BOUND, NOTHING, strictly_inside
+from torchloo.svm.tolerances import AT_BOUND, EXACT, LONGER, NOTHING, ROUNDING, UNIT, strictly_inside
 
 __all__ = [
     "Held",
@@ -66,11 +66,6 @@ __all__ = [
     "value_bound",
     "weighted_interval",
 ]
-
-_ROUNDING = 1e-12  # of the largest |u|
-_CLOSE = 1e-9  # decision values that rounding may take for each other
-_UNIT = 1e-15  # of a sum of boxes: its rounding
-_LONGER = 1.01  # a root of k_ii, or of k', before rounding to float32
 
 
 class Rest(NamedTuple):
@@ -190,7 +185,7 @@ def smallest_and_sum(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _slack(least: Tensor, total: Tensor) -> Tensor:
     """How far a sum of boxes may be off, from the least box and the sum of all."""
-    return NOTHING * least + _UNIT * total
+    return NOTHING * least + UNIT * total
 
 
 def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,7 +290,7 @@ def reach_of(K: Tensor, target: Tensor, table: Tensor | None = None) -> Tensor:
     """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
     norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     largest, own = norm.amax(-1), norm[target] if table is None else norm[table, target]
-    return _LONGER * (own + (largest if table is None else largest[table]))  # k'_ii <= (|phi_i| + |phi_r|)^2
+    return LONGER * (own + (largest if table is None else largest[table]))  # k'_ii <= (|phi_i| + |phi_r|)^2
 
 
 def sign_by_reach(
@@ -309,7 +304,7 @@ def sign_by_reach(
     gap, slip = _optimality(y, held, bias, doubt)
     most = (held.rounding.amax(-1) if held.rest is None else held.rest.rounding) * doubt
     scale = held.largest().maximum(u_r.abs()) + 1
-    rho = gap.sqrt() * reach + _ROUNDING * scale + 2 * most
+    rho = gap.sqrt() * reach + ROUNDING * scale + 2 * most
     count, slack = held.positive_count(y), held.slack()
     f = u_r + bias
     positive = f > 0
@@ -319,7 +314,7 @@ def sign_by_reach(
         proved |= is_midpoint & (f.abs() > rho)
     slip = slip / scale
     if held.rest is not None:
-        at_rest = held.rest.violation < -most - _ROUNDING * scale
+        at_rest = held.rest.violation < -most - ROUNDING * scale
         proved &= at_rest & (f.abs() > rho)
         slip = slip.masked_fill(~at_rest, torch.inf)
     sign = torch.where(positive, 1.0, -1.0).to(gap) * (proved & gap.isfinite())  # NaN proves nothing
@@ -342,8 +337,8 @@ def value_bound(k: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding:
     E = rounding * (rounding * alpha).sum(-1, keepdim=True)
     gap = (duality_gap(alpha, margin, box) + gap_in_doubt(alpha, margin, box, E))[..., None]
     norm = k.clamp_min(0).sqrt()
-    reach = _LONGER * (norm.amax(-1, keepdim=True) + norm)
-    return gap.sqrt() * reach + 2 * E.amax(-1, keepdim=True) + _CLOSE
+    reach = LONGER * (norm.amax(-1, keepdim=True) + norm)
+    return gap.sqrt() * reach + 2 * E.amax(-1, keepdim=True) + EXACT
 
 
 def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,7 +363,7 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
 def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
     largest = held.rounding.amax(-1, keepdim=True)  # (1,) or (B, 1)
-    of_sums = _ROUNDING * (1 + held.u.abs().amax(-1))
+    of_sums = ROUNDING * (1 + held.u.abs().amax(-1))
     rounding = of_sums + 2 * largest.squeeze(-1) * held.doubt()
     s = y - held.u + held.of_target(held.u)[:, None]
     k = held.of_kernel(K.diagonal(dim1=-2, dim2=-1))  # (m,) or (B, m)

@@ -26,6 +26,7 @@ from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState
 from torchloo.svm.stacked import block_of, may_look, subset
+from torchloo.svm.tolerances import EXACT
 
 __all__ = ["BOUND", "GAP_BALL", "DualBound", "ceiling", "primal_objective"]
 
@@ -34,7 +35,6 @@ _ASKED = 8  # a rule waits for an eighth more rounds
 _PAIRS_ASKED = 4  # and for so many pairs at least
 _CLIMB = 16  # steps of beta at a time; an interior point in their place proves hardly more, and takes longer
 _MOST = 64  # columns over which H is raised at once
-_SUMMED = 1e-9  # of the primal: more than rounding of its sums may add
 
 
 def primal_objective(s: SMOState) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ class DualBound:
         pull = (s.alpha * e).sum(1)
         of_beta = (beta * (e + e.gather(1, at_r.r))).sum(1)
         doubt = (pull.square() + of_beta.square()) / 2 + pull * e.amax(1) * s.box.sum(1)
-        return primal < bound - _SUMMED * primal.abs() - doubt
+        return primal < bound - EXACT * primal.abs() - doubt
 
     def _raised(
         self, s: SMOState, at_r: "_AtTarget", read: Tensor, beta: Tensor, v: Tensor

@@ -21,15 +21,11 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.stacked import may_look, subset
+from torchloo.svm.tolerances import NEAR_BOUND, POLISH_RIDGE, RIDGE, ROUNDING, SHORT_OF_BOUND, TINY
 
 __all__ = ["box_qp"]
 
-_RIDGE = 1e-13  # of the mean diagonal: what keeps a factor definite, too small to turn a step
-_POLISH_RIDGE = 1e-10  # where nothing but the ridge keeps it so
-_TINY = 1e-13  # of a bound: what is nearer is there
 _POLISHES = 2  # the second takes away what the ridge of the first costs
-_SOLVED = 1e-12  # complementarity and residual, in units of the largest box times the largest |c|
-_NEAR = 1e-4  # of the largest box: nothing farther from a bound is put there
 
 
 class _Program(NamedTuple):
@@ -52,7 +48,7 @@ class _Program(NamedTuple):
 
     def factor(self, diagonal: Tensor, among: Tensor | None = None) -> Tensor:
         """Cholesky factor of Q (its rows and columns `among` only) plus a diagonal and a tiny ridge."""
-        ridge = _RIDGE * (1 + self.Q.diagonal(dim1=1, dim2=2).mean(1, keepdim=True))
+        ridge = RIDGE * (1 + self.Q.diagonal(dim1=1, dim2=2).mean(1, keepdim=True))
         Q = self.Q if among is None else self.Q * among[:, :, None] * among[:, None, :]
         return torch.linalg.cholesky_ex(Q + torch.diag_embed(diagonal + ridge))[0]
 
@@ -124,7 +120,7 @@ def _interior_point(program: _Program, most: int = 40) -> Tensor:
         dual = program.gradient(p.x) + program.a * p.b - p.z + p.w  # (B, q)
         x[left] = _at_bounds(p, program.u)
         wrong = torch.maximum(p.complementarity(), dual.abs().amax(1, keepdim=True))
-        going = wrong > _SOLVED * size  # NaN, a failed factor, ends too
+        going = wrong > ROUNDING * size  # NaN, a failed factor, ends too
         rows = subset(going[:, 0])
         if not len(rows):
             break
@@ -150,13 +146,13 @@ def _step(program: _Program, p: _Point, dual: Tensor) -> _Point:
     later = p.plus(p.longest(guess), guess).complementarity()
     centre = mu * (later / mu).clamp(0, 1) ** 3
     step = newton(lower + guess.x * guess.z - centre, upper - guess.x * guess.w - centre)
-    return p.plus(0.995 * p.longest(step), step)
+    return p.plus(SHORT_OF_BOUND * p.longest(step), step)
 
 
 def _at_bounds(p: _Point, u: Tensor) -> Tensor:
     """x, with what belongs at a bound put there."""
-    x = torch.where((p.rest < p.w) & (p.rest < _NEAR), u, p.x)
-    return torch.where((p.x < p.z) & (p.x < _NEAR), 0.0, x)
+    x = torch.where((p.rest < p.w) & (p.rest < NEAR_BOUND), u, p.x)
+    return torch.where((p.x < p.z) & (p.x < NEAR_BOUND), 0.0, x)
 
 
 def _polished(program: _Program, x: Tensor) -> Tensor:
@@ -164,13 +160,13 @@ def _polished(program: _Program, x: Tensor) -> Tensor:
     free = (x > 0) & (x < program.u)
     # More free variables than the rank of Q: a larger ridge keeps rounding from moving them far, and
     # the second polish takes away what it costs.
-    ridge = _POLISH_RIDGE * (1 + program.Q.diagonal(dim1=1, dim2=2).mean(1, keepdim=True))
+    ridge = POLISH_RIDGE * (1 + program.Q.diagonal(dim1=1, dim2=2).mean(1, keepdim=True))
     factor = program.factor(torch.where(free, ridge, 1.0), free)
     dx, _ = program.solve(factor, -program.gradient(x), program.lack(x), free)
     ratios = torch.maximum(-dx / x, dx / (program.u - x)).masked_fill(~free, 0.0)
     moved = x + dx / ratios.amax(1, keepdim=True).clamp_min(1)
-    moved = torch.where(moved < _TINY * program.u, 0.0, moved)  # what blocks lies at its bound
-    moved = torch.where(moved > (1 - _TINY) * program.u, program.u, moved)
+    moved = torch.where(moved < TINY * program.u, 0.0, moved)  # what blocks lies at its bound
+    moved = torch.where(moved > (1 - TINY) * program.u, program.u, moved)
     return torch.where(free & moved.isfinite(), moved, x)
 
 

@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.stacked import Tables, block_of, columns_of, may_look, rows_of, subset
-from torchloo.svm.tolerances import between_bounds
+from torchloo.svm.tolerances import BALANCED, ROUGH_RIDGE, SHORT, between_bounds
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["FreeSets"]
 
-_RIDGE = 1e-8  # of k_ii, for directions only
-_SHORT = 1e-3  # of the mean of k_ii: the least that counts for the ridge
-_ROUNDING = 1e-6  # of the sum of |d|: how far rounding may take the sum of d from 0
 _FAR = 96  # indices in which a free set may differ from the common one
 _NEARER = 16  # by so many more, and twice as many as need be, they may differ until there is a new common one
 
@@ -142,7 +139,7 @@ class FreeSets:
         d = c.masked_fill_(common, 0).scatter_add_(1, S, -on_common).masked_fill_(~free, 0)
         excess, size = d.sum(1, keepdim=True), d.abs().sum(1, keepdim=True)
         d = torch.where(free, d - excess / free.sum(1, keepdim=True), 0.0)
-        balanced = (excess.abs() <= _ROUNDING * size) & size.isfinite()
+        balanced = (excess.abs() <= BALANCED * size) & size.isfinite()
         return d.masked_fill_(~balanced, 0)
 
     def _changed(self, lack: Tensor, apart: Tensor, table: Tensor) -> Tensor:
@@ -163,7 +160,7 @@ def _tableaux(K: Tensor, common: Tensor, size: int) -> tuple[Tensor, Tensor]:
     of [0 1^T; 1 K_SS] as they are but for the corner, which it lowers by c.
     """
     k = K.diagonal(dim1=1, dim2=2)
-    ridge = _RIDGE * torch.maximum(k, _SHORT * k.mean(1, keepdim=True))
+    ridge = ROUGH_RIDGE * torch.maximum(k, SHORT * k.mean(1, keepdim=True))
     lifted = K + torch.diag_embed(ridge)
     S = common.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :size]
     inside = common.gather(1, S).to(K)  # (T, s)

@@ -8,13 +8,13 @@ from torch.nn.functional import embedding_bag
 
 from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.stacked import block_of, entries, may_look, subset
+from torchloo.svm.tolerances import TINY
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["improved", "pair_step", "snapped", "worst_violators"]
 
-_TINY = 1e-12  # of a box: coefficients so near a bound are there; and the least curvature along a pair
 _PAIRS = 32  # steps on pairs before the interior point
 _FEW_PAIRS = 8  # steps on pairs before Newton steps
 _PAIRS_A_LOOK = 4  # steps on pairs between two tests for the end
@@ -57,7 +57,7 @@ def pair_step(K: Tensor, s: "SMOState", F_up: Tensor, F_low: Tensor) -> Tensor:
     y, box, before = (x.gather(1, W) for x in (s.y, s.box, s.alpha))
     a, lowest, highest = _signed(before, box, y)
     room = torch.minimum(highest[:, 0] - a[:, 0], a[:, 1] - lowest[:, 1])
-    t = torch.minimum(s.violation / (k_ii + k_jj - 2 * k_ij).clamp_min(_TINY), room)
+    t = torch.minimum(s.violation / (k_ii + k_jj - 2 * k_ij).clamp_min(TINY), room)
     a = snapped(a + torch.stack([t, -t], 1), lowest, highest)
     s.steps = s.steps + 1
     return _enter(K, s, W, before, a * y)
@@ -99,7 +99,7 @@ def _pairs(
     New alpha (B, q), the number of pairs, and what is not solved, (B,).
     """
     a, lowest, highest = _signed(alpha, box, y)
-    margin = _TINY * box
+    margin = TINY * box
     first = (W + (table * K.shape[1])[:, None]) * K.shape[1]  # where the rows W of K begin
     diagonal = entries(K, first + W)
     steps = torch.zeros(len(y), dtype=torch.long, device=y.device)
@@ -112,7 +112,7 @@ def _pairs(
         if count == most or (count % _PAIRS_A_LOOK == 0 and may_look(moving) and not bool(moving.any())):
             break
         K_i = entries(K, first.gather(1, i) + W)
-        eta = (diagonal.gather(1, i) + diagonal).sub_(K_i, alpha=2).clamp_min_(_TINY)
+        eta = (diagonal.gather(1, i) + diagonal).sub_(K_i, alpha=2).clamp_min_(TINY)
         newton = gain / eta
         j = gain.mul_(newton).argmax(1, keepdim=True)
         room = torch.minimum(up.gather(1, i), down.gather(1, j))
@@ -131,6 +131,6 @@ def _signed(alpha: Tensor, box: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def snapped(a: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
     """Rounding must neither pass a bound nor miss it: what misses it looks free."""
-    margin = _TINY * (highest - lowest)
+    margin = TINY * (highest - lowest)
     a = torch.where(highest - a < margin, highest, a)
     return torch.where(a - lowest < margin, lowest, a)

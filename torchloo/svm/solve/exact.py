@@ -15,15 +15,12 @@ from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
 from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered, accurate_product
 from torchloo.svm.stacked import set_of, times_vector
-from torchloo.svm.tolerances import CLOSE, EXACT, SINGULAR
+from torchloo.svm.tolerances import CLOSE, DEPENDENT, EXACT, JITTER, SINGULAR
 
 __all__ = ["ATTEMPTS", "Sets", "relative_gap", "solve_exactly", "solve_from"]
 
-_DEPENDENT = 1e-8  # pivot, relative to k_ii, below which a point depends on the others
-_SMALL = 1e-9  # relative gap of a solution that need not be better
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
-_JITTER = 1e-6  # margins at the start of a homotopy, off all ties
 
 
 class Sets(NamedTuple):
@@ -92,7 +89,7 @@ def _or_tighter(problem: SVMProblem, solution: Exact) -> Exact:
     if not rows.numel():
         return solution
     first = solution.take(rows)
-    rows = rows[~(first.close & (relative_gap(problem.take(rows), first) <= _SMALL))]
+    rows = rows[~(first.close & (relative_gap(problem.take(rows), first) <= EXACT))]
     if not rows.numel():
         return solution
     problem, first = problem.take(rows), solution.take(rows)
@@ -127,7 +124,7 @@ def solve_from(problem: SVMProblem, sets: Sets, attempts: int = ATTEMPTS, tight:
 
 def _attempt(problem: SVMProblem, sets: Sets, tight: bool) -> tuple[Sets, Exact]:
     """The sets without what makes their equations singular, and the best solutions that they lead to."""
-    tolerance = SINGULAR if tight else _DEPENDENT
+    tolerance = SINGULAR if tight else DEPENDENT
     none = (~sets.free.any(1)).nonzero()[:, 0]
     if none.numel():
         sets = sets.replaced(none, _free_one(problem.take(none), sets.take(none)))
@@ -329,7 +326,7 @@ def _homotopy(problem: SVMProblem, sets: Sets) -> Sets:
     B, m = y.shape
     generator = torch.Generator("cpu").manual_seed(1)
     random = torch.rand(m, generator=generator, dtype=K.dtype, device="cpu")
-    jitter = _JITTER * (1 + random).to(K.device)
+    jitter = JITTER * (1 + random).to(K.device)
     margin = y * (times_vector(K, alpha * y) + bias[:, None]) - 1
     lift = torch.where(upper, -margin.clamp_min(0) - jitter, (-margin).clamp_min(0) + jitter)
     lift = torch.where(free, -margin, lift)  # (B, m)

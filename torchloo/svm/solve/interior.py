@@ -9,20 +9,15 @@ from torch.nn.functional import pad
 from torchloo.svm.solve.low_rank import low_rank_factor
 from torchloo.svm.solve.newton import Interior, Iterate, Number
 from torchloo.svm.solve.systems import Dense, LowRank, Rough
-from torchloo.svm.tolerances import CLOSE
+from torchloo.svm.tolerances import CLEAR, CLOSE, LEAST, NEAR_MARGIN, SINGLE, USEFUL
 
 __all__ = ["first_solutions", "interior_point", "solve_to_rounding"]
 
 _WORTH_FACTORING = 255  # variables: below, nothing is gained
 _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
-_NEAR = 0.5  # margins above 0 that a better solution may well bring down
 _WORTH_SHRINKING = 300  # live variables
 _WORTH_LEAVING = 100  # the same of several machines
-_CLEAR = 1e-7  # relative gap at which the sets can be read off
-_ROUGH = 1e-3  # the same for a sample, of which only the large margins are used
-_ROUGH_END = 1e-4  # and of the end of rough steps
 _ROUGH_STEPS = 10  # beyond which float32 is what holds a machine up
-_LEAST = 1e-14  # relative gap that rounding hardly ever allows
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
 
 
@@ -98,20 +93,20 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
         part = interior_point(Dense(rows.index_select(1, index)), y[index], boxes, gap)
         return part, y * ((part.alpha * y[index]) @ rows + part.bias) - 1
 
-    live = solved(sample, 3 * box[sample], _ROUGH)[1] < _NEAR
+    live = solved(sample, 3 * box[sample], USEFUL)[1] < NEAR_MARGIN
     none = torch.zeros_like(box)
     while True:
         index = live.nonzero()[:, 0]
-        part, margin = solved(index, box[index], _CLEAR)
+        part, margin = solved(index, box[index], CLEAR)
         missed = ~live & (margin < CLOSE)
         if not bool(missed.any()):
             alpha, upper = (none.index_copy(0, index, x) for x in (part.alpha, part.upper))
             return Interior(alpha, (none + 1).index_copy(0, index, part.lower), upper, part.bias)
-        live |= margin < _NEAR / 3
+        live |= margin < NEAR_MARGIN / 3
 
 
 def interior_point(
-    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = _CLEAR, steps: int = 60
+    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = CLEAR, steps: int = 60
 ) -> Interior:
     """Solve one SVM dual, or several, to a relative gap by Mehrotra's predictor and corrector.
 
@@ -148,7 +143,7 @@ def interior_point(
             whole = live.entered(whole, point)
             system, point, live, rough = system.machines(left), point.take(left), live.take(left), None
             point.look(system, live.pull, live.total)
-        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(_ROUGH_END)):
+        if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(SINGLE)):
             rough = None
         point.step(rough or system)
         if live.variable.shape[-1] <= (_WORTH_SHRINKING if point.single else _WORTH_LEAVING):
@@ -162,7 +157,7 @@ def interior_point(
     return live.entered(whole, point)
 
 
-def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = _LEAST, steps: int = 100) -> Interior:
+def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = LEAST, steps: int = 100) -> Interior:
     """The points of B machines with the least duality gaps: near the end rounding drives them about."""
     system, point = Dense(K), Iterate.start(y, box)
     best, least = point.interior(), torch.full_like(point.bias, torch.inf)

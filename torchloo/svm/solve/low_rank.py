@@ -20,19 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.tolerances import FAR, INDEPENDENT, MISSING, UNITS, UNITS_MISSING
+
 __all__ = ["InDouble", "in_double", "low_rank_factor"]
 
 _PLACES = 16  # columns chosen at once
-_MISSING = 1e-10  # of the mean diagonal may be missing from F F^T
-_ROUNDED, _NEAR = 64, 8  # units of rounding that may be missing; and between K and what replaces it
 _PATIENCE = 60  # columns that may bring nothing: a linear kernel is complete all at once
 _PACE = 8  # digits by which what is missing must shrink for all the columns that there may be
-_FAR = 0.99  # of the mean diagonal: the mean of a K whose entries hardly differ
-_UNITS = 8  # of rounding that entries of such a K may be off by
-_INDEPENDENT = 1e-7  # eigenvalues of a block of columns, relative to the largest
 
 
-def low_rank_factor(K: Tensor, tolerance: float = _MISSING) -> Tensor | None:
+def low_rank_factor(K: Tensor, tolerance: float = MISSING) -> Tensor | None:
     """F (m, p) with p at most m / 3 and K = F F^T to `tolerance` of its mean diagonal, or None.
 
     Cholesky with pivots, sixteen columns at a time: those with the largest of the diagonal of
@@ -50,7 +47,7 @@ def low_rank_factor(K: Tensor, tolerance: float = _MISSING) -> Tensor | None:
     while True:
         G = torch.addmm(K[:, places], F[:, :p], F[places, :p].T, alpha=-1)  # (m, 16)
         w, V = torch.linalg.eigh(G[places])
-        keep = w > torch.maximum(_INDEPENDENT * w[-1], 0.1 * tolerance * mean)
+        keep = w > torch.maximum(INDEPENDENT * w[-1], 0.1 * tolerance * mean)
         V, w = V[:, keep], w[keep]
         torch.mm(G, V / w.sqrt(), out=F[:, p : p + len(w)])
         left -= F[:, p : p + len(w)].square().sum(1)
@@ -91,12 +88,12 @@ def in_double(K: Tensor) -> InDouble:
         double, moved = _of_low_rank(double, unit)
         rounding = rounding + moved[..., None].sqrt()
         diagonal = double.diagonal(dim1=-2, dim2=-1)
-    far = double.mean((-2, -1)) > _FAR * diagonal.mean(-1)
+    far = double.mean((-2, -1)) > FAR * diagonal.mean(-1)
     if not bool(far.any()):
         return InDouble(double, rounding, None)
     rows = double.mean(-1)
     shift = (rows - rows.mean(-1, keepdim=True) / 2) * far[..., None]
-    rounding = torch.where(far[..., None], _UNITS**0.5 * rounding, rounding)
+    rounding = torch.where(far[..., None], UNITS**0.5 * rounding, rounding)
     return InDouble(double - (shift[..., None] + shift[..., None, :]), rounding, shift)
 
 
@@ -110,7 +107,7 @@ def _of_low_rank(double: Tensor, unit: float) -> tuple[Tensor, Tensor]:
 
 def _nearest_of_low_rank(double: Tensor, unit: float) -> Tensor:
     """That of one K (n, n); K itself if there is none."""
-    factor = low_rank_factor(double, _ROUNDED * unit)
+    factor = low_rank_factor(double, UNITS_MISSING * unit)
     if factor is None:
         return double
     Q = torch.linalg.qr(factor)[0]
@@ -119,4 +116,4 @@ def _nearest_of_low_rank(double: Tensor, unit: float) -> Tensor:
     keep = w > 2 * len(double) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
     F = (Q @ V[:, keep]) * w[keep].sqrt()
     near = F @ F.T
-    return near if bool((near - double).abs().amax() <= _NEAR * rounding) else double
+    return near if bool((near - double).abs().amax() <= UNITS * rounding) else double

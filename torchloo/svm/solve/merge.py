@@ -5,18 +5,16 @@ from torch import Tensor
 
 from torchloo.svm.records import SVMProblem
 from torchloo.svm.stacked import block_of, rows_of, set_of
+from torchloo.svm.tolerances import SAME, SMALL_BOX
 
 __all__ = ["merge_duplicates"]
-
-_SMALL = 1e-6  # boxes for which the tolerances of the solvers are too coarse
-_SAME = 1e-13  # of the lengths of two points: how far apart entries of K are that count as equal
 
 
 def _scale(mean: Tensor, C: Tensor) -> Tensor:
     """What each K is divided by: its mean diagonal (B,), or less if no box (B, n) would come near 1; (B,)."""
     largest = C.amax(1)
     mean = torch.where(mean > 0, mean, 1.0)  # K = 0 is a kernel too
-    return torch.where(mean * largest < _SMALL, 1 / largest, mean)
+    return torch.where(mean * largest < SMALL_BOX, 1 / largest, mean)
 
 
 def merge_duplicates(
@@ -37,7 +35,7 @@ def merge_duplicates(
     probe = torch.randn(n, generator=generator, dtype=K.dtype, device="cpu").to(K.device)
     key, order = torch.sort(K @ probe)
     diagonal = K.diagonal(dim1=1, dim2=2)  # with the largest entry of K
-    tolerance = _SAME * n * diagonal.amax(1)
+    tolerance = SAME * n * diagonal.amax(1)
     starts = torch.ones_like(order, dtype=torch.bool)
     starts[:, 1:] = key[:, 1:] - key[:, :-1] > tolerance[:, None]
     plain, mean = starts.all(1), diagonal.mean(1)
@@ -90,7 +88,7 @@ def _merged(
     difference = rows_of(K, others).sub_(rows_of(K, firsts)).abs_()  # (B, d, n)
     apart = difference.mul_(shorter[:, None]).amax(2)
     apart *= shorter.gather(1, firsts)
-    differs = apart > _SAME
+    differs = apart > SAME
     same = torch.ones_like(starts).scatter_(1, doubt, ~differs)
     moved = apart.masked_fill(differs, 0).amax(1, keepdim=True)  # entries of K, by merging
     label = torch.empty_like(order).scatter_(1, order, torch.where(same, first, order))

@@ -8,11 +8,9 @@ from torch import Tensor
 from torchloo.svm.records import gap_terms
 from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.stacked import times_vector
+from torchloo.svm.tolerances import DECIDES, SETTLED, SHORT_OF_BOUND
 
 __all__ = ["Interior", "Iterate", "Number"]
-
-_DECIDES = 1e-2  # of the gap: a complementarity below it needs no small residuals
-_SETTLED = 30.0  # a multiplier so many times the distance to its bound has won
 
 
 class Interior(NamedTuple):
@@ -104,7 +102,7 @@ class Iterate:
         small = (dual_residual.abs().amax(-1, keepdim=True) <= gap) & (
             abs(self.equality_residual) <= gap * scale
         )
-        solved = closed & (small | (self.complementarity <= _DECIDES * gap * scale) | self.stuck)
+        solved = closed & (small | (self.complementarity <= DECIDES * gap * scale) | self.stuck)
         return bool(solved) if self.single else solved
 
     def far_from(self, gap: float) -> bool:
@@ -123,7 +121,7 @@ class Iterate:
         settled at the wrong bound. And alpha * y of all at the bounds that the multipliers choose, (..., m).
         """
         X, W = self.values[:2], self.values[2:]
-        gone, signed = (W > _SETTLED * X).any(0), self.box * self.y
+        gone, signed = (W > SETTLED * X).any(0), self.box * self.y
         at_bound = signed.masked_fill(W[0] > W[1], 0)
         needed = -total - (at_bound * gone).sum(-1, keepdim=True)
         rest = signed.masked_fill_(gone, 0)
@@ -131,7 +129,7 @@ class Iterate:
         return gone & (low < needed) & (needed < high), at_bound
 
     def step(self, system: Dense | LowRank | Rough) -> None:
-        """Predict, centre, correct, and go 0.995 of the way to the nearest bound.
+        """Predict, centre, correct, and go SHORT_OF_BOUND of the way to the nearest bound.
 
         A machine whose factorisation fails is stuck: its sets are as clear as rounding lets them be.
         """
@@ -159,7 +157,7 @@ class Iterate:
         d_bias = (self.total(x) - self.equality_residual) / total
         r = sides * self._plus(x, -d_bias, eta)
         relative = torch.cat([r, target.sub_(r).sub_(1)])
-        t = 0.995 * self._longest_step(relative)
+        t = SHORT_OF_BOUND * self._longest_step(relative)
         values = torch.addcmul(self.values, self.values, relative.mul_(t))
         bias = self.bias + t * d_bias
         torch.sub(self.box, values[0], out=values[1])

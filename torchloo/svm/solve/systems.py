@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from torchloo.memory import cholesky_in_place
 from torchloo.svm.stacked import block_of, rows_of, times_vector
+from torchloo.svm.tolerances import RIDGES
 
 __all__ = [
     "Bordered",
@@ -30,8 +31,6 @@ __all__ = [
     "bordered_matrix",
     "in_parts",
 ]
-
-_RIDGES = (1e-15, 1e-13)  # of each diagonal entry: a K that rounding has made indefinite is lifted
 
 
 class Lifted:
@@ -81,12 +80,12 @@ class Dense:
         if not self._lifted.factor(theta):
             return True
         diagonal = self.K.diagonal()
-        return any(not self._lifted.factor(theta + ridge * diagonal) for ridge in _RIDGES)
+        return any(not self._lifted.factor(theta + ridge * diagonal) for ridge in RIDGES)
 
     def _factor_several(self, theta: Tensor) -> Tensor:
         """Those that fail are lifted together."""
         info = self._lifted.factor(theta)
-        for ridge in _RIDGES:
+        for ridge in RIDGES:
             failed = info.nonzero()[:, 0]
             if not len(failed):
                 break
