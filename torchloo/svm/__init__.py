@@ -2,7 +2,7 @@
 
 In: kernel matrices, labels and C (`svm`, `svm_loo`, `svm_lco`), or rows (`SVC`). Out: `SVMFit`, `SVMHeldOut`.
 `solve/` trains the full machine, `path/` follows it to the machines without a row, `proof/` certifies their
-signs, and `smo/` retrains instead. `records` has what goes between them, `tolerances` what rounding may do to it.
+signs, and `smo/` retrains instead. `records` has what goes between them, `tolerances` how exact it is.
 """
 
 from torchloo.svm.fit import SVMFit, svm
