@@ -543,12 +543,12 @@ def test_machines_that_share_a_kernel_matrix_are_solved_as_each_alone(kernel):
 
 @pytest.mark.parametrize(("rank", "found"), [(1, True), (40, True), (90, False), (300, False)])
 def test_a_low_rank_is_found_and_proved(rank, found):
-    from torchloo.svm.solve.low_rank import low_rank_factor
+    from torchloo.svm.solve.low_rank import low_rank_factors
 
     generator = torch.Generator().manual_seed(rank)
     G = torch.randn(300, rank, generator=generator, dtype=torch.float64)
     K = G @ G.T
-    factor = low_rank_factor(K)
+    (factor,) = low_rank_factors(K[None])
     assert (factor is not None) == found
     if factor is not None:
         assert factor.shape[1] <= 75

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.solve.low_rank import low_rank_factor
+from torchloo.svm.solve.low_rank import low_rank_factors
 from torchloo.svm.solve.newton import Interior, Iterate, Number
 from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.tolerances import CLEAR, CLOSE, LEAST, NEAR_MARGIN, SINGLE, USEFUL
@@ -29,7 +29,9 @@ def first_solutions(K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = N
     """
     B, m = box.shape
     which = list(range(B)) if kernel is None else kernel.tolist()
-    factors = [low_rank_factor(k) if m > _WORTH_FACTORING else None for k in K]
+    factors: list[Tensor | None] = [None] * len(K)
+    if m > _WORTH_FACTORING:
+        factors = low_rank_factors(K)
     if B == 1 or m > _WORTH_SAMPLING:
         parts = zip(which, y, box, strict=True)
         return _stack([_one_solution(K[g], labels, own, factors[g]) for g, labels, own in parts])

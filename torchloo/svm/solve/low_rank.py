@@ -20,44 +20,65 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchloo.svm.stacked import columns_of, rows_of
 from torchloo.svm.tolerances import FAR, INDEPENDENT, MISSING, UNITS, UNITS_MISSING
 
-__all__ = ["InDouble", "in_double", "low_rank_factor"]
+__all__ = ["InDouble", "in_double", "low_rank_factors"]
 
 _PLACES = 16  # columns chosen at once
 _PATIENCE = 60  # columns that may bring nothing: a linear kernel is complete all at once
 _PACE = 8  # digits by which what is missing must shrink for all the columns that there may be
 
 
-def low_rank_factor(K: Tensor, tolerance: float = MISSING) -> Tensor | None:
-    """F (m, p) with p at most m / 3 and K = F F^T to `tolerance` of its mean diagonal, or None.
+def low_rank_factors(K: Tensor, tolerance: float = MISSING) -> list[Tensor | None]:
+    """For each of K (T, m, m) an F (m, p) with p at most m / 3 and K = F F^T, or None.
 
-    Cholesky with pivots, sixteen columns at a time: those with the largest of the diagonal of
-    K - F F^T, which is positive semi-definite, so that its diagonal proves that nothing is missing.
+    To `tolerance` of the mean diagonal. Cholesky with pivots, sixteen columns at a time: those with the
+    largest of the diagonal of K - F F^T, which is positive semi-definite, so that its diagonal proves that
+    nothing is missing.
 
-    Cost 2 m p^2. Memory m p.
+    Cost 2 m p^2 for each. Memory m^2 / 3.
     """
-    m = K.shape[-1]
+    T, m = K.shape[:2]
+    factors: list[Tensor | None] = [None] * T
     if m < 3 * _PLACES:
-        return None
-    most, mean = m // 3, K.diagonal().mean()
-    F = K.new_zeros(m, most + _PLACES)
-    left, p = K.diagonal().clone(), 0
-    places = torch.linspace(0, m - 1, _PLACES, device=K.device).long()
-    while True:
-        G = torch.addmm(K[:, places], F[:, :p], F[places, :p].T, alpha=-1)  # (m, 16)
-        w, V = torch.linalg.eigh(G[places])
-        keep = w > torch.maximum(INDEPENDENT * w[-1], 0.1 * tolerance * mean)
-        V, w = V[:, keep], w[keep]
-        torch.mm(G, V / w.sqrt(), out=F[:, p : p + len(w)])
-        left -= F[:, p : p + len(w)].square().sum(1)
-        p += len(w)
+        return factors
+    most, left = m // 3, K.diagonal(dim1=1, dim2=2).clone()
+    mean = left.mean(1)
+    F = K.new_zeros(T, most + 2 * _PLACES, m)  # by rows
+    machine, p = torch.arange(T, device=K.device), torch.zeros_like(mean, dtype=torch.long)
+    places = torch.linspace(0, m - 1, _PLACES, device=K.device).long().expand(T, -1)
+    number, known = list(range(T)), 0  # which of the T are left, and how many rows of F any of them has
+    while number:
+        so_far = F[:, :known]
+        at_places = columns_of(so_far, places)
+        G = torch.baddbmm(rows_of(K, places, machine), at_places.mT, so_far, alpha=-1)  # (L, 16, m)
+        w, V = torch.linalg.eigh(columns_of(G, places))
+        keep = w > torch.maximum(INDEPENDENT * w[:, -1:], 0.1 * tolerance * mean[:, None])
+        scale = torch.where(keep, w.clamp_min(torch.finfo(w.dtype).tiny).rsqrt(), 0.0)
+        found = (V * scale[:, None]).flip(2).mT @ G  # what is kept comes first
+        own = torch.arange(len(F), device=K.device)[:, None] * F.shape[1] + p[:, None]
+        own = own + torch.arange(_PLACES, device=K.device)
+        F.view(-1, m).index_copy_(0, own.flatten(), found.flatten(0, 1))
+        left = left - found.square().sum(1)
+        count = keep.sum(1)
+        p = p + count
         largest, places = left.topk(_PLACES)
-        missing = float(largest[0] / mean)
-        if missing <= tolerance:
-            return F[:, :p].contiguous()
-        if p > most or not len(w) or (p > _PATIENCE and missing > 10 ** (-_PACE * p / most)):
-            return None
+        missing = largest[:, 0] / mean
+        slow = (p > _PATIENCE) & (missing > 10 ** (-_PACE * p / most))
+        complete = missing <= tolerance
+        ended = complete | (p > most) | (count == 0) | slow
+        ranks, whole, over = torch.stack([p, complete, ended]).tolist()
+        known = max(ranks)
+        if not any(over):
+            continue
+        for t, rank in enumerate(ranks):
+            if whole[t]:
+                factors[number[t]] = F[t, :rank].T.contiguous()
+        rest = torch.tensor([t for t, end in enumerate(over) if not end], dtype=torch.long, device=K.device)
+        number = [number[t] for t, end in enumerate(over) if not end]
+        F, left, mean, machine, p, places = (x[rest] for x in (F, left, mean, machine, p, places))
+    return factors
 
 
 class InDouble(NamedTuple):
@@ -100,20 +121,27 @@ def in_double(K: Tensor) -> InDouble:
 def _of_low_rank(double: Tensor, unit: float) -> tuple[Tensor, Tensor]:
     """What Note [rounded kernels] takes for each K rounded to so many units, and how far it is from K."""
     matrices = double.reshape(-1, *double.shape[-2:])
-    nears = [_nearest_of_low_rank(k, unit) for k in matrices]
-    moved = torch.stack([(near - k).abs().amax() for near, k in zip(nears, matrices, strict=True)])
-    return torch.stack(nears).view_as(double), moved.view(double.shape[:-2])
-
-
-def _nearest_of_low_rank(double: Tensor, unit: float) -> Tensor:
-    """That of one K (n, n); K itself if there is none."""
-    factor = low_rank_factor(double, UNITS_MISSING * unit)
-    if factor is None:
-        return double
-    Q = torch.linalg.qr(factor)[0]
-    w, V = torch.linalg.eigh(Q.T @ (double @ Q))
-    rounding = unit * double.diagonal().amax()
-    keep = w > 2 * len(double) ** 0.5 * rounding  # rounding of all entries has a norm of n^(1/2) units
-    F = (Q @ V[:, keep]) * w[keep].sqrt()
-    near = F @ F.T
-    return near if bool((near - double).abs().amax() <= UNITS * rounding) else double
+    moved = torch.zeros_like(matrices[:, 0, 0])
+    by_rank: dict[int, dict[int, Tensor]] = {}
+    for t, factor in enumerate(low_rank_factors(matrices, UNITS_MISSING * unit)):
+        if factor is not None:
+            by_rank.setdefault(factor.shape[1], {})[t] = factor
+    nearest = matrices
+    for factors in by_rank.values():
+        every = len(factors) == len(matrices)
+        rows = torch.tensor(list(factors), device=double.device)
+        K = matrices if every else matrices[rows]
+        Q = torch.linalg.qr(torch.stack(list(factors.values())))[0]
+        w, V = torch.linalg.eigh(Q.mT @ (K @ Q))
+        rounding = unit * K.diagonal(dim1=1, dim2=2).amax(1)
+        # Rounding of all entries has a norm of n^(1/2) units.
+        w = torch.where(w > 2 * K.shape[-1] ** 0.5 * rounding[:, None], w, 0.0)
+        half = (Q @ V) * w.sqrt()[:, None]
+        near = half @ half.mT
+        apart = (near - K).abs_().amax((1, 2))
+        far = (apart > UNITS * rounding).nonzero()[:, 0]
+        if far.numel():
+            near[far], apart[far] = K[far], 0.0
+        moved[rows] = apart
+        nearest = near if every else nearest.index_copy(0, rows, near)
+    return nearest.view_as(double), moved.view(double.shape[:-2])
