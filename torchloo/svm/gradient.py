@@ -24,7 +24,7 @@ from torch import Tensor
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
 from torchloo.svm.stacked import block_of, set_of
-from torchloo.svm.tolerances import SINGULAR, at_bound, strictly_inside
+from torchloo.svm.tolerances import SINGULAR, at_bound, is_free
 
 __all__ = ["Deferred", "HeldOutMachines", "matrix_numbers", "outputs_with_gradient"]
 
@@ -120,7 +120,7 @@ def _adjoints(
     problem: SVMProblem, r: Tensor, which: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
     """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
-    free = strictly_inside(alpha, box)  # (G, m)
+    free = is_free(alpha, box, at_bound(alpha, box))  # (G, m)
     lam, mu = torch.zeros_like(left), torch.zeros_like(r, dtype=left.dtype)
     targets, place = _by_machine(which, len(alpha))
     for machines in _that_fit(free, targets.shape[1]):

@@ -20,7 +20,7 @@ from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
-from torchloo.svm.tolerances import CLOSE, ROUNDING, between_bounds
+from torchloo.svm.tolerances import CLOSE, ROUNDING, is_free
 
 __all__ = ["leave_clusters_out", "svm_lco"]
 
@@ -163,7 +163,7 @@ def _exactly_without(problem: SVMProblem, full: Exact, table: Tensor, end: SMOSt
     def from_sets(which: Tensor, attempts: int, smaller: SVMProblem, part: Tensor, V: Tensor) -> Exact:
         rows = which[part]
         alpha, box = end.alpha[rows].gather(1, V), smaller.box
-        sets = Sets(alpha, end.bias[rows], between_bounds(alpha, box), alpha >= box)
+        sets = Sets(alpha, end.bias[rows], is_free(alpha, box), alpha >= box)
         return solve_from(smaller, sets, attempts)
 
     # Where homotopies have failed the full machine they would fail these too, and take their time.

@@ -53,8 +53,7 @@ __all__ = [
     "USEFUL",
     "WIDEST",
     "at_bound",
-    "between_bounds",
-    "strictly_inside",
+    "is_free",
 ]
 
 # Solutions: how far a coefficient or a margin lies past its bound, a gap relative to the sum of alpha.
@@ -122,15 +121,9 @@ def at_bound(alpha: Tensor, box: Tensor) -> Tensor:
     return AT_BOUND * torch.minimum(box, alpha.amax(-1, keepdim=True))
 
 
-def strictly_inside(alpha: Tensor, box: Tensor, width: Tensor | None = None) -> Tensor:
-    """Which variables are free, (..., m), where rounding may have moved coefficients off their bounds.
+def is_free(alpha: Tensor, box: Tensor, width: Tensor | float = 0.0) -> Tensor:
+    """Which variables lie between their bounds by more than the width, (..., m).
 
-    By more than the `width` (..., m); default `at_bound`, for which alpha must hold all coefficients.
+    None where those at a bound have been put there; `at_bound` where rounding may have moved them off it.
     """
-    width = at_bound(alpha, box) if width is None else width
     return (alpha > width) & (alpha < box - width)
-
-
-def between_bounds(alpha: Tensor, box: Tensor) -> Tensor:
-    """Which variables are free, (..., m), where those at a bound have been put there: no tolerance."""
-    return (alpha > 0) & (alpha < box)

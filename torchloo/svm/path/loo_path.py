@@ -14,7 +14,7 @@ from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
-from torchloo.svm.tolerances import NOTHING, at_bound, strictly_inside
+from torchloo.svm.tolerances import NOTHING, at_bound, is_free
 
 __all__ = ["leave_one_out_by_path"]
 
@@ -72,7 +72,7 @@ def leave_one_out_by_path(
     """
     rows = _Rows(problem, full)
     width = at_bound(full.alpha, problem.box)
-    inner = strictly_inside(full.alpha, problem.box, width)
+    inner = is_free(full.alpha, problem.box, width)
     _settle_without_free(rows, inner, width)
     alone = only_of_its_class(rows.y)  # what is left predicts the other label
     rows.settle(alone, -rows.y, code.ONE_CLASS)

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.systems import Bordered, bordered_matrix, in_parts
 from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
-from torchloo.svm.tolerances import IS_INVERSE, between_bounds
+from torchloo.svm.tolerances import IS_INVERSE, is_free
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 
@@ -86,7 +86,7 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit)
     imbalance += of_sum * size_rest[:, 0]
     box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, y))
-    free = between_bounds(held.alpha, box)
+    free = is_free(held.alpha, box)
     most_free = max(1, int(free.sum(1).max()))
     each = max(1, _TOGETHER // (held.u.shape[1] * most_free))
     fields = (free, y, d, held.alpha, box, miss, rounding, imbalance)

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from torchloo.svm.records import duality_gap, gap_terms
 from torchloo.svm.stacked import dot, subset
-from torchloo.svm.tolerances import AT_BOUND, EXACT, LONGER, NOTHING, ROUNDING, UNIT, strictly_inside
+from torchloo.svm.tolerances import AT_BOUND, EXACT, LONGER, NOTHING, ROUNDING, UNIT, is_free
 
 __all__ = [
     "Held",
@@ -221,7 +221,7 @@ def bias_by_free(y: Tensor, held: Held) -> Tensor:
     # By the boxes alone: the listed variables need not hold the largest coefficient, and a free one that is
     # taken for bounded only leaves the bias to its interval.
     box = held.weight()
-    return bias_of_free(y - held.u, strictly_inside(held.alpha, box, AT_BOUND * box))
+    return bias_of_free(y - held.u, is_free(held.alpha, box, AT_BOUND * box))
 
 
 def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import result as code
-from torchloo.svm.tolerances import NOTHING, strictly_inside
+from torchloo.svm.tolerances import NOTHING, at_bound, is_free
 
 __all__ = [
     "check_correct_unused",
@@ -28,7 +28,7 @@ def sufficiency_checks(
     (small C, balanced classes) its bias is an interval and the check can be wrong about the
     midpoint; so it counts only together with E2, which bounds the whole interval.
     """
-    free = strictly_inside(alpha, box)
+    free = is_free(alpha, box, at_bound(alpha, box))
     norm = check_norm(K, y, alpha, outputs, box, doubt)
     by = torch.full(y.shape, -1, device=y.device).masked_fill_(norm, code.NORM)
     by.masked_fill_(norm & check_joachims(K, y, alpha, outputs, free), code.JOACHIMS)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.stacked import Tables, block_of, columns_of, may_look, rows_of, subset
-from torchloo.svm.tolerances import BALANCED, ROUGH_RIDGE, SHORT, between_bounds
+from torchloo.svm.tolerances import BALANCED, ROUGH_RIDGE, SHORT, is_free
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.rounds import SMOState
@@ -101,7 +101,7 @@ class FreeSets:
         Of the problems at `rows` (R,), those that are `going`.
         """
         alpha, box, y, F = (x.index_select(0, rows) for x in (s.alpha, s.box, s.y, s.F))
-        d = self.directions(between_bounds(alpha, box), F, tables)
+        d = self.directions(is_free(alpha, box), F, tables)
         K_d = tables.product(d, self.K)
         slope, bend = -(F * d).sum(1, keepdim=True), (K_d * d).sum(1, keepdim=True)  # (R, 1)
         change = d * y  # of alpha

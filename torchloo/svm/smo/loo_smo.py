@@ -13,7 +13,7 @@ from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.smo.working_sets import snapped
 from torchloo.svm.solve.low_rank import in_double
-from torchloo.svm.tolerances import strictly_inside
+from torchloo.svm.tolerances import at_bound, is_free
 
 __all__ = ["leave_one_out_by_smo", "seed_without"]
 
@@ -70,7 +70,7 @@ def _checks(
     by = sufficiency_checks(K, y, alpha, outputs, box, doubt)
     if values:
         # Without a free variable b has an interval, which an unused row may bound.
-        unbounded = ~strictly_inside(alpha, box).any(-1, keepdim=True)
+        unbounded = ~is_free(alpha, box, at_bound(alpha, box)).any(-1, keepdim=True)
         by = by.masked_fill((by > code.UNUSED) | unbounded, -1)
     return by.masked_fill(only_of_its_class(y), code.ONE_CLASS)
 

@@ -25,7 +25,7 @@ from torchloo.svm.smo.free_newton import FreeSets
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.working_sets import improved, pair_step, worst_violators
 from torchloo.svm.stacked import Tables
-from torchloo.svm.tolerances import between_bounds
+from torchloo.svm.tolerances import is_free
 
 if TYPE_CHECKING:
     from torchloo.svm.smo.bound import DualBound
@@ -198,5 +198,5 @@ def _look(s: SMOState, done: Tensor, tables: Tables, sets: FreeSets | None) -> _
         numbers.append(torch.zeros_like(tables.sizes).index_add_(0, s.table, (~done).long()).amax())
     if sets is not None:
         numbers.append(((s.waited >= _STALLED) & ~done).sum())
-        numbers += sets.look(between_bounds(s.alpha, s.box), tables)
+        numbers += sets.look(is_free(s.alpha, s.box), tables)
     return _Plan(*torch.stack(numbers).tolist()) if len(numbers) > 1 else _Plan(int(numbers[0]))
