@@ -57,6 +57,21 @@ def test_full_solution_satisfies_its_optimality_conditions(problem):
     assert_optimal(*problem)
 
 
+@pytest.mark.parametrize("seed", [415, 859, 1062])
+def test_boxes_far_larger_than_any_coefficient_hide_no_negative_one(seed):
+    """A third free point of separable classes had a coefficient of -1e-3 of the largest, 1e-11 of the box."""
+    X, y = toy(seed, n=25, d=3)
+    X[:, 0] += 5 * y
+    K, every = X @ X.T, torch.arange(25)
+    alpha = svm(K, y, 1e6).coef * y
+    assert float(alpha.min()) >= -1e-9 * float(alpha.max())
+    held = svm_loo(K, y, 1e6)
+    for r in range(25):
+        keep = every != r
+        expected = svm(K[keep][:, keep], y[keep], 1e6).from_kernel(K[r : r + 1, keep])[0]
+        assert_close(held.outputs[r], expected, atol=1e-7, rtol=1e-7)
+
+
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_loo_equals_plain_refits(problem):

@@ -54,6 +54,7 @@ __all__ = [
     "WIDEST",
     "at_bound",
     "is_free",
+    "size",
 ]
 
 # Solutions: how far a coefficient or a margin lies past its bound, a gap relative to the sum of alpha.
@@ -113,12 +114,14 @@ JITTER = 1e-6  # of margins, at the start of a homotopy
 BEYOND = 0.03  # how far past zero an early stop goes, so that its end proves the error
 
 
-def at_bound(alpha: Tensor, box: Tensor) -> Tensor:
-    """How near its bound a coefficient counts as at it, (..., m); for solutions that rounding has moved.
+def size(alpha: Tensor, box: Tensor) -> Tensor:
+    """What rounding of coefficients is relative to, (..., m): the box, or the largest one if that is less."""
+    return torch.minimum(box, alpha.amax(-1, keepdim=True))
 
-    Boxes may be far larger than any coefficient; rounding is relative to the coefficients then.
-    """
-    return AT_BOUND * torch.minimum(box, alpha.amax(-1, keepdim=True))
+
+def at_bound(alpha: Tensor, box: Tensor) -> Tensor:
+    """How near its bound a coefficient counts as at it, (..., m); for solutions that rounding has moved."""
+    return AT_BOUND * size(alpha, box)
 
 
 def is_free(alpha: Tensor, box: Tensor, width: Tensor | float = 0.0) -> Tensor:

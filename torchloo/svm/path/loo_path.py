@@ -14,7 +14,7 @@ from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
-from torchloo.svm.tolerances import NOTHING, at_bound, is_free
+from torchloo.svm.tolerances import NOTHING, at_bound, is_free, size
 
 __all__ = ["leave_one_out_by_path"]
 
@@ -28,7 +28,7 @@ class _Rows:
         self.y, box, alpha = (x.gather(1, v) for x in (problem.y, problem.box, full.alpha))
         self.kept = left_of(box, problem.row_box)
         self.room = alpha - self.kept
-        self.open = self.room > NOTHING * torch.minimum(box, full.alpha.amax(1, keepdim=True))
+        self.open = self.room > NOTHING * size(alpha, box)
         self.outputs = (problem.y * (1 + full.margin)).gather(1, v)
         self.doubt = value_bound(
             problem.diagonal(), full.alpha, full.margin, problem.box, problem.rounding

@@ -15,7 +15,7 @@ from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
 from torchloo.svm.solve.newton import Interior
 from torchloo.svm.solve.systems import Bordered, accurate_product
 from torchloo.svm.stacked import set_of, times_vector
-from torchloo.svm.tolerances import CLOSE, DEPENDENT, EXACT, JITTER, SINGULAR
+from torchloo.svm.tolerances import CLOSE, DEPENDENT, EXACT, JITTER, SINGULAR, size
 
 __all__ = ["ATTEMPTS", "Sets", "relative_gap", "solve_exactly", "solve_from"]
 
@@ -72,7 +72,7 @@ def _gap_inside(problem: SVMProblem, solution: Exact) -> Tensor:
     """`relative_gap` of solutions that are not optimal."""
     alpha, box, y = solution.alpha, problem.box, problem.y
     inside = alpha.clamp_min(0).minimum(box)
-    inside = torch.where((alpha - inside).abs() > EXACT * box.clamp(min=1.0), inside, alpha)
+    inside = torch.where((alpha - inside).abs() > EXACT * size(inside, box).clamp_min(1), inside, alpha)
     margin = solution.margin + y * problem.product((inside - alpha) * y)
     imbalance = ((inside * y).sum(1) * solution.bias).abs()
     return (duality_gap(inside, margin, box) + imbalance) / inside.sum(1)
@@ -289,7 +289,7 @@ def _active_set_solution(
         bias = bias + change[:, 0]
     alpha = a * y
     margin = y * (margin_product(a) + bias[:, None]) - 1
-    beyond = torch.maximum(-alpha, alpha - box) / box.clamp(min=1.0)
+    beyond = torch.maximum(-alpha, alpha - box) / size(alpha, box).clamp_min(1)
     missed = torch.where(sets.upper, margin, -margin) - _rounding(problem, alpha)
     slip = torch.where(sets.free, beyond, missed).amax(1)
     return Exact(alpha, bias, margin, sets.free, sets.upper, slip, system)
