@@ -132,6 +132,27 @@ def test_problems_of_several_sizes_and_ranks_are_solved_as_each_alone(values):
             assert int((held.certified[i, j] != alone.certified).sum()) <= 1
 
 
+@pytest.mark.parametrize("clusters", [None, torch.arange(60) % 7])
+def test_the_backward_of_a_batch_waits_little_more_than_that_of_its_costliest_problem(monkeypatch, clusters):
+    """As on an accelerator: on a CPU equations are solved in parts that fit its cache."""
+    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
+    K, y, C = _grid(60, 4, 4)
+
+    def counted(k, bound):
+        k = k.clone().requires_grad_()
+        held = svm_loo(k, y, bound) if clusters is None else svm_lco(k, y, bound, clusters)
+        total = held.outputs.sum()
+        with Counting() as counting:
+            total.backward()
+        return counting.operations, counting.synchronisations
+
+    alone = [counted(k, bound) for k in K[:, 0] for bound in C]
+    operations, synchronisations = counted(K, C)
+    most, longest = (max(column) for column in zip(*alone, strict=True))
+    assert operations <= 3 * most
+    assert synchronisations <= 2 * longest
+
+
 def test_gradients_of_a_batch_are_those_of_each_problem():
     K, y, C = _grid(24, 2, 3)
     K.requires_grad_()

@@ -14,125 +14,150 @@ All rows together: Kbar = W^T A with the rows of W fbar_r (e_r - lambda_r)^T and
 Copies of a point share the coefficient of their variable, and lambda, in proportion to their boxes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchloo.svm.records import Exact, SVMProblem
+from torchloo.svm.records import SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
-from torchloo.svm.stacked import block_of, set_of
+from torchloo.svm.stacked import block_of, may_look, set_of
 from torchloo.svm.tolerances import SINGULAR, at_bound, is_free
 
-__all__ = ["Deferred", "HeldOutMachines", "matrix_numbers", "outputs_with_gradient"]
+__all__ = ["Deferred", "HeldOutMachines", "in_parts_of_rows", "matrix_numbers", "outputs_with_gradient"]
 
-_ROWS = 2**20  # entries of the rows of machines that are entered at once
-_TOGETHER = 2**22  # entries of the inverses of machines that are made at once
+_ROWS = (
+    2**20
+)  # entries of the rows of machines that are entered at once; of their equations on an accelerator
+_TOGETHER = 2**18  # entries of the equations of machines that are solved at once: more leave a CPU's cache
 
 
 @dataclass
 class HeldOutMachines:
-    """The n held-out machines of one problem, by rows, in the units of the caller's K and C."""
+    """The n held-out machines of each of T problems, by rows, in the units of the caller's K and C.
 
+    Rows are numbered from 0 to T n. What is not entered is 0: an output that depends on nothing.
+    """
+
+    problem: SVMProblem
     coef: Tensor
-    """a_r, (n, n)."""
+    """a_r, (T n, n)."""
     adjoint: Tensor
-    """e_r - lambda_r, (n, n)."""
+    """e_r - lambda_r, (T n, n)."""
     box_rate: Tensor
-    """d f_r / d C_j at fixed K, (n, n)."""
-
-    def enter(
-        self, problem: SVMProblem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
-    ) -> None:
-        """Enter machine which[i] for rows[i], (R,) both, trained without all rows of its group (n,).
-
-        The G machines have coefficients alpha and boxes (G, m).
-        """
-        if not rows.numel():
-            return
-        by_machine = which.argsort(stable=True)
-        for part in by_machine.split(max(1, _ROWS // len(group))):
-            machines, own = which[part].unique(return_inverse=True)
-            self._enter(problem, rows[part], own, alpha[machines], box[machines], group)
-
-    def _enter(
-        self, problem: SVMProblem, rows: Tensor, which: Tensor, alpha: Tensor, box: Tensor, group: Tensor
-    ) -> None:
-        """`enter` for so few rows that arrays (R, n) are small."""
-        y, v = problem.y, problem.variable
-        # Shares of copies: rows left out have none.
-        others = problem.row_box.masked_fill(group[rows][:, None] == group, 0.0)
-        total = others.new_zeros(len(rows), len(y)).index_add_(1, v, others)
-        share = (others / total[:, v]).nan_to_num(0.0)
-        upper = (alpha >= box - at_bound(alpha, box)) & (box > 0)
-        lam, rate = _adjoints(problem, v[rows], which, alpha, box, upper, total)
-        self.coef[rows] = (alpha * y)[which][:, v] * share / problem.scale
-        self.adjoint[rows] = -lam[:, v] * share
-        self.adjoint[rows, rows] += 1
-        self.box_rate[rows] = (rate * upper[which] * y)[:, v] * (others > 0) * problem.scale
-
-    def enter_without(
-        self, problem: SVMProblem, rows: Tensor, which: Tensor, target: Tensor, alpha: Tensor, kept: Tensor
-    ) -> None:
-        """Enter machines alpha (G, m) without (part of) their targets (G,), of which `kept` (G,) is left."""
-        box = problem.box.expand_as(alpha).scatter(1, target[:, None], kept[:, None])
-        self.enter(problem, rows, which, alpha, box, torch.arange(len(problem.variable), device=rows.device))
-
-    def enter_unchanged(self, problem: SVMProblem, full: Exact) -> None:
-        """Rows that are no support vectors: without them the machine has the same coefficients."""
-        rows = torch.arange(len(problem.variable), device=problem.y.device)
-        self.enter(problem, rows, torch.zeros_like(rows), full.alpha[None], problem.box[None], rows)
-
-    def clear(self, rows: Tensor) -> None:
-        """Rows whose output depends on nothing: one class is left."""
-        for field in (self.coef, self.adjoint, self.box_rate):
-            field[rows] = 0
+    """d f_r / d C_j at fixed K, (T n, n)."""
 
     @classmethod
     def none(cls, problem: SVMProblem) -> "HeldOutMachines":
         """Outputs that depend on nothing."""
-        n = len(problem.variable)
-        return cls(*(problem.K.new_zeros(n, n) for _ in range(3)))
+        size, n = problem.variable.shape
+        return cls(problem, *(problem.K.new_zeros(size * n, n) for _ in range(3)))
+
+    def enter(
+        self,
+        rows: Tensor,
+        which: Tensor,
+        table: Tensor,
+        alpha: Tensor,
+        box: Tensor,
+        group: Tensor | None = None,
+    ) -> None:
+        """Enter machine which[i] for rows[i], (R,) both, trained without all rows of its group (n,).
+
+        Without groups: without the row alone. The G machines are of the problems `table` (G,), in ascending
+        order, and have coefficients alpha and boxes (G, m).
+        """
+        n = self.coef.shape[1]
+        group = torch.arange(n, device=rows.device) if group is None else group
+        by_machine = which.argsort(stable=True)
+        for part in by_machine.split(max(1, _ROWS // n)) if rows.numel() else ():
+            machines, own = which[part].unique(return_inverse=True)
+            self._enter(rows[part], own, table[machines], alpha[machines], box[machines], group)
+
+    def _enter(
+        self, rows: Tensor, which: Tensor, table: Tensor, alpha: Tensor, box: Tensor, group: Tensor
+    ) -> None:
+        """`enter` for so few rows that arrays (R, n) are small."""
+        problem, n = self.problem, self.coef.shape[1]
+        of, i = rows // n, rows % n
+        y, v, merged = problem.y[table], problem.variable[of], alpha.shape[1] < n
+
+        def by_row(x: Tensor) -> Tensor:
+            """Values of variables (R, m) as those of rows, (R, n)."""
+            return x.gather(1, v) if merged else x
+
+        # Shares of copies: rows left out have none.
+        others = problem.row_box[of].masked_fill(group[i][:, None] == group, 0.0)
+        total = others.new_zeros(len(rows), y.shape[1]).scatter_add_(1, v, others) if merged else others
+        share = (others / by_row(total)).nan_to_num(0.0)
+        upper = (alpha >= box - at_bound(alpha, box)) & (box > 0)
+        target = v.gather(1, i[:, None])[:, 0]
+        lam, rate = _adjoints(problem, table, target, which, alpha, box, upper, total)
+        scale = problem.scale[of][:, None]
+        self.coef[rows] = by_row((alpha * y)[which]) * share / scale
+        self.adjoint[rows] = -by_row(lam) * share
+        self.adjoint[rows, i] += 1
+        self.box_rate[rows] = by_row(rate * upper[which] * y[which]) * (others > 0) * scale
 
 
+@dataclass
 class Deferred:
     """Machines that are made when a backward asks for them: most calls are never differentiated."""
 
-    def __init__(self, problem: SVMProblem) -> None:
-        self.problem = problem
-        self.entries: list[Callable[[HeldOutMachines], None]] = []
+    problem: SVMProblem
+    numbers: Tensor
+    """The places of its problems in the batch, (T,)."""
+    enter: Callable[[HeldOutMachines], None]
 
-    def add(self, entry: Callable[[HeldOutMachines], None]) -> None:
-        """Enter some machines, over those that were entered before."""
-        self.entries.append(entry)
+    def among(self, places: Tensor) -> "Deferred":
+        """The same in a larger batch, where its batch has these places."""
+        return replace(self, numbers=places[self.numbers])
 
     def __call__(self) -> HeldOutMachines:
         """Make them."""
         machines = HeldOutMachines.none(self.problem)
-        for entry in self.entries:
-            entry(machines)
+        self.enter(machines)
         return machines
 
 
+def in_parts_of_rows(problem: SVMProblem) -> Iterator[slice]:
+    """Some of the problems at a time, so that arrays (T n, n) are small."""
+    size, n = problem.variable.shape
+    each = max(1, _ROWS // n**2)
+    return (slice(first, min(first + each, size)) for first in range(0, size, each))
+
+
 def _adjoints(
-    problem: SVMProblem, r: Tensor, which: Tensor, alpha: Tensor, box: Tensor, upper: Tensor, left: Tensor
+    problem: SVMProblem,
+    table: Tensor,
+    r: Tensor,
+    which: Tensor,
+    alpha: Tensor,
+    box: Tensor,
+    upper: Tensor,
+    left: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """lambda of Note [gradient] for the targets r (R,), and k_rj - lambda^T k_j - mu; (R, m) both."""
     free = is_free(alpha, box, at_bound(alpha, box))  # (G, m)
+    kernels, of_rows = problem.kernels(table), problem.kernels(table[which])
     lam, mu = torch.zeros_like(left), torch.zeros_like(r, dtype=left.dtype)
     targets, place = _by_machine(which, len(alpha))
     for machines in _that_fit(free, targets.shape[1]):
-        S, at_free, mus = _solved(problem.K, free[machines], r[targets[machines]])
+        system = problem.K, kernels.table[machines], free[machines]
+        S, at_free, mus = _solved(*system, r[targets[machines]])
         rows = torch.isin(which, machines).nonzero()[:, 0]
         own = torch.searchsorted(machines, which[rows])
         lam[rows] = lam[rows].scatter_(1, S[own], at_free[own, place[rows]])
         mu[rows] = mus[own, place[rows]]
     none = (~free.any(1))[which].nonzero()[:, 0]
     if none.numel():
-        lam[none], mu[none] = _halves(problem, alpha, upper, which[none], left[none]), 0.0
-    return lam, problem.K[r] - lam @ problem.K - mu[:, None]
+        y = problem.y[table]
+        s = y - kernels.product(alpha * y, problem.K)  # the b that gives each point margin 0
+        demands_more, its = (y > 0) ^ upper, which[none]
+        lam[none], mu[none] = _halves(s[its], demands_more[its], left[none]), 0.0
+    return lam, of_rows.rows(problem.K, r) - of_rows.product(lam, problem.K) - mu[:, None]
 
 
 def _by_machine(which: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -154,19 +179,19 @@ def _that_fit(free: Tensor, targets: int) -> tuple[Tensor, ...]:
     if not len(machines):
         return ()
     largest = int(count.max())
-    return machines.split(max(1, _TOGETHER // (largest * max(largest, targets))))
+    together = _TOGETHER if may_look(free) else _ROWS
+    return machines.split(max(1, together // (largest * max(largest, targets))))
 
 
-def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _solved(K: Tensor, table: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Free variables S (G, s), padded, and for targets r (G, t) lambda_S (G, t, s) and mu (G, t).
 
     The equations are singular where the free points depend on each other, which ties leave behind: then
     lambda is not unique, and the shortest one treats all of them alike.
     """
     S, real = set_of(free)
-    first = torch.zeros_like(S[:, 0])
-    K_SS, K_rS = block_of(K[None], S, which=first), block_of(K[None], r, S, first)
-    K_rS = K_rS * real[:, None]  # (G, t, s)
+    K_SS = block_of(K, S, which=table)
+    K_rS = block_of(K, r, S, table) * real[:, None]  # (G, t, s)
     one = torch.ones_like(r, dtype=K.dtype)
     system = Bordered(K_SS, real)
     mu, lam = system.solve(one, K_rS)
@@ -179,10 +204,8 @@ def _solved(K: Tensor, free: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return S, lam, mu
 
 
-def _halves(problem: SVMProblem, alpha: Tensor, upper: Tensor, which: Tensor, left: Tensor) -> Tensor:
+def _halves(s: Tensor, demands_more: Tensor, left: Tensor) -> Tensor:
     """lambda (R, m) where no variable is free: 1/2 at the points that bound the interval of b."""
-    s = (problem.y - (alpha * problem.y) @ problem.K)[which]  # the b that gives each point margin 0
-    demands_more = ((problem.y > 0) ^ upper)[which]
     low = s.masked_fill(~demands_more | (left <= 0), -torch.inf).argmax(1, keepdim=True)
     high = s.masked_fill(demands_more | (left <= 0), torch.inf).argmin(1, keepdim=True)
     return torch.zeros_like(left).scatter(1, low, 0.5).scatter(1, high, 0.5)
@@ -200,7 +223,7 @@ class _HeldOutOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, K: Tensor, box: Tensor, outputs: Tensor, machines: list[Deferred]) -> Tensor:
         ctx.machines, ctx.dtype, ctx.shape = machines, K.dtype, K.shape
-        ctx.numbers = matrix_numbers(K, box.shape[:-1]).tolist()
+        ctx.numbers = matrix_numbers(K, box.shape[:-1]).to(K.device)
         return outputs.clone()
 
     @staticmethod
@@ -209,10 +232,13 @@ class _HeldOutOutputs(torch.autograd.Function):
         n = grad.shape[-1]
         rows = grad.double().reshape(-1, n)
         K_bar, box_bar = rows.new_zeros(ctx.shape).view(-1, n, n), torch.empty_like(rows)
-        for b, (number, deferred) in enumerate(zip(ctx.numbers, ctx.machines, strict=True)):
-            machines, g = deferred(), rows[b]
-            K_bar[number].addmm_((machines.adjoint * g[:, None]).T, machines.coef)
-            box_bar[b] = g @ machines.box_rate
+        for deferred in ctx.machines:
+            machines, g = deferred(), rows[deferred.numbers][:, :, None]  # (T, n, 1)
+            coef, adjoint, rate = (
+                x.view(-1, n, n) for x in (machines.coef, machines.adjoint, machines.box_rate)
+            )
+            K_bar.index_add_(0, ctx.numbers[deferred.numbers], (adjoint * g).mT @ coef)
+            box_bar[deferred.numbers] = (g.mT @ rate)[:, 0]
         K_bar = ((K_bar + K_bar.mT) / 2).view(ctx.shape).to(ctx.dtype)
         return K_bar, box_bar.view_as(grad).to(ctx.dtype), None, None
 
@@ -220,6 +246,6 @@ class _HeldOutOutputs(torch.autograd.Function):
 def outputs_with_gradient(K: Tensor, box: Tensor, outputs: Tensor, machines: list[Deferred]) -> Tensor:
     """Outputs (..., n), differentiable once in K and box (..., n) by Note [gradient].
 
-    The batch shape is that of `box`, to which K (..., n, n) broadcasts; machines has one entry a problem.
+    The batch shape is that of `box`, to which K (..., n, n) broadcasts; each problem is in one of `machines`.
     """
     return _HeldOutOutputs.apply(K, box, outputs, machines)

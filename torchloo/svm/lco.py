@@ -9,7 +9,7 @@ from torchloo.guards import Guard, host_labels
 from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems
-from torchloo.svm.gradient import Deferred, HeldOutMachines
+from torchloo.svm.gradient import Deferred, HeldOutMachines, in_parts_of_rows
 from torchloo.svm.outcomes import Stack, assembled, in_order, in_stacks
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
@@ -129,8 +129,8 @@ def _without_clusters(
     proved |= ~both[machine]
     machines = None
     if trace:
-        parts = zip(alpha.split(count), boxes.split(count), both.split(count), strict=True)
-        machines = [_deferred(problem.one(t), *part, member) for t, part in enumerate(parts)]
+        known = alpha.view(size, count, m), boxes.view(size, count, m), both.view(size, count), member
+        machines = [_deferred(problem, *known, some) for some in in_parts_of_rows(problem)]
     found = [x.view_as(problem.variable) for x in (outputs, proved, by[machine], *effort[:, machine])]
     return RowOutcome.of(found, machines)
 
@@ -200,13 +200,18 @@ def _judged(
     return torch.cat(outputs), torch.cat(proved)
 
 
-def _deferred(problem: SVMProblem, alpha: Tensor, boxes: Tensor, both: Tensor, member: Tensor) -> Deferred:
-    """The machines (G, m) of one problem for a backward; those of one class only depend on nothing."""
+def _deferred(
+    problem: SVMProblem, alpha: Tensor, boxes: Tensor, both: Tensor, member: Tensor, some: slice
+) -> Deferred:
+    """The machines (T, G, m) of some problems for a backward; those of one class only depend on nothing."""
+    every = torch.arange(len(problem.y), device=member.device)[some]
 
     def enter(machines: HeldOutMachines) -> None:
-        rows = both[member].nonzero()[:, 0]
-        machines.enter(problem, rows, member[rows], alpha, boxes, member)
+        count = both.shape[1]
+        rows = both[some][:, member].flatten().nonzero()[:, 0]
+        which = count * (rows // len(member)) + member[rows % len(member)]
+        table = (every - some.start).repeat_interleave(count)
+        parts = alpha[some].flatten(0, 1), boxes[some].flatten(0, 1)
+        machines.enter(rows, which, table, *parts, member)
 
-    machines = Deferred(problem)
-    machines.add(enter)
-    return machines
+    return Deferred(problem.part(some), every, enter)

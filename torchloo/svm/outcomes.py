@@ -105,9 +105,10 @@ def in_order(numbers: list[Tensor], found: list[RowOutcome]) -> RowOutcome:
         return found[0]
     order = torch.cat(numbers).argsort()
     *fields, machines = zip(*found, strict=True)
-    deferred = [machine for part in machines if part is not None for machine in part]
-    in_turn = [deferred[k] for k in order.tolist()] if deferred else None
-    return RowOutcome.of([torch.cat(field)[order] for field in fields], in_turn)
+    deferred = [
+        machine.among(own) for own, part in zip(numbers, machines, strict=True) for machine in part or ()
+    ]
+    return RowOutcome.of([torch.cat(field)[order] for field in fields], deferred or None)
 
 
 def assembled(
@@ -123,7 +124,10 @@ def assembled(
     *fields, machines = zip(*outcomes, strict=True)
     f, certified, by, iterations, columns, newton = (torch.cat(field).reshape(y.shape) for field in fields)
     f = rounded(f, K.dtype)
-    deferred = [machine for part in machines if part is not None for machine in part]
-    if deferred and torch.is_grad_enabled():
+    if any(machines) and torch.is_grad_enabled():
+        numbers = torch.arange(box.numel() // y.shape[-1], device=K.device)
+        own = numbers.split([len(part[0]) for part in outcomes])
+        pairs = zip(own, machines, strict=True)
+        deferred = [machine.among(places) for places, part in pairs for machine in part or ()]
         f = outputs_with_gradient(K, box, f, deferred)
     return SVMHeldOut.build(y, weight, f, certified, by, iterations, columns, newton, clusters, values)

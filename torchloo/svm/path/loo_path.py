@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm import result as code
-from torchloo.svm.gradient import Deferred, HeldOutMachines
+from torchloo.svm.gradient import Deferred, HeldOutMachines, in_parts_of_rows
 from torchloo.svm.path.unlearn import Targets, unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
@@ -91,7 +91,10 @@ def leave_one_out_by_path(
         rows.put(index, outputs=end.output[number], certified=end.proved[number])
         rows.put(index, iterations=end.events[number], resolved_by=by[number])
     outputs = rows.outputs if values else torch.where(rows.outputs >= 0, 1.0, -1.0).to(rows.outputs)
-    machines = [_deferred(problem, full, alone, paths, t) for t in range(len(outputs))] if trace else None
+    machines = None
+    if trace:
+        unchanged = (~alone).view(-1).index_fill(0, index, False).view_as(alone)
+        machines = [_deferred(problem, full, unchanged, paths, some) for some in in_parts_of_rows(problem)]
     none = torch.zeros_like(rows.iterations)  # kernel columns and Newton steps, of an SMO
     return RowOutcome(outputs, rows.certified, rows.resolved_by, rows.iterations, none, none, machines)
 
@@ -212,24 +215,31 @@ class _Paths(NamedTuple):
     end: Unlearned
 
 
-def _deferred(problem: SVMProblem, full: Exact, alone: Tensor, paths: _Paths | None, t: int) -> Deferred:
-    """The held-out machines of problem t, for a backward."""
-    problem, full = problem.one(t), full.part(t)
-    machines = Deferred(problem)
-    machines.add(lambda machines: machines.enter_unchanged(problem, full))
-    machines.add(lambda machines: machines.clear(alone[t].nonzero()[:, 0]))
-    if paths is not None:
-        machines.add(lambda machines: _enter(machines, problem, paths, t))
-    return machines
+def _deferred(
+    problem: SVMProblem, full: Exact, unchanged: Tensor, paths: _Paths | None, some: slice
+) -> Deferred:
+    """The held-out machines of some problems, for a backward: the full one for `unchanged` rows (T, n)."""
+    n = problem.variable.shape[1]
+    every = torch.arange(len(problem.y), device=problem.y.device)[some]
+    problem, full, same = problem.part(some), full.part(some), unchanged[some]
+
+    def enter(machines: HeldOutMachines) -> None:
+        rows = same.flatten().nonzero()[:, 0]
+        machines.enter(rows, rows // n, every - some.start, full.alpha, problem.box)
+        if paths is None:
+            return
+        own = _between(paths.rows, some.start * n, some.stop * n)
+        first = _between(paths.targets.table, some.start, some.stop)
+        if own.numel():
+            table, target, kept = paths.targets.take(first)
+            table = table - some.start
+            box = problem.box[table].scatter(1, target[:, None], kept[:, None])
+            number = paths.number[own] - first[0]
+            machines.enter(paths.rows[own] - some.start * n, number, table, paths.end.alpha[first], box)
+
+    return Deferred(problem, every, enter)
 
 
-def _enter(machines: HeldOutMachines, problem: SVMProblem, paths: _Paths, t: int) -> None:
-    """The ends of the paths of machine t."""
-    n = len(problem.variable)
-    own = (paths.rows // n == t).nonzero()[:, 0]
-    if not own.numel():
-        return
-    index, number = paths.rows[own] - t * n, paths.number[own]
-    first = (paths.targets.table == t).nonzero()[:, 0]
-    _, target, kept = paths.targets.take(first)
-    machines.enter_without(problem, index, number - first[0], target, paths.end.alpha[first], kept)
+def _between(numbers: Tensor, first: int, end: int) -> Tensor:
+    """Where the numbers are from `first` up to `end`."""
+    return ((numbers >= first) & (numbers < end)).nonzero()[:, 0]
