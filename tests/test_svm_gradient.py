@@ -5,7 +5,7 @@ import torch
 from svm_problems import rbf, toy
 from torch.testing import assert_close
 
-from torchloo.svm import svm_lco, svm_loo
+from torchloo.svm import svm, svm_lco, svm_loo
 
 
 def _lattice(seed, n=18, d=2):
@@ -46,3 +46,31 @@ def test_clusters_that_leave_one_class_have_no_gradient():
     held = svm_lco(K, y, 1.0, [0, 0, 0, 1, 1, 1])
     assert held.outputs.tolist() == [-1.0] * 3 + [1.0] * 3
     assert not bool(torch.autograd.grad(held.outputs.sum(), K)[0].any())
+
+
+def test_a_copy_that_leaves_takes_the_only_free_variable_to_its_bound():
+    """Three copies hold 2 C, as much as the other class: without one of them, no variable is free."""
+    X = torch.tensor([[0.0], [0.0], [0.0], [1.0], [1.2]], dtype=torch.float64)
+    y = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
+    K, h = rbf(X), 1e-6
+
+    def refitted(K, C):
+        """Decision values at the rows without themselves."""
+        rows = []
+        for r in range(5):
+            others = torch.arange(5) != r
+            fit = svm(K[others][:, others], y[others], C)
+            rows.append(fit.from_kernel(K[r, others][None])[0])
+        return torch.stack(rows)
+
+    C = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    held = svm_loo(K.requires_grad_(), y, C)
+    assert_close(held.outputs, refitted(K.detach(), 0.5))
+    direction = torch.tensor([1.0, -0.5, 2.0, 0.7, -1.5], dtype=torch.float64)
+    K_bar, C_bar = torch.autograd.grad(held.outputs @ direction, (K, C))
+    with torch.no_grad():
+        in_C = (refitted(K, 0.5 + h) - refitted(K, 0.5 - h)) @ direction / (2 * h)
+        step = rbf(X * (1 + h)) - K  # copies stay copies
+        in_K = (refitted(K + step, 0.5) - refitted(K - step, 0.5)) @ direction / 2
+    assert_close(C_bar, in_C, rtol=1e-6, atol=1e-6)
+    assert_close((K_bar * step).sum() / h, in_K / h, rtol=1e-5, atol=1e-6)

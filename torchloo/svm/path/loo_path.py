@@ -73,7 +73,7 @@ def leave_one_out_by_path(
     rows = _Rows(problem, full)
     width = at_bound(full.alpha, problem.box)
     inner = is_free(full.alpha, problem.box, width)
-    _settle_without_free(rows, inner, width)
+    filled = _settle_without_free(rows, inner, width)
     alone = only_of_its_class(rows.y)  # what is left predicts the other label
     rows.settle(alone, -rows.y, code.ONE_CLASS)
     if checks and not values:
@@ -94,7 +94,8 @@ def leave_one_out_by_path(
     machines = None
     if trace:
         unchanged = (~alone).view(-1).index_fill(0, index, False).view_as(alone)
-        machines = [_deferred(problem, full, unchanged, paths, some) for some in in_parts_of_rows(problem)]
+        known = unchanged & ~filled, unchanged & filled, paths
+        machines = [_deferred(rows, *known, some) for some in in_parts_of_rows(problem)]
     none = torch.zeros_like(rows.iterations)  # kernel columns and Newton steps, of an SMO
     return RowOutcome(outputs, rows.certified, rows.resolved_by, rows.iterations, none, none, machines)
 
@@ -125,20 +126,24 @@ def _settle_by_checks(rows: _Rows, some_free: Tensor) -> None:
     rows.settle(rows.open & (by > code.UNUSED) & some_free, rows.outputs, by)
 
 
-def _settle_without_free(rows: _Rows, inner: Tensor, width: Tensor) -> None:
-    """No free variable without these rows: b has an interval, which changes even if an unused row goes."""
+def _settle_without_free(rows: _Rows, inner: Tensor, width: Tensor) -> Tensor:
+    """No free variable without these rows: b has an interval, which changes even if an unused row goes.
+
+    Returns which of them take the only free variable to its bound, (T, n).
+    """
     problem, v = rows.problem, rows.problem.variable
     # A row may take the only free variable to its bound merely by making its box smaller.
     filled = inner.gather(1, v) & (rows.room >= -width.gather(1, v))
     loose = ~rows.open & (inner.sum(1, keepdim=True) - filled.int() == 0)
     index = loose.view(-1).nonzero()[:, 0]
     if not index.numel():
-        return
+        return loose
     table = index // v.shape[1]
     target, kept = rows.at(v, index), rows.at(rows.kept, index)
     held = _held(problem, table, rows.full.alpha[table], target, kept)
     outputs, certified = judged(problem.K, problem.y[table], held)
     rows.put(index, outputs=outputs, certified=certified)
+    return loose & filled
 
 
 def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
@@ -175,7 +180,7 @@ def _with_refits(
     if not left.numel():
         return end, by
     table, target, kept = targets.take(left)
-    boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
+    boxes = _boxes(problem, table, target, kept)
     near = full.alpha[table].clamp_min(0).minimum(boxes)
 
     def solve(smaller: SVMProblem, rows: Tensor, V: Tensor) -> Exact:
@@ -215,29 +220,42 @@ class _Paths(NamedTuple):
     end: Unlearned
 
 
-def _deferred(
-    problem: SVMProblem, full: Exact, unchanged: Tensor, paths: _Paths | None, some: slice
-) -> Deferred:
-    """The held-out machines of some problems, for a backward: the full one for `unchanged` rows (T, n)."""
-    n = problem.variable.shape[1]
-    every = torch.arange(len(problem.y), device=problem.y.device)[some]
-    problem, full, same = problem.part(some), full.part(some), unchanged[some]
+def _deferred(rows: _Rows, same: Tensor, filled: Tensor, paths: _Paths | None, some: slice) -> Deferred:
+    """The held-out machines of some problems, for a backward.
+
+    The full one for rows (T, n) that are the `same` without themselves, and for `filled` ones, whose variable
+    is then at its bound.
+    """
+    n = rows.y.shape[1]
+    every = torch.arange(len(rows.y), device=rows.y.device)[some]
+    problem, full = rows.problem.part(some), rows.full.part(some)
+    same, filled, kept = (x[some].flatten() for x in (same, filled, rows.kept))
 
     def enter(machines: HeldOutMachines) -> None:
-        rows = same.flatten().nonzero()[:, 0]
-        machines.enter(rows, rows // n, every - some.start, full.alpha, problem.box)
+        own = same.nonzero()[:, 0]
+        machines.enter(own, own // n, every - some.start, full.alpha, problem.box)
+        own = filled.nonzero()[:, 0]
+        if own.numel():
+            table = own // n
+            box = _boxes(problem, table, problem.variable.flatten()[own], kept[own])
+            machines.enter(own, torch.arange(len(own), device=own.device), table, full.alpha[table], box)
         if paths is None:
             return
         own = _between(paths.rows, some.start * n, some.stop * n)
         first = _between(paths.targets.table, some.start, some.stop)
         if own.numel():
-            table, target, kept = paths.targets.take(first)
+            table, target, left = paths.targets.take(first)
             table = table - some.start
-            box = problem.box[table].scatter(1, target[:, None], kept[:, None])
+            box = _boxes(problem, table, target, left)
             number = paths.number[own] - first[0]
             machines.enter(paths.rows[own] - some.start * n, number, table, paths.end.alpha[first], box)
 
     return Deferred(problem, every, enter)
+
+
+def _boxes(problem: SVMProblem, table: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+    """Boxes (N, m) of the problems `table` (N,), with what is kept (N,) of those of the targets (N,)."""
+    return problem.box[table].scatter(1, target[:, None], kept[:, None])
 
 
 def _between(numbers: Tensor, first: int, end: int) -> Tensor:
