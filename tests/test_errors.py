@@ -275,6 +275,26 @@ BAD = [
         TypeError,
         "fit must be a Fit",
     ),
+    (
+        "labels beside a vector of inputs",
+        lambda g: tl.LSSVM(RBF()).loo(g["y"], g["y"].long()),
+        ValueError,
+        r"lssvm: X must be \(\.\.\., n, d\) with at least one row, got shape \(6,\)",
+    ),
+    (
+        "batch of an SVM",
+        lambda g: tl.SVC(RBF(torch.ones(2, 1)), C=torch.ones(3)).loo(g["X"], g["y"].sign()),
+        ValueError,
+        r"svc: batch dimensions must broadcast, got kernel\(X\) \(2, 6, 6\), y \(6,\), C \(3,\)",
+    ),
+    (
+        "weight of an SVM",
+        lambda g: tl.SVC(RBF()).loo(g["X"], g["y"].sign(), poked(g["weight"], -1.0)),
+        ValueError,
+        r"svc: weight must be positive and finite, got -1 at \(1,\)",
+    ),
+    ("text for C", lambda g: tl.SVC(RBF(), C="a"), TypeError, "SVC: C must be a positive number or a tensor"),
+    ("nothing for reg", lambda g: tl.RLS(RBF(), None), TypeError, "RLS: reg must be a positive number or"),
     ("folds", lambda g: tl.folds(5, 9), ValueError, "k must be an integer from 2 to n = 5, got 9"),
 ]
 

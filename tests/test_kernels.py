@@ -597,6 +597,7 @@ BAD_VALUES = [
     (lambda: RBF([1.0, -1.0]), "RBF: lengthscale must be positive and finite"),
     (lambda: Matern(1.5, INF), "Matern: lengthscale must be positive and finite"),
     (lambda: Matern(2.0), r"Matern: nu must be 0\.5, 1\.5 or 2\.5, got 2\.0"),
+    (lambda: Matern(torch.tensor([1.0, 2.0])), "Matern: nu must be 0.5, 1.5 or 2.5, got tensor"),  # type: ignore[arg-type]
     (lambda: RBF.from_rate(-1.0), r"RBF\.from_rate: eta must be positive and finite, got -1\.0"),
     (lambda: Boolean(torch.tensor([1.0, 0.0])), "Boolean: rate must be positive and finite"),
     (lambda: Polynomial(2, -1.0), r"Polynomial: offset must be 0 or positive, got -1\.0"),
@@ -643,6 +644,7 @@ BAD_TYPES = [
     (lambda: Linear().feature_map(X3.long()), "Linear: X must be float32 or float64"),
     (lambda: (Linear() + Linear()).feature_map(X3.tolist()), "Sum: X must be a torch tensor"),  # type: ignore[arg-type]
     (lambda: RBF(features=torch.tanh), "RBF: features must be a Module, got builtin_function_or_method"),  # type: ignore[arg-type]
+    (lambda: RBF("a"), "RBF: lengthscale must be a positive number or a tensor of them, got 'a'"),  # type: ignore[arg-type]
     (lambda: RBF() + 1.0, "unsupported operand"),
     (lambda: RBF() * "2", "unsupported operand|can't multiply"),
 ]

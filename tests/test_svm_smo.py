@@ -426,6 +426,7 @@ def test_a_round_of_pairs_is_one_step(monkeypatch):
         (SMOOptions(working=1), ValueError, "smo.working must be a whole number, 2 or more, got 1"),
         (SMOOptions(newton=-1), ValueError, "smo.newton must be a whole number, 0 or more, got -1"),
         (SMOOptions(bound=1), TypeError, "smo.bound must be True or False, got 1"),
+        (SMOOptions(useful="a"), ValueError, "smo.useful must be a share from 0 to 1, got 'a'"),
         (SMOOptions(useful=2.0), ValueError, "smo.useful must be a share from 0 to 1, got 2.0"),
     ],
 )

@@ -18,7 +18,12 @@ def log_of(function: str, name: str, values: Values) -> Tensor:
     if isinstance(values, Tensor):  # stays on its device, whatever the default device
         tensor = values.detach().double()
     else:
-        tensor = torch.as_tensor(values, dtype=torch.float64)
+        try:
+            tensor = torch.as_tensor(values, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"{function}: {name} must be a positive number or a tensor of them, got {values!r}"
+            ) from None
     guard = Guard(function)
     guard.positive(**{name: values if isinstance(values, float | int) else tensor})
     guard.check()

@@ -154,7 +154,7 @@ class Matern(_Stationary):
         event_dim: int = 1,
     ) -> None:
         super().__init__(features=features, event_dim=event_dim, lengthscale=lengthscale)
-        if nu not in (0.5, 1.5, 2.5):
+        if getattr(nu, "ndim", 0) or nu not in (0.5, 1.5, 2.5):
             raise ValueError(f"Matern: nu must be 0.5, 1.5 or 2.5, got {nu}")
         self.nu = float(nu)
 

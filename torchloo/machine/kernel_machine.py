@@ -167,18 +167,12 @@ class KernelMachine(nn.Module):
         """
         kernel = self.kernel
         guard = Guard(self._function, symmetric=kernel.is_symmetric, wide=True)
+        self._require_rows(self._function, X)
         if is_label(y):
             y, _ = self.coded_targets(guard, X, y)
         require_inputs(self._function, X=X, y=y)
-        csr.require_layout(self._function, "X", X)
-        event = kernel.event_dim
-        if X.ndim <= event or 0 in X.shape:
-            raise ValueError(
-                f"{self._function}: X must be {kernel.input_shape} with at least one row, "
-                f"got shape {tuple(X.shape)}"
-            )
-        n = X.shape[-event - 1]
-        most = X.ndim - event  # axes of targets (..., n)
+        n = X.shape[self.row_axis]
+        most = X.ndim - kernel.event_dim  # axes of targets (..., n)
         flat = y.ndim <= most and y.shape[-1:] == (n,)
         matrix = 1 < y.ndim <= most + 1 and y.shape[-2] == n
         if not (flat or matrix) or 0 in y.shape:
@@ -190,6 +184,16 @@ class KernelMachine(nn.Module):
         y = y.to(full_dtype(X.dtype))
         guard.finite(X=X)
         return guard, y.unsqueeze(-1) if flat else y, flat
+
+    def _require_rows(self, function: str, X: Tensor) -> None:
+        """Raise unless X holds rows of the kernel's inputs, one at least."""
+        require_inputs(function, X=X)
+        csr.require_layout(function, "X", X)
+        if X.ndim <= self.kernel.event_dim or 0 in X.shape:
+            raise ValueError(
+                f"{function}: X must be {self.kernel.input_shape} with at least one row, "
+                f"got shape {tuple(X.shape)}"
+            )
 
     def _meant_event(self, X: Tensor, y: Tensor) -> str:
         """A remedy if the targets match the first axis of X: the other axes may be those of one input."""
@@ -212,7 +216,7 @@ class KernelMachine(nn.Module):
         self, guard: Guard, X: Tensor, labels: Tensor, classes: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Targets (..., n, c), or (..., n) for two classes, of class labels (..., n), and the classes."""
-        require_inputs(guard.function, X=X)
+        self._require_rows(guard.function, X)
         if labels.device != X.device:
             raise ValueError(
                 f"{guard.function}: y must be on the device of X, {X.device}, got {labels.device}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
 from torchloo.svm.tolerances import ASYMMETRY, FEW_DIGITS
 
-__all__ = ["Caller", "checked", "indefinite"]
+__all__ = ["Caller", "batch_of", "checked", "indefinite"]
 
 _BLOCK = 2**21  # entries of K compared at once with their mirror images
 
@@ -57,22 +57,24 @@ def checked(
         K.diagonal(dim1=-2, dim2=-1) >= 0,
         lambda: indefinite(caller, float(torch.linalg.eigvalsh(matrices).min())),
     )
-    given, weight = weight is not None, torch.ones_like(y) if weight is None else weight
-    try:
-        batch = broadcast_shapes(K.shape[:-2], y.shape[:-1], weight.shape[:-1], C.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{function}: batch dimensions must broadcast, got {matrix} {tuple(K.shape)}, "
-            f"y {tuple(y.shape)}, weight {tuple(weight.shape)}, C {tuple(C.shape)}"
-        ) from None
+    batch = batch_of(function, {matrix: (K, 2), "y": (y, 1), "weight": (weight, 1), "C": (C, 0)})
+    name, weight = ("C", torch.ones_like(y)) if weight is None else ("C * weight", weight)
     box = C[..., None] * weight
-    if given:
-        guard.positive(**{"C * weight": box})
-    name = "C * weight" if given else "C"
+    guard.positive(**{name: box})
     expected = f"{name} must be at least {FEW_DIGITS:.1e} in some row; use a larger C"
     guard.require(box.amax(-1) >= FEW_DIGITS, expected)
     guard.check()
     return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
+
+
+def batch_of(function: str, given: dict[str, tuple[Tensor | None, int]]) -> torch.Size:
+    """The batch shape of arguments by name, each with the number of its own axes; None was not given."""
+    shapes = {name: (tuple(x.shape), own) for name, (x, own) in given.items() if x is not None}
+    try:
+        return broadcast_shapes(*(shape[: len(shape) - own] for shape, own in shapes.values()))
+    except RuntimeError:
+        shown = ", ".join(f"{name} {shape}" for name, (shape, _) in shapes.items())
+        raise ValueError(f"{function}: batch dimensions must broadcast, got {shown}") from None
 
 
 def _check_weight(guard: Guard, caller: Caller, K: Tensor, weight: Tensor) -> None:

@@ -13,7 +13,7 @@ from torchloo.machine import KernelMachine, Predictor
 from torchloo.machine.predictor import SolvedWith
 from torchloo.positive import Positive, log_of
 from torchloo.precision import full_precision
-from torchloo.svm.arguments import Caller
+from torchloo.svm.arguments import Caller, batch_of
 from torchloo.svm.fit import SVMFit, train
 from torchloo.svm.lco import leave_clusters_out
 from torchloo.svm.loo import leave_one_out
@@ -161,7 +161,6 @@ class SVC(KernelMachine):
         """
         guard, Y, flat = self.checked_targets(X, y)
         guard.two_classes(y=Y)
-        guard.check()
         if weight is not None:
             require_inputs("svc", X=X, weight=weight)
             n = X.shape[self.row_axis]
@@ -169,10 +168,13 @@ class SVC(KernelMachine):
                 raise ValueError(
                     f"svc: weight must have {n} entries to match X, got shape {tuple(weight.shape)}"
                 )
-            weight = weight.unsqueeze(-2)
+            guard.positive(weight=weight)
+        guard.check()
         gram = self._gram(X)
+        labels = (Y[..., 0], 1) if flat else (Y, 2)
+        batch_of("svc", {"kernel(X)": (gram.K, 2), "y": labels, "weight": (weight, 1), "C": (self.C, 0)})
         K, C = gram.K.unsqueeze(-3), self.C.to(gram.K).unsqueeze(-1)  # (..., 1, n, n), (..., 1)
-        weight = None if weight is None else weight.to(K)
+        weight = None if weight is None else weight.to(K).unsqueeze(-2)
         return gram, (K, Y.mT.to(K), C, weight), flat
 
 

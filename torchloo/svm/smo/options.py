@@ -1,5 +1,6 @@
 """Variants of the SMO, and their checks."""
 
+from numbers import Real
 from typing import NamedTuple
 
 from torchloo.guards import whole_number
@@ -62,6 +63,6 @@ def check_options(function: str, options: SMOOptions | None, method: str) -> SMO
     for name in ("seed", "bound", "gap_ball"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{function}: smo.{name} must be True or False, got {getattr(options, name)!r}")
-    if not 0 <= options.useful <= 1:
+    if not isinstance(options.useful, Real) or not 0 <= options.useful <= 1:
         raise ValueError(f"{function}: smo.useful must be a share from 0 to 1, got {options.useful!r}")
     return options
