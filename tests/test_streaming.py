@@ -732,7 +732,7 @@ def test_numbers_of_rows_may_be_integers_of_numpy(integer):
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
-        (lambda X, Y: [], ValueError, "must give the same rows, got 0"),
+        (lambda X, Y: [], ValueError, "the stream must hold at least one row, got none"),
         (lambda X, Y: [X, Y], TypeError, r"must be \(X, y\) or \(X, y, weight\), got Tensor at row 0"),
         (lambda X, Y: [(X, Y), (X[:, :2], Y)], ValueError, "from row 90.* differs from the first"),
         (lambda X, Y: [(X, Y), (X, Y.float())], ValueError, "dtypes, but that from row 90"),

@@ -139,7 +139,8 @@ def host_labels(function: str, clusters: object, rows: int, name: str = "cluster
     except ValueError:
         raise TypeError(f"{function}: {name} must be integer labels (n,), got a ragged list") from None
     if labels.dtype.kind not in "iu":
-        raise TypeError(f"{function}: {name} must be integer labels, got {labels.dtype}")
+        received = "None; use loo" if clusters is None else labels.dtype
+        raise TypeError(f"{function}: {name} must be integer labels, got {received}")
     if labels.shape != (rows,):
         raise ValueError(
             f"{function}: {name} must hold one label for each of the {rows} rows, got shape {labels.shape}"
@@ -243,7 +244,7 @@ class Guard:
     def two_classes(self, **labels: Tensor) -> None:
         """Require labels -1 and +1, both of them in every column of (..., n, c)."""
         for name, y in labels.items():
-            self.require(y.abs() == 1, f"{name} must hold labels -1 and +1 only")
+            self.require(y.abs() == 1, partial(_not_labels, name, y))
             both = (y > 0).any(-2) & (y < 0).any(-2)  # (..., c)
             self.require(both, partial(_with_column, f"{name} must hold both classes, got one only", both))
 
@@ -346,6 +347,12 @@ def _with_entry(message: str, value: Tensor, held: Tensor) -> str:
     """The message with the first invalid entry and its position."""
     place = tuple((~held).nonzero()[0].tolist())
     return f"{message}, got {value.detach()[place].item():.4g}" + (f" at {place}" if place else "")
+
+
+def _not_labels(name: str, y: Tensor) -> str:
+    """What is wrong with labels that are not all -1 or +1."""
+    other = y[y.abs() != 1][0].item()
+    return f"{name} must hold labels -1 and +1 only, got {other:.4g}; class labels must be integers"
 
 
 def _with_column(message: str, held: Tensor) -> str:

@@ -175,11 +175,13 @@ class Batches:
 
 def _require_rows(function: str, count: int, before: int | None) -> int:
     """The number of rows of a pass, the same as before, where that is known."""
-    if count == 0 or before not in (None, count):
-        first = "" if before is None else f" after {before} in the first"
+    if before not in (None, count):
         raise ValueError(
-            f"{function}: every pass over the stream must give the same rows, got {count}{first}"
+            f"{function}: every pass over the stream must give the same rows, got {count} after {before} in "
+            "the first"
         )
+    if not count:
+        raise ValueError(f"{function}: the stream must hold at least one row, got none")
     return count
 
 

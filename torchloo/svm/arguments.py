@@ -52,7 +52,7 @@ def checked(
     if not K.numel():
         raise ValueError(f"{function}: {matrix} must not be an empty batch, got shape {tuple(K.shape)}")
     matrices = K.detach().reshape(-1, n, n)
-    guard.require(_is_symmetric(matrices), f"{matrix} must be symmetric")
+    guard.require(_is_symmetric(matrices), f"{matrix} must be symmetric, but differs from its transpose")
     guard.require(
         K.diagonal(dim1=-2, dim2=-1) >= 0,
         lambda: indefinite(caller, float(torch.linalg.eigvalsh(matrices).min())),
