@@ -473,7 +473,8 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap, _ = gap_ball_sign(K, y, Held(alpha, u, box, r, in_double(K)[1]), bias)
+    held = Held(alpha, u, y, box, r, in_double(K)[1], torch.zeros_like(r))
+    sign, gap, _ = gap_ball_sign(K[None], held, bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 

@@ -139,11 +139,10 @@ def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
     v = problem.variable
     share = problem.row_box / problem.box.gather(1, v)
     coef = (full.alpha * problem.y).gather(1, v) * share / problem.scale[:, None]
-    u = problem.product(full.alpha * problem.y)
-    nothing = torch.zeros_like(v[:, 0])
-    bias = held_out_bias(problem.y, Held(full.alpha, u, problem.box, nothing, problem.rounding))[0][:, None]
+    held = Held.full(problem, full)
+    bias = held_out_bias(held)[0][:, None]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    return coef, (u + bias).gather(1, v), bias, gap[:, None]
+    return coef, (held.u + bias).gather(1, v), bias, gap[:, None]
 
 
 Solved = tuple[Tensor, SVMProblem, Exact]

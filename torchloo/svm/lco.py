@@ -185,18 +185,15 @@ def _judged(
 
     By solutions (N, m) of the problems `table` (N,): row i by solution machine[i], at variable target[i].
     """
-    kernels, y = problem.kernels(table), problem.y[table]
-    u = kernels.product(alpha * y, problem.K)
-    first = torch.zeros_like(table)
-    held = Held(alpha, u, boxes, first, problem.rounding[table], table=kernels.table)
-    bias, _ = held_out_bias(y, held)
+    held = Held.of(problem, table, alpha, boxes, torch.zeros_like(table))
+    bias, _ = held_out_bias(held)
     outputs, proved = [], []
     each = max(1, _TOGETHER // alpha.shape[1])
     for own, variables in zip(machine.split(each), target.split(each), strict=True):
         its = held.take(own)._replace(target=variables)
         f = its.of_target(its.u) + bias[own]
         outputs.append(f)
-        proved.append(proved_sign(problem.K, y[own], its, bias[own]) * f > 0)
+        proved.append(proved_sign(problem.K, its, bias[own]) * f > 0)
     return torch.cat(outputs), torch.cat(proved)
 
 

@@ -66,11 +66,6 @@ class SVMProblem(NamedTuple):
             return SVMProblem._make([self.K[problems], *others, None])
         return SVMProblem._make([self.K, *others, self.kernel[problems]])
 
-    def one(self, t: int) -> "SVMProblem":
-        """Problem t without the axis B."""
-        K = self.K[t if self.kernel is None else int(self.kernel[t])]
-        return SVMProblem._make([K, *(x[t] for x in self[1:-1]), None])
-
     def matrices(self) -> Tensor:
         """The kernel matrix of each problem, (B, m, m)."""
         return self.K if self.kernel is None else self.K[self.kernel]
@@ -137,8 +132,8 @@ class Exact(NamedTuple):
         """The machines at `rows`."""
         return Exact._make([*(x.index_select(0, rows) for x in self[:-1]), None])
 
-    def part(self, machines: slice | int) -> "Exact":
-        """The machines of a slice, or one without the axis B."""
+    def part(self, machines: slice) -> "Exact":
+        """The machines of a slice."""
         return Exact._make([*(x[machines] for x in self[:-1]), None])
 
     def replaced(self, rows: Tensor, by: "Exact") -> "Exact":

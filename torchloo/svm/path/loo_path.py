@@ -136,34 +136,17 @@ def _settle_without_free(rows: _Rows, inner: Tensor, width: Tensor) -> None:
         return
     table = index // v.shape[1]
     target, kept = rows.at(v, index), rows.at(rows.kept, index)
-    held = _held(problem, table, rows.full.alpha[table], target, kept)
-    outputs, certified = judged(problem.K, problem.y[table], held)
+    held = Held.of(problem, table, rows.full.alpha[table], problem.box[table], target, kept)
+    outputs, certified = judged(problem.K, held)
     rows.put(index, outputs=outputs, certified=certified)
 
 
 def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
     """Signs of the full machines' decision values that their active sets prove, else 0, (T, m)."""
-    every = torch.arange(len(problem.y), device=problem.y.device)
-    u = problem.product(full.alpha * problem.y)
-    held = Held(
-        full.alpha,
-        u,
-        problem.box,
-        torch.zeros_like(every),
-        problem.rounding,
-        table=problem.kernels(every).table,
-    )
-    error = value_error(problem.K, problem.y, held, full.bias)
-    f = u + full.bias[:, None]
+    held = Held.full(problem, full)
+    error = value_error(problem.K, held, full.bias)
+    f = held.u + full.bias[:, None]
     return f.sign() * (f.abs() > error)
-
-
-def _held(problem: SVMProblem, table: Tensor, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
-    """Solutions (N, m) of machines (N,) whose box of the target is what other rows leave of it."""
-    kernels = problem.kernels(table)
-    u = kernels.product(alpha * problem.y[table], problem.K)
-    box, rounding = problem.box[table], problem.rounding[table]
-    return Held(alpha, u, box, target, rounding, kept, table=kernels.table)
 
 
 def _with_refits(
@@ -184,7 +167,8 @@ def _with_refits(
         return _solve_near(smaller, Sets(alpha, its.bias, free, upper))
 
     alpha = solve_smaller(problem, table, boxes, near, solve=solve)
-    output, proved = judged(problem.K, problem.y[table], _held(problem, table, alpha, target, kept))
+    held = Held.of(problem, table, alpha, problem.box[table], target, kept)
+    output, proved = judged(problem.K, held)
     alpha = alpha if end.alpha.shape[1] else end.alpha[left]
     anew = Unlearned(output, proved, proved, end.events[left], alpha)
     return end.replaced(left, anew), by.index_fill(0, left, code.REFIT)

@@ -165,18 +165,15 @@ def _proof_by_all(
     problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice = slice(None)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
-    y, held = _by_all(problem, end, kept, stuck, rows)
-    return _proof(problem.K, y, held, end.stray[rows])
+    return _proof(problem.K, _by_all(problem, end, kept, stuck, rows), end.stray[rows])
 
 
-def _by_all(
-    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice
-) -> tuple[Tensor, Held]:
-    """Labels, (m,) or (R, m), and solutions of the paths at `rows`, (R,), by all variables."""
+def _by_all(problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice) -> Held:
+    """The solutions of the paths at `rows`, (R,), by all variables."""
     its = end.tables.take(rows)
     y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
-    solution = end.coefficients(rows), end.u(rows), box, end.target[rows], rounding
-    return y, Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
+    solution = end.coefficients(rows), end.u(rows), y, box, end.target[rows], rounding
+    return Held(*solution, problem.kernels(its.table).table, kept[rows], stuck[rows])
 
 
 def _proof_by_moved(
@@ -203,39 +200,32 @@ def _proof_by_moved(
     )
     count, pull, doubt, *of_all = tables.each(of_machine).unbind(-1)
     y, box, rounding = (tables.each(x) for x in (machines.y, machines.box, machines.rounding))
-    own = kept * (1 - at_rest)
-    held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck)
-    bias = bias_by_free(y, held)
+    own, table = kept * (1 - at_rest), problem.kernels(tables.table).table
+    held = Held(end.alpha, end.u_moved, y, box, end.place, rounding, table, own, stuck)
+    bias = bias_by_free(held)
     is_midpoint = bias.isnan()
     none = subset(is_midpoint)
     if none.numel():
-        middle = midpoint_bias(*_by_all(problem, end, kept, stuck, none))
+        middle = midpoint_bias(_by_all(problem, end, kept, stuck, none))
         bias = torch.where(is_midpoint, bias.index_copy(0, none, middle), bias)
     violation = (end.over + bias).maximum(-(end.under + bias))
     rest = Rest(violation, count - y_r * lost, pull - y_r * gone, doubt - rounding_r * gone, *of_all)
-    sign, _, slip = sign_by_reach(
-        y,
-        held._replace(rest=rest),
-        bias,
-        end.u_r,
-        reach_of(problem.K, end.target, problem.kernels(tables.table).table),
-        is_midpoint,
-    )
+    reach = reach_of(problem.K, end.target, table)
+    sign, _, slip = sign_by_reach(held._replace(rest=rest), bias, end.u_r, reach, is_midpoint)
     return end.u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
 
-def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _proof(K: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f(x_r), its proved sign or 0, and whether the solution is exact to rounding, (N,) all.
 
     `stray` (N,) is by how much coefficients had to be changed to lie in their boxes.
     """
-    bias, is_midpoint = held_out_bias(y, held)
-    sign, _, slip = gap_ball_sign(K, y, held, bias, is_midpoint)
+    bias, is_midpoint = held_out_bias(held)
+    sign, _, slip = gap_ball_sign(K, held, bias, is_midpoint)
     exact = slip.maximum(stray) <= EXACT
     near = (((sign == 0) | ~exact) & (slip <= CLOSE)).nonzero()[:, 0]
     if near.numel():
-        labels = y if y.ndim == 1 else y[near]
-        by_set, error = sign_by_active_set(K, labels, held.take(near), bias[near])
+        by_set, error = sign_by_active_set(K, held.take(near), bias[near])
         exact[near] |= error.isfinite()
         sign[near] = torch.where(sign[near] == 0, by_set, sign[near])
     return held.of_target(held.u) + bias, sign, exact

@@ -154,8 +154,8 @@ class DualBound:
         u, r = s.F + s.y, self.target[rows]
         ball = torch.zeros_like(bias)
         if self.options.gap_ball:
-            held = Held(s.alpha, u, s.box, r, self.rounding[s.table], table=s.table)
-            ball = gap_ball_sign(self.K, s.y, held, bias).sign
+            held = Held(s.alpha, u, s.y, s.box, r, self.rounding[s.table], s.table)
+            ball = gap_ball_sign(self.K, held, bias).sign
         proved = torch.zeros_like(ball, dtype=torch.bool)
         if self.options.bound:
             possible = primal < self.ceiling[rows]

@@ -81,8 +81,8 @@ def _outcome(
     """Decision values, which signs are proved, and by what, for problems that have ended."""
     u = end.F + end.y
     f = u.gather(1, rows[:, None])[:, 0] + end.bias
-    held = Held(end.alpha, u, end.box, rows, rounding[end.table], table=end.table)
-    ball = gap_ball_sign(K, end.y, held, end.bias).sign
+    held = Held(end.alpha, u, end.y, end.box, rows, rounding[end.table], end.table)
+    ball = gap_ball_sign(K, held, end.bias).sign
     sign = torch.where(end.sign != 0, end.sign, ball)
     # A rule proves the sign of the machine with its own bias, not with the midpoint: believe the proof.
     f = torch.where((sign != 0) & (sign * f <= 0), sign * torch.finfo(f.dtype).tiny, f)
