@@ -10,7 +10,7 @@ from torch import Tensor
 from torchloo.svm.arguments import Caller, checked, indefinite
 from torchloo.svm.outcomes import in_stacks
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.records import Exact, SVMProblem, duality_gap
+from torchloo.svm.records import Exact, Solved, SVMProblem, duality_gap
 from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
@@ -121,10 +121,10 @@ def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tenso
 
 
 def trained(caller: Caller, K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = None) -> SVMFit:
-    """The machines of B problems as `stacks` gives them, in float64; errors name the caller."""
+    """The machines of B problems as `stacks` gives them; errors name the caller."""
     matrix = in_double(K)
-    fits = y.new_empty(len(y), 2 * y.shape[1] + 2, dtype=torch.float64)
-    for rows, problem, full in _solve_problems(caller, K, matrix, y.double(), box.double(), kernel):
+    fits = y.new_empty(len(y), 2 * y.shape[1] + 2)
+    for rows, problem, full in _solve_problems(caller, K, matrix, y, box, kernel):
         fits[rows] = torch.cat(_fields(problem, full), 1)
     coef, outputs, rest = fits.split([y.shape[1], y.shape[1], 2], 1)
     bias, gap = rest.unbind(1)
@@ -143,10 +143,6 @@ def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
     bias = held_out_bias(held)[0][:, None]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
     return coef, (held.u + bias).gather(1, v), bias, gap[:, None]
-
-
-Solved = tuple[Tensor, SVMProblem, Exact]
-"""Which problems of a batch are solved here, (B,), merged, and their solutions."""
 
 
 def solve_problems(

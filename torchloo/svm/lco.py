@@ -10,7 +10,7 @@ from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.gradient import Deferred, HeldOutMachines, in_parts_of_rows
-from torchloo.svm.outcomes import Stack, assembled, in_order, in_stacks
+from torchloo.svm.outcomes import Stack, assembled, by_groups, in_stacks
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem
@@ -86,13 +86,11 @@ def leave_clusters_out(
     epsilon_of_smo = epsilon if method == "smo" else None
     names, member = torch.unique(labels.to(y.device), return_inverse=True)
 
+    def without_each(problem: SVMProblem, full: Exact) -> RowOutcome:
+        return _without_clusters(problem, full, member, len(names), epsilon_of_smo, trace)
+
     def work(stack: Stack) -> RowOutcome:
-        groups = solve_problems(caller, stack[0], stack[1].double(), stack[2].double(), stack[3])
-        found = [
-            _without_clusters(problem, full, member, len(names), epsilon_of_smo, trace)
-            for _, problem, full in groups
-        ]
-        return in_order([numbers for numbers, _, _ in groups], found)
+        return by_groups(solve_problems(caller, *stack), without_each)
 
     return assembled(K, y, box, weight, in_stacks(work, K, y, box, trace), labels)
 

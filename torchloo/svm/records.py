@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchloo.svm.gradient import Deferred
     from torchloo.svm.solve.systems import Bordered
 
-__all__ = ["Exact", "RowOutcome", "SVMProblem", "Unlearned", "duality_gap", "gap_terms"]
+__all__ = ["Exact", "RowOutcome", "SVMProblem", "Solved", "Unlearned", "duality_gap", "gap_terms"]
 
 
 class SVMProblem(NamedTuple):
@@ -146,6 +146,10 @@ class Exact(NamedTuple):
         masks = {1: mask, 2: mask[:, None]}
         pairs = zip(self[:-1], other[:-1], strict=True)
         return Exact._make([*(torch.where(masks[x.ndim], x, z) for x, z in pairs), None])
+
+
+Solved = tuple[Tensor, SVMProblem, Exact]
+"""Which problems of a batch are solved here, (B,), merged, and their solutions."""
 
 
 def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
