@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
-from torchloo.svm.path.unlearn import Targets, unlearn
+from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
-from torchloo.svm.records import RowOutcome
+from torchloo.svm.records import RowOutcome, Targets
 from torchloo.svm.result import BALL, BOUND
 from torchloo.svm.smo import bound, loo_smo
 from torchloo.svm.smo.options import SMOOptions

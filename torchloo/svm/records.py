@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchloo.svm.gradient import Deferred
     from torchloo.svm.solve.systems import Bordered
 
-__all__ = ["Exact", "RowOutcome", "SVMProblem", "Solved", "Unlearned", "duality_gap", "gap_terms"]
+__all__ = ["Exact", "RowOutcome", "SVMProblem", "Solved", "Targets", "Unlearned", "duality_gap", "gap_terms"]
 
 
 class SVMProblem(NamedTuple):
@@ -163,6 +163,31 @@ def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
 def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
     """Primal minus dual objective, but for an imbalance of y^T alpha; (...)."""
     return gap_terms(alpha, margin, box).sum(-1)
+
+
+class Targets(NamedTuple):
+    """What is to go from T machines."""
+
+    table: Tensor
+    """Numbers of the machines, ascending, (N,)."""
+
+    variable: Tensor
+    """Variables, each to be lowered alone, (N,)."""
+
+    kept: Tensor
+    """What is left of their boxes: alpha is lowered to it, (N,)."""
+
+    def take(self, rows: Tensor) -> "Targets":
+        """Those at `rows`."""
+        return Targets(*(x.index_select(0, rows) for x in self))
+
+    def room(self, full: Exact) -> Tensor:
+        """How far alpha of each has to go, (N,)."""
+        return full.alpha[self.table, self.variable] - self.kept
+
+    def boxes(self, problem: SVMProblem) -> Tensor:
+        """The boxes of each machine without what goes, (N, m)."""
+        return problem.box[self.table].scatter(1, self.variable[:, None], self.kept[:, None])
 
 
 class Unlearned(NamedTuple):

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from torchloo.svm import result as code
 from torchloo.svm.gradient import Deferred, HeldOutMachines, in_parts_of_rows
-from torchloo.svm.path.unlearn import Targets, unlearn
+from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
-from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
+from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Targets, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.tolerances import NOTHING, at_bound, is_free, size
@@ -157,8 +157,9 @@ def _with_refits(
     left = (~end.solved).nonzero()[:, 0]
     if not left.numel():
         return end, by
-    table, target, kept = targets.take(left)
-    boxes = problem.box[table].scatter(1, target[:, None], kept[:, None])
+    gone = targets.take(left)
+    table, target, kept = gone
+    boxes = gone.boxes(problem)
     near = full.alpha[table].clamp_min(0).minimum(boxes)
 
     def solve(smaller: SVMProblem, rows: Tensor, V: Tensor) -> Exact:
@@ -215,11 +216,10 @@ def _deferred(
         own = _between(paths.rows, some.start * n, some.stop * n)
         first = _between(paths.targets.table, some.start, some.stop)
         if own.numel():
-            table, target, kept = paths.targets.take(first)
-            table = table - some.start
-            box = problem.box[table].scatter(1, target[:, None], kept[:, None])
-            number = paths.number[own] - first[0]
-            machines.enter(paths.rows[own] - some.start * n, number, table, paths.end.alpha[first], box)
+            gone = paths.targets.take(first)
+            gone = gone._replace(table=gone.table - some.start)
+            number, alpha = paths.number[own] - first[0], paths.end.alpha[first]
+            machines.enter(paths.rows[own] - some.start * n, number, gone.table, alpha, gone.boxes(problem))
 
     return Deferred(problem, every, enter)
 

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
-from torchloo.svm.records import Exact, SVMProblem
+from torchloo.svm.records import Exact, SVMProblem, Targets
 from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector, weighted_rows
 from torchloo.svm.tolerances import REFINED
 
@@ -155,6 +155,8 @@ class _Sets(NamedTuple):
 class Finish:
     """Where N paths of T machines ended.
 
+    `target` (N,) are the variables that were lowered, `y_r` their labels, `alpha_r` their coefficients in the
+    full solutions and `gone` how far these went down; `tables` says of which machine each path is.
     `alpha` and `u_moved` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1), `u_r`
     that of each target, (N,). `over` and `under` (N,) are the largest and the least u - y of the variables at
     rest of which f must not exceed y, or y not f. `stray` (N,) is by how much coefficients lay beyond their
@@ -162,18 +164,13 @@ class Finish:
     """
 
     def __init__(
-        self,
-        problem: SVMProblem,
-        full: Exact,
-        tableau: Tableau,
-        ends: Ends,
-        tables: Tables,
-        target: Tensor,
-        y_r: Tensor,
-        gone: Tensor,
+        self, problem: SVMProblem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets
     ) -> None:
-        """`gone` (N,) is how far alpha of each target (N,), with label y_r (N,), went down."""
-        self.problem, self.full, self.tables, self.target, self.gone = problem, full, tables, target, gone
+        self.problem, self.full, self.target = problem, full, targets.variable
+        self.tables = tables = Tables(targets.table, len(problem.y))
+        r = self.target[:, None]
+        self.y_r, self.alpha_r = (tables.pick(x, r)[:, 0] for x in (problem.y, full.alpha))
+        self.gone = gone = self.alpha_r - targets.kept - ends.room
         dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
@@ -185,9 +182,7 @@ class Finish:
         changed, jumped, upper = (tables.select(x, machines.columns) for x in (changed, jumped, ends.upper))
         a = machines.variable.shape[1] - 1
         places = torch.full_like(tableau.sign, a, dtype=torch.long)
-        places.scatter_(
-            1, machines.columns[:, :a], torch.arange(a, device=target.device).expand(len(places), -1)
-        )
+        places.scatter_(1, machines.columns[:, :a], torch.arange(a, device=r.device).expand(len(places), -1))
         rows = ends.P + tables.table[:, None] * tableau.A.shape[1]
         self._sets = sets = _Sets(
             P=ends.P,
@@ -197,7 +192,7 @@ class Finish:
             D=tables.pick(tableau.sign, ends.P),
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
-            y_gone=(y_r * gone)[:, None],
+            y_gone=(self.y_r * gone)[:, None],
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)
@@ -207,7 +202,7 @@ class Finish:
         for some, paths in tables.parts(problem.y.shape[1]):
             its, every = tables.part(some, paths), _Every(*(x[some] for x in self.every))
             u = self._pull(problem.part(some), every, its, paths, change[paths])
-            looks.append(_look(every, its, u, target[paths]))
+            looks.append(_look(every, its, u, self.target[paths]))
         self.u_moved, self.u_r, self.over, self.under = (
             found[0] if len(looks) == 1 else torch.cat(found) for found in zip(*looks, strict=True)
         )
