@@ -63,10 +63,6 @@ class SVMFit(NamedTuple):
             return K_new @ self.coef + self.bias[..., None, :]
         return (K_new @ self.coef[..., None])[..., 0] + self.bias[..., None]
 
-    def machine(self, number: int) -> "SVMFit":
-        """One of several machines (B, n)."""
-        return SVMFit(self.coef[number], self.bias[number], self.outputs[number], self.gap[number])
-
     def to(self, dtype: torch.dtype) -> "SVMFit":
         """In a dtype."""
         coef, bias, outputs, gap = (field.to(dtype) for field in self[:4])

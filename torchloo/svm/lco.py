@@ -209,4 +209,4 @@ def _deferred(
         parts = alpha[some].flatten(0, 1), boxes[some].flatten(0, 1)
         machines.enter(rows, which, table, *parts, member)
 
-    return Deferred(problem.part(some), every, enter)
+    return Deferred(problem.take(some), every, enter)

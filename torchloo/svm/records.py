@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.stacked import Tables, block_of, rows_of, times_vector
+from torchloo.svm.stacked import Tables, block_of, rows_of, take_rows, times_vector
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 if TYPE_CHECKING:
@@ -52,19 +52,12 @@ class SVMProblem(NamedTuple):
     kernel: Tensor | None = None
     """Which of G kernel matrices each problem has, ascending, (B,); None: each its own."""
 
-    def take(self, rows: Tensor) -> "SVMProblem":
+    def take(self, rows: Tensor | slice) -> "SVMProblem":
         """The problems at `rows`, which ascend if some share a kernel matrix."""
-        others = [x.index_select(0, rows) for x in self[1:-1]]
+        others = [take_rows(x, rows) for x in self[1:-1]]
         if self.kernel is None:
-            return SVMProblem._make([self.K.index_select(0, rows), *others, None])
+            return SVMProblem._make([take_rows(self.K, rows), *others, None])
         return SVMProblem._make([self.K, *others, self.kernel[rows]])
-
-    def part(self, problems: slice) -> "SVMProblem":
-        """The problems of a slice."""
-        others = [x[problems] for x in self[1:-1]]
-        if self.kernel is None:
-            return SVMProblem._make([self.K[problems], *others, None])
-        return SVMProblem._make([self.K, *others, self.kernel[problems]])
 
     def matrices(self) -> Tensor:
         """The kernel matrix of each problem, (B, m, m)."""
@@ -128,13 +121,9 @@ class Exact(NamedTuple):
         """Whether every condition nearly holds: all that can be had where margins hardly differ, (B,)."""
         return self.slip <= CLOSE
 
-    def take(self, rows: Tensor) -> "Exact":
+    def take(self, rows: Tensor | slice) -> "Exact":
         """The machines at `rows`."""
-        return Exact._make([*(x.index_select(0, rows) for x in self[:-1]), None])
-
-    def part(self, machines: slice) -> "Exact":
-        """The machines of a slice."""
-        return Exact._make([*(x[machines] for x in self[:-1]), None])
+        return Exact._make([*(take_rows(x, rows) for x in self[:-1]), None])
 
     def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
         """With other solutions of the machines at `rows`."""
@@ -177,9 +166,9 @@ class Targets(NamedTuple):
     kept: Tensor
     """What is left of their boxes: alpha is lowered to it, (N,)."""
 
-    def take(self, rows: Tensor) -> "Targets":
+    def take(self, rows: Tensor | slice) -> "Targets":
         """Those at `rows`."""
-        return Targets(*(x.index_select(0, rows) for x in self))
+        return Targets(*(take_rows(x, rows) for x in self))
 
     def room(self, full: Exact) -> Tensor:
         """How far alpha of each has to go, (N,)."""

@@ -206,7 +206,7 @@ def _deferred(
     """The held-out machines of some problems, for a backward: the full one for `unchanged` rows (T, n)."""
     n = problem.variable.shape[1]
     every = torch.arange(len(problem.y), device=problem.y.device)[some]
-    problem, full, same = problem.part(some), full.part(some), unchanged[some]
+    problem, full, same = problem.take(some), full.take(some), unchanged[some]
 
     def enter(machines: HeldOutMachines) -> None:
         rows = same.flatten().nonzero()[:, 0]

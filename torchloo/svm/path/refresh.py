@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
 from torchloo.svm.records import Exact, SVMProblem, Targets
-from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector, weighted_rows
+from torchloo.svm.stacked import Tables, columns_of, set_of, take_rows, times_vector, weighted_rows
 from torchloo.svm.tolerances import REFINED
 
 __all__ = ["Finish"]
@@ -137,7 +137,7 @@ class _Sets(NamedTuple):
 
     def take(self, rows: Tensor | slice) -> "_Sets":
         """The paths at `rows`."""
-        return _Sets(*(x[rows] if isinstance(rows, slice) else x.index_select(0, rows) for x in self))
+        return _Sets(*(take_rows(x, rows) for x in self))
 
     def respond(self, machines: _Machines, w: Tensor, A_x0: Tensor) -> tuple[Tensor, Tensor]:
         """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 (N, l + 2)."""
@@ -155,8 +155,8 @@ class _Sets(NamedTuple):
 class Finish:
     """Where N paths of T machines ended.
 
-    `target` (N,) are the variables that were lowered, `y_r` their labels, `alpha_r` their coefficients in the
-    full solutions and `gone` how far these went down; `tables` says of which machine each path is.
+    `target` (N,) are the variables that were lowered, `y_r` their labels, `alpha_r` their coefficients at the
+    end and `gone` how far these went down; `tables` says of which machine each path is.
     `alpha` and `u_moved` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1), `u_r`
     that of each target, (N,). `over` and `under` (N,) are the largest and the least u - y of the variables at
     rest of which f must not exceed y, or y not f. `stray` (N,) is by how much coefficients lay beyond their
@@ -169,8 +169,9 @@ class Finish:
         self.problem, self.full, self.target = problem, full, targets.variable
         self.tables = tables = Tables(targets.table, len(problem.y))
         r = self.target[:, None]
-        self.y_r, self.alpha_r = (tables.pick(x, r)[:, 0] for x in (problem.y, full.alpha))
-        self.gone = gone = self.alpha_r - targets.kept - ends.room
+        self.y_r, before = (tables.pick(x, r)[:, 0] for x in (problem.y, full.alpha))
+        self.gone = gone = before - targets.kept - ends.room
+        self.alpha_r = before - gone
         dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
@@ -196,12 +197,13 @@ class Finish:
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)
-        self.alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
+        of_r = self.alpha_r[:, None], ends.row[:, None], x0
+        self.alpha = _coefficients(machines, tables, sets, of_r, upper, jumped)
         self.every = _Every.build(problem, full, machines)
         change, looks = _change(machines, tables, sets, self.alpha), []
         for some, paths in tables.parts(problem.y.shape[1]):
             its, every = tables.part(some, paths), _Every(*(x[some] for x in self.every))
-            u = self._pull(problem.part(some), every, its, paths, change[paths])
+            u = self._pull(problem.take(some), every, its, paths, change[paths])
             looks.append(_look(every, its, u, self.target[paths]))
         self.u_moved, self.u_r, self.over, self.under = (
             found[0] if len(looks) == 1 else torch.cat(found) for found in zip(*looks, strict=True)
@@ -216,11 +218,10 @@ class Finish:
 
     def coefficients(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """alpha of all variables of the paths at `rows`, (R, m); default all."""
-        its, r = self.tables.take(rows), self.target[rows, None]
-        alpha = self.full.alpha[its.table]
-        alpha_r = alpha.gather(1, r) - self.gone[rows, None]
-        moved = its.insert(alpha, self.machines.variable[:, :-1], self.alpha[rows, :-1])
-        return moved.scatter_(1, r, alpha_r)
+        its = self.tables.take(rows)
+        moved = self.machines.variable[:, :-1]
+        alpha = its.insert(self.full.alpha[its.table], moved, self.alpha[rows, :-1])
+        return alpha.scatter_(1, self.target[rows, None], self.alpha_r[rows, None])
 
     def u(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """K (alpha * y) of all variables of the paths at `rows`, (R, m); default all."""
@@ -294,21 +295,19 @@ def _coefficients(
     machines: _Machines,
     tables: Tables,
     sets: _Sets,
-    of_r: tuple[Tensor, Tensor],
-    gone: Tensor,
+    of_r: tuple[Tensor, Tensor, Tensor],
     upper: Tensor,
     jumped: Tensor,
 ) -> Tensor:
     """alpha of Note [refresh], (N, a + 1).
 
-    From the row of A and x0 of r (N, 1), how far it went, and masks (N, a + 1) of what is at its upper bound
-    and of what has gone from bound to bound.
+    From alpha, the row of A and x0 of r, (N, 1) each, and masks (N, a + 1) of what is at its upper bound and
+    of what has gone from bound to bound.
     """
     alpha0, s = tables.each(machines.alpha), machines.A_S.shape[1]
     alpha = upper.to(alpha0) * tables.each(machines.box)  # as if all were bounded: the free have 0
-    alpha_r = tables.pick(machines.alpha, sets.own) - gone[:, None]
+    alpha_r, rows, x0 = of_r
     alpha.scatter_(1, sets.own, alpha_r)
-    rows, x0 = of_r
     most = int(jumped.sum(1).max())
     if most:
         change = (alpha - alpha0).mul_(jumped.to(alpha))

@@ -70,7 +70,7 @@ def _unlearn(
         its = targets if len(groups) == 1 else targets.take(ends.problem_id)
         every = problem, full, tableau, ends, its
         parts = Tables(its.table, len(problem.y)).parts(tableau.A.shape[2])
-        done += [_certified(*(every if len(parts) == 1 else _part(every, *p)), coefficients) for p in parts]
+        done += [_certified(*_part(every, *part), coefficients) for part in parts]
     if len(done) == 1:
         return done[0]
     found = Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
@@ -87,10 +87,10 @@ _Ended = tuple[SVMProblem, Exact, Tableau, Ends, Targets]
 def _part(every: _Ended, machines: slice, rows: slice) -> _Ended:
     """A part as `Tables.parts` gives it, with the numbers of machines and of rows of tableaux that it has."""
     problem, full, tableau, ends, targets = every
-    own, end = Targets(*(x[rows] for x in targets)), Ends(*(x[rows] for x in ends))
+    own, end = targets.take(rows), Ends(*(x[rows] for x in ends))
     own = own._replace(table=own.table - machines.start)
     end = end._replace(row=end.row - machines.start * tableau.A.shape[1])
-    return problem.part(machines), full.part(machines), Tableau(*(x[machines] for x in tableau)), end, own
+    return problem.take(machines), full.take(machines), Tableau(*(x[machines] for x in tableau)), end, own
 
 
 def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, whole: bool) -> Tableau:
@@ -119,7 +119,7 @@ def _certified(
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
     end, finished = Finish(problem, full, tableau, ends, targets), ends.room <= 0
     kept = targets.kept * finished
-    stuck = torch.where(finished, 0.0, end.y_r * (end.alpha_r - end.gone))
+    stuck = torch.where(finished, 0.0, end.y_r * end.alpha_r)
     if len(kept) * problem.y.shape[1] <= _SMALL:
         output, sign, exact = _proof_by_all(end, kept, stuck)
     else:
