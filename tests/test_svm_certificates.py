@@ -109,7 +109,7 @@ class Telling(bound.DualBound):
     def _proofs(self, s, rows: Tensor) -> tuple[Tensor, Tensor]:
         self.asked[-1] += self.target[rows].tolist()
         done = torch.isin(self.target[rows], torch.tensor(self.rows[: self.proves]))
-        return done.to(s.y), done.long() * bound.BOUND
+        return done.to(s.y), done.long() * BOUND
 
 
 @pytest.mark.parametrize("proves", [0, 4, 5, 10])

@@ -26,7 +26,7 @@ class Caller(NamedTuple):
 def checked(
     caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of one batch shape, to which K only broadcasts, or an error that names what is wrong."""
+    """K, y, boxes and weight of one batch shape, to which K only broadcasts, or an error."""
     function, matrix = caller
     require_floating(function, **{matrix: K}, y=y)
     if not values_visible(K, y):
@@ -65,14 +65,15 @@ def checked(
             f"{function}: batch dimensions must broadcast, got {matrix} {tuple(K.shape)}, "
             f"y {tuple(y.shape)}, weight {tuple(weight.shape)}, C {tuple(C.shape)}"
         ) from None
-    box = C[..., None] * weight
+    weight = weight.expand(*batch, n)
+    box = C.expand(batch)[..., None] * weight
     if given:
         guard.positive(**{"C * weight": box})
     name = "C * weight" if given else "C"
     expected = f"{name} must be at least {FEW_DIGITS:.1e} in some row; use a larger C"
     guard.require(box.amax(-1) >= FEW_DIGITS, expected)
     guard.check()
-    return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
+    return K, y.expand(*batch, n), box, weight
 
 
 def _check_weight(guard: Guard, caller: Caller, K: Tensor, weight: Tensor) -> None:

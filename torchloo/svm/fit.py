@@ -105,8 +105,7 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
 
 def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None) -> SVMFit:
     """`svm`, with errors in the words of the caller."""
-    K, y, C, weight = checked(caller, K, y, C, weight)
-    box = C[..., None] * weight
+    K, y, box, _ = checked(caller, K, y, C, weight)
     parts = in_stacks(lambda stack: trained(caller, *stack), K, y, box)
     with torch.no_grad():
         coef, bias, outputs, gap = (

@@ -74,13 +74,12 @@ def leave_clusters_out(
     guard = Guard(function)
     guard.positive(epsilon=epsilon)
     guard.check()
-    K, y, C, weight = checked(caller, K, y, C, weight)
+    K, y, box, weight = checked(caller, K, y, C, weight)
     labels = torch.from_numpy(host_labels(function, clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
         raise ValueError(
             f"{function}: clusters must leave some rows in, got one cluster that holds every row"
         )
-    box = C[..., None] * weight
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
 
     epsilon_of_smo = epsilon if method == "smo" else None

@@ -86,10 +86,9 @@ def leave_one_out(
     guard.positive(epsilon=epsilon)
     guard.check()
     variant = check_options(function, smo, method)
-    K, y, C, weight = checked(caller, K, y, C, weight)
+    K, y, box, weight = checked(caller, K, y, C, weight)
     if rows is not None:
         _check_rows(function, rows, y.shape[-1])
-    box = C[..., None] * weight
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
 
     def without_each_row(problem: SVMProblem, full: Exact) -> RowOutcome:
