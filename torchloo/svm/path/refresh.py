@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
+from torchloo.svm.proof.certify import Held
 from torchloo.svm.records import Exact, SVMProblem, Targets
 from torchloo.svm.stacked import Tables, columns_of, set_of, take_rows, times_vector, weighted_rows
 from torchloo.svm.tolerances import REFINED
@@ -156,7 +157,8 @@ class Finish:
     """Where N paths of T machines ended.
 
     `target` (N,) are the variables that were lowered, `y_r` their labels, `alpha_r` their coefficients at the
-    end and `gone` how far these went down; `tables` says of which machine each path is.
+    end and `gone` how far these went down; `own` and `held` are as in `Held`; `tables` says of which machine
+    each path is.
     `alpha` and `u_moved` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1), `u_r`
     that of each target, (N,). `over` and `under` (N,) are the largest and the least u - y of the variables at
     rest of which f must not exceed y, or y not f. `stray` (N,) is by how much coefficients lay beyond their
@@ -172,6 +174,9 @@ class Finish:
         self.y_r, before = (tables.pick(x, r)[:, 0] for x in (problem.y, full.alpha))
         self.gone = gone = before - targets.kept - ends.room
         self.alpha_r = before - gone
+        finished = ends.room <= 0
+        self.own = targets.kept * finished
+        self.held = torch.where(finished, 0.0, self.y_r * self.alpha_r)
         dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
@@ -216,6 +221,14 @@ class Finish:
         """The place of each target among the moved variables, a if it has none, (N,)."""
         return self._sets.own[:, 0]
 
+    def solutions(self, rows: Tensor | slice) -> Held:
+        """Those of the paths at `rows`, (R,), by all variables."""
+        problem, its = self.problem, self.tables.take(rows)
+        y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
+        table = problem.kernels(its.table).table
+        solution = self.coefficients(rows), self.u(rows), y, box, self.target[rows], rounding, table
+        return Held(*solution, self.own[rows], self.held[rows])
+
     def coefficients(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """alpha of all variables of the paths at `rows`, (R, m); default all."""
         its = self.tables.take(rows)
@@ -223,8 +236,8 @@ class Finish:
         alpha = its.insert(self.full.alpha[its.table], moved, self.alpha[rows, :-1])
         return alpha.scatter_(1, self.target[rows, None], self.alpha_r[rows, None])
 
-    def u(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """K (alpha * y) of all variables of the paths at `rows`, (R, m); default all."""
+    def u(self, rows: Tensor | slice) -> Tensor:
+        """K (alpha * y) of all variables of the paths at `rows`, (R, m)."""
         its = self.tables.take(rows)
         change = _change(self.machines, its, self._sets.take(rows), self.alpha[rows])
         return self._pull(self.problem, self.every, its, rows, change)

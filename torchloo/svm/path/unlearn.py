@@ -118,38 +118,26 @@ def _certified(
 ) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
     end, finished = Finish(problem, full, tableau, ends, targets), ends.room <= 0
-    kept = targets.kept * finished
-    stuck = torch.where(finished, 0.0, end.y_r * end.alpha_r)
-    if len(kept) * problem.y.shape[1] <= _SMALL:
-        output, sign, exact = _proof_by_all(end, kept, stuck)
+    if len(finished) * problem.y.shape[1] <= _SMALL:
+        output, sign, exact = _proof_by_all(end)
     else:
-        output, sign, exact = _proof_by_moved(end, kept, stuck)
+        output, sign, exact = _proof_by_moved(end)
         rows = ((sign == 0) | ~exact).nonzero()[:, 0]
         if rows.numel():
-            output[rows], sign[rows], exact[rows] = _proof_by_all(end, kept, stuck, rows)
+            output[rows], sign[rows], exact[rows] = _proof_by_all(end, rows)
     proved = (sign * output > 0) & (finished | (sign == -end.y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | exact
-    alpha = end.coefficients() if coefficients else output.new_empty(len(kept), 0)
+    alpha = end.coefficients() if coefficients else output.new_empty(len(finished), 0)
     return Unlearned(output, proved, proved | (finished & exact & ~ends.failed), ends.events, alpha)
 
 
-def _proof_by_all(
-    end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice = slice(None)
-) -> tuple[Tensor, Tensor, Tensor]:
+def _proof_by_all(end: Finish, rows: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
-    return _proof(end.problem.K, _by_all(end, kept, stuck, rows), end.stray[rows])
+    return _proof(end.problem.K, end.solutions(rows), end.stray[rows])
 
 
-def _by_all(end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice) -> Held:
-    """The solutions of the paths at `rows`, (R,), by all variables."""
-    problem, its = end.problem, end.tables.take(rows)
-    y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
-    solution = end.coefficients(rows), end.u(rows), y, box, end.target[rows], rounding
-    return Held(*solution, problem.kernels(its.table).table, kept[rows], stuck[rows])
-
-
-def _proof_by_moved(end: Finish, kept: Tensor, stuck: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _proof_by_moved(end: Finish) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` by the variables that paths have moved, Note [variables at rest]; open if others are not."""
     problem, full, tables, machines = end.problem, end.full, end.tables, end.machines
     moved = torch.zeros_like(full.free).scatter_(1, machines.variable[:, :-1], True)
@@ -157,7 +145,7 @@ def _proof_by_moved(end: Finish, kept: Tensor, stuck: Tensor) -> tuple[Tensor, T
     r = end.target[:, None]
     box_r, rounding_r = (tables.pick(x, r)[:, 0] for x in (problem.box, problem.rounding))
     at_rest = (end.place == machines.variable.shape[1] - 1).to(box_r)
-    lost, gone = at_rest * (box_r - kept), at_rest * end.gone
+    lost, gone = at_rest * (box_r - end.own), at_rest * end.gone
     of_machine = torch.stack(
         [
             (((problem.y > 0).to(down) - 1 + down) * problem.box).masked_fill_(moved, 0).sum(1),
@@ -171,13 +159,13 @@ def _proof_by_moved(end: Finish, kept: Tensor, stuck: Tensor) -> tuple[Tensor, T
     )
     count, pull, doubt, *of_all = tables.each(of_machine).unbind(-1)
     y, box, rounding = (tables.each(x) for x in (machines.y, machines.box, machines.rounding))
-    own, table = kept * (1 - at_rest), problem.kernels(tables.table).table
-    held = Held(end.alpha, end.u_moved, y, box, end.place, rounding, table, own, stuck)
+    own, table = end.own * (1 - at_rest), problem.kernels(tables.table).table
+    held = Held(end.alpha, end.u_moved, y, box, end.place, rounding, table, own, end.held)
     bias = bias_by_free(held)
     is_midpoint = bias.isnan()
     none = subset(is_midpoint)
     if none.numel():
-        middle = midpoint_bias(_by_all(end, kept, stuck, none))
+        middle = midpoint_bias(end.solutions(none))
         bias = torch.where(is_midpoint, bias.index_copy(0, none, middle), bias)
     violation = (end.over + bias).maximum(-(end.under + bias))
     count, pull = count - end.y_r * lost, pull - end.y_r * gone
