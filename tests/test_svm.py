@@ -473,7 +473,8 @@ def test_a_gap_that_is_not_a_number_proves_nothing():
     u = (alpha * y) @ K
     box = torch.ones(2, 30, dtype=torch.float64).scatter(1, r[:, None], 0.0)
     bias = torch.tensor([0.0, torch.nan], dtype=torch.float64)
-    sign, gap, _ = gap_ball_sign(K, y, Held(alpha, u, box, r, in_double(K)[1]), bias)
+    held = Held(alpha, u, y, box, r, in_double(K)[1], torch.zeros_like(r))
+    sign, gap, _ = gap_ball_sign(K[None], held, bias)
     assert gap.isnan().tolist() == [False, True]
     assert sign[1] == 0
 
@@ -704,7 +705,9 @@ def test_a_nearly_singular_free_set_has_margin_zero_and_balance():
     free = torch.arange(25) < 6
     box = torch.full_like(y, 3e4)
     sets = exact.Sets(box[None], torch.zeros(1).double(), free[None], ~free[None])
-    solution = exact._active_set_solution(_problem(rbf(X, 30.0), y, box), sets)
+    problem = _problem(rbf(X, 30.0), y, box)
+    equations = exact._equations(problem, sets.free)
+    solution = exact._active_set_solution(problem, sets, equations, tight=False)
     assert float(solution.margin[0, free].abs().max()) <= 1e-8
     assert abs(float(solution.alpha[0] @ y)) <= 1e-6
 

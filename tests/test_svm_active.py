@@ -12,18 +12,19 @@ from torch.testing import assert_close
 from torchloo.svm import svm_lco, svm_loo
 from torchloo.svm.proof.active import proved_sign, value_error
 from torchloo.svm.proof.certify import Held, gap_ball_sign
+from torchloo.svm.records import Exact, SVMProblem
 
 
 def _solved(K, y, C):
     """One problem and its solution, without the axis of the stack."""
     problem, full = solved(K, y, torch.full_like(y, C))
-    return problem.one(0), full.part(0)
+    return SVMProblem(*(x[0] for x in problem[:-1])), Exact(*(x[0] for x in full[:-1]))
 
 
 def _held(problem, alpha, box=None):
     """One solution, whose target is row 0."""
-    u, first = (alpha * problem.y) @ problem.K, torch.zeros(1, dtype=torch.long)
-    return Held(alpha[None], u[None], problem.box if box is None else box, first, problem.rounding)
+    y, u, first = problem.y, (alpha * problem.y) @ problem.K, torch.zeros(1, dtype=torch.long)
+    return Held(alpha[None], u[None], y, problem.box if box is None else box, first, problem.rounding, first)
 
 
 def _solve(M, rhs):
@@ -65,7 +66,7 @@ def test_decision_values_are_off_by_no_more_than_is_said(seed, kernel, C):
     X, y = toy(seed, n=14)
     problem, full = _solved(X @ X.T if kernel == "linear" else rbf(X), y, C)
     held = _held(problem, full.alpha)
-    error = value_error(problem.K, problem.y, held, full.bias[None])[0]
+    error = value_error(problem.K[None], held, full.bias[None])[0]
     exact, optimal = _exactly(problem, full.alpha)
     assert optimal
     assert bool(error.isfinite().all())
@@ -84,7 +85,7 @@ def test_what_is_proved_of_a_disturbed_solution_is_true(seed, C, size):
     touched = torch.rand(10, generator=g) < 0.5
     alpha = (full.alpha + noise * touched).clamp_min(0).minimum(problem.box)
     held = _held(problem, alpha)
-    error = value_error(problem.K, problem.y, held, full.bias[None])[0]
+    error = value_error(problem.K[None], held, full.bias[None])[0]
     if bool(error.isinf().any()):
         assert bool(error.isinf().all())
         return
@@ -101,7 +102,7 @@ def test_a_wrong_active_set_proves_nothing():
     K, y, box = problem.K, problem.y, problem.box
 
     def proved(alpha):
-        return bool(value_error(K, y, _held(problem, alpha), full.bias[None]).isfinite().all())
+        return bool(value_error(K[None], _held(problem, alpha), full.bias[None]).isfinite().all())
 
     assert proved(full.alpha)
     i = int(full.free.nonzero()[0])
@@ -114,7 +115,7 @@ def test_a_wrong_active_set_proves_nothing():
     parts = {"y": y[copies], "box": box[copies], "rounding": problem.rounding[copies]}
     twice = problem._replace(K=K[copies][:, copies], **parts)
     half = full.alpha[copies].index_copy(0, torch.tensor([i, len(y)]), full.alpha[[i, i]] / 2)
-    error = value_error(twice.K, twice.y, _held(twice, half), full.bias[None])
+    error = value_error(twice.K[None], _held(twice, half), full.bias[None])
     assert bool(error.isinf().all())
 
 
@@ -127,10 +128,10 @@ def test_a_variable_without_a_box_has_no_wrong_side():
     alpha = torch.zeros(20, dtype=torch.float64).masked_scatter(others, without.alpha)
     u, target = (alpha * y) @ rbf(X), torch.tensor([r])
     box, rounding = torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
-    gone = Held(alpha[None], u[None], box, target, rounding, torch.zeros(1, dtype=torch.float64))
-    assert bool(value_error(rbf(X), y, gone, without.bias[None]).isfinite().all())
-    still_there = Held(alpha[None], u[None], box, target, rounding)
-    assert bool(value_error(rbf(X), y, still_there, without.bias[None]).isinf().all())
+    still_there = Held(alpha[None], u[None], y, box, target, rounding, torch.zeros_like(target))
+    gone = still_there._replace(own=torch.zeros(1, dtype=torch.float64))
+    assert bool(value_error(rbf(X)[None], gone, without.bias[None]).isfinite().all())
+    assert bool(value_error(rbf(X)[None], still_there, without.bias[None]).isinf().all())
 
 
 @pytest.mark.parametrize("n", [60, 200])
@@ -149,9 +150,10 @@ def test_the_active_set_is_asked_only_where_the_ball_is_too_wide():
     X, y = toy(200, n=200, d=10)
     problem, full = _solved(X @ X.T, y, 1e6)
     held = _held(problem, full.alpha)
-    held = held._replace(alpha=held.alpha.expand(200, -1), u=held.u.expand(200, -1), target=torch.arange(200))
+    alpha, u, first = held.alpha.expand(200, -1), held.u.expand(200, -1), held.table.expand(200)
+    held = held._replace(alpha=alpha, u=u, target=torch.arange(200), table=first)
     bias = full.bias.expand(200)
-    ball, both = (proof(problem.K, problem.y, held, bias) for proof in (gap_ball_sign, proved_sign))
+    ball, both = (proof(problem.K[None], held, bias) for proof in (gap_ball_sign, proved_sign))
     assert int((ball.sign == 0).sum()) > 20
     assert bool((both != 0).all())
     assert bool((both[ball.sign != 0] == ball.sign[ball.sign != 0]).all())

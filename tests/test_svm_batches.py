@@ -13,6 +13,7 @@ from torchloo.svm import stacked, svm_lco, svm_loo
 from torchloo.svm.outcomes import in_stacks, stacks
 from torchloo.svm.path import follow, unlearn
 from torchloo.svm.path.state import Ends
+from torchloo.svm.records import Targets
 from torchloo.svm.solve import interior
 from torchloo.svm.solve.exact import solve_exactly
 from torchloo.svm.solve.low_rank import in_double
@@ -177,9 +178,8 @@ def _followed(K, y, C, stop_at_error):
     ((_, problem),) = merge_duplicates(double.K, y[None], box, double.rounding)
     full = solve_exactly(problem)
     variable = (full.alpha[0] > 0).nonzero()[:, 0]
-    targets = unlearn.Targets(torch.zeros_like(variable), variable, full.alpha.new_zeros(len(variable)))
+    targets = Targets(torch.zeros_like(variable), variable, full.alpha.new_zeros(len(variable)))
     tableau = unlearn._tableaux(problem, full, targets, not stop_at_error, whole=True)
-    row, column = tableau.find(targets.table, variable)
     base = unlearn.perturbed_base(problem, full, tableau)
     rounds = []
     one_round = follow._round
@@ -188,7 +188,7 @@ def _followed(K, y, C, stop_at_error):
             follow, "_round", lambda *args, **options: rounds.append(1) or one_round(*args, **options)
         )
         with Counting() as counting:
-            ends = follow.follow(base, targets.table, row, column, targets.room(full), stop_at_error)
+            ends = follow.follow(base, targets.table, variable, targets.room(full), stop_at_error)
     return Ends.cat(ends), len(rounds), counting.synchronisations
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchloo.svm import RESOLVED_BY, svm, svm_loo
-from torchloo.svm.path.unlearn import Targets, unlearn
+from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
-from torchloo.svm.records import RowOutcome
+from torchloo.svm.records import RowOutcome, Targets
 from torchloo.svm.result import BALL, BOUND
 from torchloo.svm.smo import bound, loo_smo
 from torchloo.svm.smo.options import SMOOptions
@@ -109,7 +109,7 @@ class Telling(bound.DualBound):
     def _proofs(self, s, rows: Tensor) -> tuple[Tensor, Tensor]:
         self.asked[-1] += self.target[rows].tolist()
         done = torch.isin(self.target[rows], torch.tensor(self.rows[: self.proves]))
-        return done.to(s.y), done.long() * bound.BOUND
+        return done.to(s.y), done.long() * BOUND
 
 
 @pytest.mark.parametrize("proves", [0, 4, 5, 10])
@@ -264,12 +264,13 @@ def test_machines_on_several_kernel_matrices_are_checked_as_each_alone():
     boxes = box[table].scatter(1, target[:, None], 0.0)
     end = smo(K, y[table], boxes, torch.zeros_like(boxes), 1.0, table, SMOOptions(newton=0))
     u, labels = end.F + y[table], y[table]
-    held = Held(end.alpha, u, boxes, target, rounding[table], table=table)
-    proof = gap_ball_sign(K, labels, held, end.bias)
+    held = Held(end.alpha, u, labels, boxes, target, rounding[table], table)
+    proof = gap_ball_sign(K, held, end.bias)
     assert 0 < int((proof.sign == 0).sum()) < 60
     for t in range(3):
         of = slice(24 * t, 24 * t + 24)
-        one = Held(end.alpha[of], u[of], boxes[of], target[of], rounding[t])
-        alone = gap_ball_sign(K[t], y[t], one, end.bias[of])
+        first = torch.zeros_like(target[of])
+        one = Held(end.alpha[of], u[of], y[t], boxes[of], target[of], rounding[t], first)
+        alone = gap_ball_sign(K[t : t + 1], one, end.bias[of])
         assert torch.equal(proof.sign[of], alone.sign)
         assert_close(proof.gap[of], alone.gap)

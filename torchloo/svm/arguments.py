@@ -26,7 +26,7 @@ class Caller(NamedTuple):
 def checked(
     caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of one batch shape, to which K only broadcasts, or an error that names what is wrong."""
+    """K, y, boxes and weight of one batch shape, to which K only broadcasts, or an error."""
     function, matrix = caller
     require_floating(function, **{matrix: K}, y=y)
     if not values_visible(K, y):
@@ -59,12 +59,13 @@ def checked(
     )
     batch = batch_of(function, {matrix: (K, 2), "y": (y, 1), "weight": (weight, 1), "C": (C, 0)})
     name, weight = ("C", torch.ones_like(y)) if weight is None else ("C * weight", weight)
-    box = C[..., None] * weight
+    weight = weight.expand(*batch, n)
+    box = C.expand(batch)[..., None] * weight
     guard.positive(**{name: box})
     expected = f"{name} must be at least {FEW_DIGITS:.1e} in some row; use a larger C"
     guard.require(box.amax(-1) >= FEW_DIGITS, expected)
     guard.check()
-    return K, y.expand(*batch, n), C.expand(batch), weight.expand(*batch, n)
+    return K, y.expand(*batch, n), box, weight
 
 
 def batch_of(function: str, given: dict[str, tuple[Tensor | None, int]]) -> torch.Size:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchloo.svm.arguments import Caller, checked, indefinite
 from torchloo.svm.outcomes import in_stacks
 from torchloo.svm.proof.certify import Held, held_out_bias
-from torchloo.svm.records import Exact, SVMProblem, duality_gap
+from torchloo.svm.records import Exact, Solved, SVMProblem, duality_gap
 from torchloo.svm.solve.exact import relative_gap, solve_exactly
 from torchloo.svm.solve.low_rank import InDouble, in_double
 from torchloo.svm.solve.merge import merge_duplicates
@@ -63,10 +63,6 @@ class SVMFit(NamedTuple):
             return K_new @ self.coef + self.bias[..., None, :]
         return (K_new @ self.coef[..., None])[..., 0] + self.bias[..., None]
 
-    def machine(self, number: int) -> "SVMFit":
-        """One of several machines (B, n)."""
-        return SVMFit(self.coef[number], self.bias[number], self.outputs[number], self.gap[number])
-
     def to(self, dtype: torch.dtype) -> "SVMFit":
         """In a dtype."""
         coef, bias, outputs, gap = (field.to(dtype) for field in self[:4])
@@ -109,8 +105,7 @@ def svm(K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None = None) -
 
 def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tensor | None) -> SVMFit:
     """`svm`, with errors in the words of the caller."""
-    K, y, C, weight = checked(caller, K, y, C, weight)
-    box = C[..., None] * weight
+    K, y, box, _ = checked(caller, K, y, C, weight)
     parts = in_stacks(lambda stack: trained(caller, *stack), K, y, box)
     with torch.no_grad():
         coef, bias, outputs, gap = (
@@ -121,10 +116,10 @@ def train(caller: Caller, K: Tensor, y: Tensor, C: float | Tensor, weight: Tenso
 
 
 def trained(caller: Caller, K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = None) -> SVMFit:
-    """The machines of B problems as `stacks` gives them, in float64; errors name the caller."""
+    """The machines of B problems as `stacks` gives them; errors name the caller."""
     matrix = in_double(K)
-    fits = y.new_empty(len(y), 2 * y.shape[1] + 2, dtype=torch.float64)
-    for rows, problem, full in _solve_problems(caller, K, matrix, y.double(), box.double(), kernel):
+    fits = y.new_empty(len(y), 2 * y.shape[1] + 2)
+    for rows, problem, full in _solve_problems(caller, K, matrix, y, box, kernel):
         fits[rows] = torch.cat(_fields(problem, full), 1)
     coef, outputs, rest = fits.split([y.shape[1], y.shape[1], 2], 1)
     bias, gap = rest.unbind(1)
@@ -139,15 +134,10 @@ def _fields(problem: SVMProblem, full: Exact) -> tuple[Tensor, ...]:
     v = problem.variable
     share = problem.row_box / problem.box.gather(1, v)
     coef = (full.alpha * problem.y).gather(1, v) * share / problem.scale[:, None]
-    u = problem.product(full.alpha * problem.y)
-    nothing = torch.zeros_like(v[:, 0])
-    bias = held_out_bias(problem.y, Held(full.alpha, u, problem.box, nothing, problem.rounding))[0][:, None]
+    held = Held.full(problem, full)
+    bias = held_out_bias(held)[0][:, None]
     gap = duality_gap(full.alpha, full.margin, problem.box) / problem.scale
-    return coef, (u + bias).gather(1, v), bias, gap[:, None]
-
-
-Solved = tuple[Tensor, SVMProblem, Exact]
-"""Which problems of a batch are solved here, (B,), merged, and their solutions."""
+    return coef, (held.u + bias).gather(1, v), bias, gap[:, None]
 
 
 def solve_problems(

@@ -34,26 +34,17 @@ _ROWS = (
 _TOGETHER = 2**18  # entries of the equations of machines that are solved at once: more leave a CPU's cache
 
 
-@dataclass
 class HeldOutMachines:
     """The n held-out machines of each of T problems, by rows, in the units of the caller's K and C.
 
-    Rows are numbered from 0 to T n. What is not entered is 0: an output that depends on nothing.
+    `coef` has a_r, `adjoint` e_r - lambda_r and `box_rate` d f_r / d C_j at fixed K, (T n, n) each. Rows are
+    numbered from 0 to T n. What is not entered is 0: an output that depends on nothing.
     """
 
-    problem: SVMProblem
-    coef: Tensor
-    """a_r, (T n, n)."""
-    adjoint: Tensor
-    """e_r - lambda_r, (T n, n)."""
-    box_rate: Tensor
-    """d f_r / d C_j at fixed K, (T n, n)."""
-
-    @classmethod
-    def none(cls, problem: SVMProblem) -> "HeldOutMachines":
-        """Outputs that depend on nothing."""
+    def __init__(self, problem: SVMProblem) -> None:
+        self.problem = problem
         size, n = problem.variable.shape
-        return cls(problem, *(problem.K.new_zeros(size * n, n) for _ in range(3)))
+        self.coef, self.adjoint, self.box_rate = (problem.K.new_zeros(size * n, n) for _ in range(3))
 
     def enter(
         self,
@@ -117,7 +108,7 @@ class Deferred:
 
     def __call__(self) -> HeldOutMachines:
         """Make them."""
-        machines = HeldOutMachines.none(self.problem)
+        machines = HeldOutMachines(self.problem)
         self.enter(machines)
         return machines
 

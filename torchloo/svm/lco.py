@@ -10,7 +10,7 @@ from torchloo.svm import result as code
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems
 from torchloo.svm.gradient import Deferred, HeldOutMachines, in_parts_of_rows
-from torchloo.svm.outcomes import Stack, assembled, in_order, in_stacks
+from torchloo.svm.outcomes import Stack, assembled, by_groups, in_stacks
 from torchloo.svm.proof.active import proved_sign
 from torchloo.svm.proof.certify import Held, held_out_bias
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem
@@ -74,25 +74,22 @@ def leave_clusters_out(
     guard = Guard(function)
     guard.positive(epsilon=epsilon)
     guard.check()
-    K, y, C, weight = checked(caller, K, y, C, weight)
+    K, y, box, weight = checked(caller, K, y, C, weight)
     labels = torch.from_numpy(host_labels(function, clusters, y.shape[-1]))
     if len(labels.unique()) < 2:
         raise ValueError(
             f"{function}: clusters must leave some rows in, got one cluster that holds every row"
         )
-    box = C[..., None] * weight
     trace = torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
 
     epsilon_of_smo = epsilon if method == "smo" else None
     names, member = torch.unique(labels.to(y.device), return_inverse=True)
 
+    def without_each(problem: SVMProblem, full: Exact) -> RowOutcome:
+        return _without_clusters(problem, full, member, len(names), epsilon_of_smo, trace)
+
     def work(stack: Stack) -> RowOutcome:
-        groups = solve_problems(caller, stack[0], stack[1].double(), stack[2].double(), stack[3])
-        found = [
-            _without_clusters(problem, full, member, len(names), epsilon_of_smo, trace)
-            for _, problem, full in groups
-        ]
-        return in_order([numbers for numbers, _, _ in groups], found)
+        return by_groups(solve_problems(caller, *stack), without_each)
 
     return assembled(K, y, box, weight, in_stacks(work, K, y, box, trace), labels)
 
@@ -185,18 +182,15 @@ def _judged(
 
     By solutions (N, m) of the problems `table` (N,): row i by solution machine[i], at variable target[i].
     """
-    kernels, y = problem.kernels(table), problem.y[table]
-    u = kernels.product(alpha * y, problem.K)
-    first = torch.zeros_like(table)
-    held = Held(alpha, u, boxes, first, problem.rounding[table], table=kernels.table)
-    bias, _ = held_out_bias(y, held)
+    held = Held.of(problem, table, alpha, boxes, torch.zeros_like(table))
+    bias, _ = held_out_bias(held)
     outputs, proved = [], []
     each = max(1, _TOGETHER // alpha.shape[1])
     for own, variables in zip(machine.split(each), target.split(each), strict=True):
         its = held.take(own)._replace(target=variables)
         f = its.of_target(its.u) + bias[own]
         outputs.append(f)
-        proved.append(proved_sign(problem.K, y[own], its, bias[own]) * f > 0)
+        proved.append(proved_sign(problem.K, its, bias[own]) * f > 0)
     return torch.cat(outputs), torch.cat(proved)
 
 
@@ -214,4 +208,4 @@ def _deferred(
         parts = alpha[some].flatten(0, 1), boxes[some].flatten(0, 1)
         machines.enter(rows, which, table, *parts, member)
 
-    return Deferred(problem.part(some), every, enter)
+    return Deferred(problem.take(some), every, enter)

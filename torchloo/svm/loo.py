@@ -6,9 +6,9 @@ from torch import Tensor
 from torchloo.guards import Guard
 from torchloo.svm.arguments import Caller, checked
 from torchloo.svm.fit import solve_problems, trained
-from torchloo.svm.outcomes import Stack, assembled, in_order, in_stacks
+from torchloo.svm.outcomes import Stack, assembled, by_groups, in_stacks
 from torchloo.svm.path.loo_path import leave_one_out_by_path
-from torchloo.svm.records import RowOutcome
+from torchloo.svm.records import Exact, RowOutcome, SVMProblem
 from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import leave_one_out_by_smo
 from torchloo.svm.smo.options import SMOOptions, check_options
@@ -86,16 +86,31 @@ def leave_one_out(
     guard.positive(epsilon=epsilon)
     guard.check()
     variant = check_options(function, smo, method)
-    K, y, C, weight = checked(caller, K, y, C, weight)
+    K, y, box, weight = checked(caller, K, y, C, weight)
     if rows is not None:
         _check_rows(function, rows, y.shape[-1])
-    box = C[..., None] * weight
     trace = values and torch.is_grad_enabled() and (K.requires_grad or box.requires_grad)
 
-    def work(stack: Stack) -> RowOutcome:
-        return _outcomes(caller, stack, method, values, epsilon, rows, trace, variant)
+    def without_each_row(problem: SVMProblem, full: Exact) -> RowOutcome:
+        return leave_one_out_by_path(problem, full, values, trace, checks=method == "auto", only=rows)
 
-    outcomes = in_stacks(work, K, y, box, trace)
+    def by_path(stack: Stack) -> RowOutcome:
+        groups = solve_problems(caller, *stack)
+        try:
+            return by_groups(groups, without_each_row)
+        except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{function}: {caller.matrix} is too ill-conditioned to follow its paths; "
+                "scale the inputs or use a smaller C"
+            ) from failure
+
+    def by_smo(stack: Stack) -> RowOutcome:
+        K, y, box, kernel = stack
+        fit = trained(caller, *stack)
+        K = K if kernel is None else K[kernel]
+        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, variant, rows)
+
+    outcomes = in_stacks(by_smo if method == "smo" else by_path, K, y, box, trace)
     return assembled(K, y, box, weight, outcomes, values=values)
 
 
@@ -105,33 +120,3 @@ def _check_rows(function: str, rows: Tensor, n: int) -> None:
         raise TypeError(f"{function}: rows must be a boolean tensor ({n},), got {type(rows).__name__}")
     if rows.dtype != torch.bool or rows.shape != (n,):
         raise ValueError(f"{function}: rows must be boolean ({n},), got {rows.dtype} {tuple(rows.shape)}")
-
-
-def _outcomes(
-    caller: Caller,
-    stack: Stack,
-    method: str,
-    values: bool,
-    epsilon: float,
-    rows: Tensor | None,
-    trace: bool,
-    smo: SMOOptions,
-) -> RowOutcome:
-    """Leave-one-out of stacked problems; those with as many variables are solved and followed together."""
-    K, y, box, kernel = stack[0], stack[1].double(), stack[2].double(), stack[3]
-    if method == "smo":
-        fit = trained(caller, K, y, box, kernel)
-        K = K if kernel is None else K[kernel]
-        return leave_one_out_by_smo(K, y, box, fit, values, epsilon, smo, rows)
-    groups = solve_problems(caller, K, y, box, kernel)
-    try:
-        found = [
-            leave_one_out_by_path(problem, full, values, trace, checks=method == "auto", only=rows)
-            for _, problem, full in groups
-        ]
-    except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{caller.function}: {caller.matrix} is too ill-conditioned to follow its paths; "
-            "scale the inputs or use a smaller C"
-        ) from failure
-    return in_order([numbers for numbers, _, _ in groups], found)

@@ -1,7 +1,7 @@
 """Outcomes by rows: a batch in stacks that fit, and from what is known of each to one SVMHeldOut."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchloo.memory import keep_freed_memory
-from torchloo.svm.gradient import matrix_numbers, outputs_with_gradient
-from torchloo.svm.records import RowOutcome
+from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
+from torchloo.svm.records import Exact, RowOutcome, Solved, SVMProblem
 from torchloo.svm.result import SVMHeldOut, rounded
 from torchloo.svm.stacked import may_look
 
-__all__ = ["Stack", "assembled", "in_order", "in_stacks", "stacks"]
+__all__ = ["Stack", "assembled", "by_groups", "in_stacks", "stacks"]
 
 _TOGETHER = 2**20  # entries of the kernel matrices of a stack
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
@@ -24,7 +24,7 @@ _WORTH_THREADS = 2**18  # entries of all kernel matrices
 _THREADS = 4  # two take 0.76 of the time of one, so that half of it is the interpreter's: more gain little
 
 Stack = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""K (G, n, n), y and box (B, n), and which K each problem has, ascending, (B,); None: each its own."""
+"""K (G, n, n), y and box (B, n) in float64, and which K each problem has, ascending, (B,); None: its own."""
 
 Found = TypeVar("Found")
 
@@ -35,7 +35,6 @@ def in_stacks(
     y: Tensor,
     box: Tensor,
     trace: bool = True,
-    most: int | None = None,
 ) -> list[Found]:
     """What `work` finds in each of the `stacks`, without a graph, in their order.
 
@@ -47,7 +46,7 @@ def in_stacks(
     small = n**2 <= _TOGETHER and problems * n**2 >= _WORTH_THREADS
     # A mode that observes operations belongs to the thread that has entered it.
     workers = min(threads, _THREADS) if small and may_look(K) and not is_in_torch_dispatch_mode() else 1
-    parts = list(stacks(K, y, box, math.ceil(problems / workers) if most is None else most))
+    parts = list(stacks(K, y, box, math.ceil(problems / workers)))
 
     def found(stack: Stack) -> Found:
         # Where no machines are kept for a backward, less work for each operation.
@@ -70,7 +69,7 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int) -> Iterator[Stack]:
     """
     n = y.shape[-1]
     matrices = K.detach().reshape(-1, n, n)
-    labels, boxes = y.reshape(-1, n), box.detach().reshape(-1, n)
+    labels, boxes = y.detach().reshape(-1, n), box.detach().reshape(-1, n)
     number = matrix_numbers(K, y.shape[:-1]).tolist()
     first = 0
     fit = max(1, _TOGETHER // n**2)
@@ -80,8 +79,7 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int) -> Iterator[Stack]:
         kernel = None
         if end - begin < last - first:
             kernel = torch.tensor(number[first:last], device=K.device) - begin
-        K_part = matrices[begin:end]
-        yield K_part, labels[first:last], boxes[first:last], kernel
+        yield matrices[begin:end], labels[first:last].double(), boxes[first:last].double(), kernel
         first = last
 
 
@@ -99,16 +97,20 @@ def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
     yield len(number)
 
 
-def in_order(numbers: list[Tensor], found: list[RowOutcome]) -> RowOutcome:
+def by_groups(groups: list[Solved], leave_out: Callable[[SVMProblem, Exact], RowOutcome]) -> RowOutcome:
     """Outcomes of groups of problems as one, in the order of the problems' numbers."""
+    found = [leave_out(problem, full) for _, problem, full in groups]
     if len(found) == 1:
         return found[0]
+    numbers = [own for own, _, _ in groups]
     order = torch.cat(numbers).argsort()
     *fields, machines = zip(*found, strict=True)
-    deferred = [
-        machine.among(own) for own, part in zip(numbers, machines, strict=True) for machine in part or ()
-    ]
-    return RowOutcome.of([torch.cat(field)[order] for field in fields], deferred or None)
+    return RowOutcome.of([torch.cat(field)[order] for field in fields], _among(numbers, machines) or None)
+
+
+def _among(numbers: Sequence[Tensor], machines: Sequence[list[Deferred] | None]) -> list[Deferred]:
+    """The machines of all groups of problems, whose places in the whole batch are given."""
+    return [one.among(own) for own, part in zip(numbers, machines, strict=True) for one in part or ()]
 
 
 def assembled(
@@ -126,8 +128,6 @@ def assembled(
     f = rounded(f, K.dtype)
     if any(machines) and torch.is_grad_enabled():
         numbers = torch.arange(box.numel() // y.shape[-1], device=K.device)
-        own = numbers.split([len(part[0]) for part in outcomes])
-        pairs = zip(own, machines, strict=True)
-        deferred = [machine.among(places) for places, part in pairs for machine in part or ()]
-        f = outputs_with_gradient(K, box, f, deferred)
+        own = numbers.split([len(part.outputs) for part in outcomes])
+        f = outputs_with_gradient(K, box, f, _among(own, machines))
     return SVMHeldOut.build(y, weight, f, certified, by, iterations, columns, newton, clusters, values)

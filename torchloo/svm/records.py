@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.stacked import Tables, block_of, rows_of, times_vector
+from torchloo.svm.stacked import Tables, block_of, rows_of, take_rows, times_vector
 from torchloo.svm.tolerances import CLOSE, EXACT
 
 if TYPE_CHECKING:
     from torchloo.svm.gradient import Deferred
     from torchloo.svm.solve.systems import Bordered
 
-__all__ = ["Exact", "RowOutcome", "SVMProblem", "Unlearned", "duality_gap", "gap_terms"]
+__all__ = ["Exact", "RowOutcome", "SVMProblem", "Solved", "Targets", "Unlearned", "duality_gap", "gap_terms"]
 
 
 class SVMProblem(NamedTuple):
@@ -52,24 +52,12 @@ class SVMProblem(NamedTuple):
     kernel: Tensor | None = None
     """Which of G kernel matrices each problem has, ascending, (B,); None: each its own."""
 
-    def take(self, rows: Tensor) -> "SVMProblem":
+    def take(self, rows: Tensor | slice) -> "SVMProblem":
         """The problems at `rows`, which ascend if some share a kernel matrix."""
-        others = [x.index_select(0, rows) for x in self[1:-1]]
+        others = [take_rows(x, rows) for x in self[1:-1]]
         if self.kernel is None:
-            return SVMProblem._make([self.K.index_select(0, rows), *others, None])
+            return SVMProblem._make([take_rows(self.K, rows), *others, None])
         return SVMProblem._make([self.K, *others, self.kernel[rows]])
-
-    def part(self, problems: slice) -> "SVMProblem":
-        """The problems of a slice."""
-        others = [x[problems] for x in self[1:-1]]
-        if self.kernel is None:
-            return SVMProblem._make([self.K[problems], *others, None])
-        return SVMProblem._make([self.K, *others, self.kernel[problems]])
-
-    def one(self, t: int) -> "SVMProblem":
-        """Problem t without the axis B."""
-        K = self.K[t if self.kernel is None else int(self.kernel[t])]
-        return SVMProblem._make([K, *(x[t] for x in self[1:-1]), None])
 
     def matrices(self) -> Tensor:
         """The kernel matrix of each problem, (B, m, m)."""
@@ -133,13 +121,9 @@ class Exact(NamedTuple):
         """Whether every condition nearly holds: all that can be had where margins hardly differ, (B,)."""
         return self.slip <= CLOSE
 
-    def take(self, rows: Tensor) -> "Exact":
+    def take(self, rows: Tensor | slice) -> "Exact":
         """The machines at `rows`."""
-        return Exact._make([*(x.index_select(0, rows) for x in self[:-1]), None])
-
-    def part(self, machines: slice | int) -> "Exact":
-        """The machines of a slice, or one without the axis B."""
-        return Exact._make([*(x[machines] for x in self[:-1]), None])
+        return Exact._make([*(take_rows(x, rows) for x in self[:-1]), None])
 
     def replaced(self, rows: Tensor, by: "Exact") -> "Exact":
         """With other solutions of the machines at `rows`."""
@@ -153,6 +137,10 @@ class Exact(NamedTuple):
         return Exact._make([*(torch.where(masks[x.ndim], x, z) for x, z in pairs), None])
 
 
+Solved = tuple[Tensor, SVMProblem, Exact]
+"""Which problems of a batch are solved here, (B,), merged, and their solutions."""
+
+
 def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
     """What each variable adds to the duality gap, for margins y f - 1 and 0 <= alpha <= box; (..., m).
 
@@ -164,6 +152,31 @@ def gap_terms(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
 def duality_gap(alpha: Tensor, margin: Tensor, box: Tensor) -> Tensor:
     """Primal minus dual objective, but for an imbalance of y^T alpha; (...)."""
     return gap_terms(alpha, margin, box).sum(-1)
+
+
+class Targets(NamedTuple):
+    """What is to go from T machines."""
+
+    table: Tensor
+    """Numbers of the machines, ascending, (N,)."""
+
+    variable: Tensor
+    """Variables, each to be lowered alone, (N,)."""
+
+    kept: Tensor
+    """What is left of their boxes: alpha is lowered to it, (N,)."""
+
+    def take(self, rows: Tensor | slice) -> "Targets":
+        """Those at `rows`."""
+        return Targets(*(take_rows(x, rows) for x in self))
+
+    def room(self, full: Exact) -> Tensor:
+        """How far alpha of each has to go, (N,)."""
+        return full.alpha[self.table, self.variable] - self.kept
+
+    def boxes(self, problem: SVMProblem) -> Tensor:
+        """The boxes of each machine without what goes, (N, m)."""
+        return problem.box[self.table].scatter(1, self.variable[:, None], self.kept[:, None])
 
 
 class Unlearned(NamedTuple):

@@ -19,6 +19,7 @@ __all__ = [
     "rows_of",
     "set_of",
     "subset",
+    "take_rows",
     "times_vector",
     "weighted_rows",
 ]
@@ -39,6 +40,11 @@ def may_look(x: Tensor) -> bool:
 def rounds_per_look(x: Tensor) -> int:
     """After how many rounds a loop over x may look at values again."""
     return 1 if may_look(x) else _ROUNDS
+
+
+def take_rows(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """x at `rows` of its first axis; a view if they are a slice."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def subset(mask: Tensor) -> Tensor:
@@ -69,12 +75,17 @@ def _select(x: Tensor, rows: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
 
 
+def _row_numbers(K: Tensor, S: Tensor, which: Tensor | None) -> Tensor:
+    """Rows S (B, s) of K (B, m, m), or of `which` (B,) of several K (G, m, m), counted through all of K."""
+    which = torch.arange(len(K), device=K.device) if which is None else which
+    return torch.add(S, which[:, None], alpha=K.shape[1])
+
+
 def rows_of(K: Tensor, S: Tensor, which: Tensor | None = None) -> Tensor:
     """Rows S (B, s) of K (B, m, m), or of `which` (B,) of several K (G, m, m): (B, s, m)."""
     if len(S) == 1 and which is None:
         return K[0].index_select(0, S[0])[None]
-    which = torch.arange(len(K), device=K.device) if which is None else which
-    return _select(K, torch.add(S, which[:, None], alpha=K.shape[1]))
+    return _select(K, _row_numbers(K, S, which))
 
 
 def columns_of(x: Tensor, S: Tensor) -> Tensor:
@@ -95,8 +106,7 @@ def block_of(K: Tensor, S: Tensor, T: Tensor | None = None, which: Tensor | None
     if (len(S) == 1 and which is None) or 2 * T.shape[1] > m:
         return columns_of(rows_of(K, S, which), T)
     # Entry by entry, which takes half of the time where most columns are not wanted.
-    which = torch.arange(len(K), device=K.device) if which is None else which
-    rows = torch.add(S, which[:, None], alpha=K.shape[1])
+    rows = _row_numbers(K, S, which)
     return entries(K, torch.add(T[:, None], rows[:, :, None], alpha=m))
 
 

@@ -44,25 +44,25 @@ _NEVER = 1e-300  # 1 / step where nothing blocks
 def follow(
     base: Base,
     table: Tensor,
-    row: Tensor,
-    target: Tensor,
+    variable: Tensor,
     room: Tensor,
     stop_at_error: bool = False,
     most_events: int | None = None,
     distances: bool = False,
 ) -> list[Ends]:
-    """Lower alpha of each target by its room and return where each problem ends, by sizes of change sets.
+    """Lower alpha of each variable by its room and return where each problem ends, by sizes of change sets.
 
     Args:
         base: T full solutions.
-        table, row, target, room: full solution, row, column and distance of each problem, (B,).
-        stop_at_error: end as soon as y_r f_r < 0: it never rises again. Every target needs a column.
+        table, variable, room: full solution, variable and distance of each problem, (B,).
+        stop_at_error: end as soon as y_r f_r < 0: it never rises again. Every variable needs a column.
         most_events: give problems up after so many rounds; default 200 and one for each column.
         distances: whether the distances of the ends are asked for.
 
     Cost O(l k + k^2) an event for l columns and k changes. Memory O(l) for each problem.
     """
     shared = Shared(base, stop_at_error, distances)
+    row, target = base.tableau.find(table, variable)
     most_events = 200 + shared.width if most_events is None else most_events
     ended: list[Ends] = []
     most = max(1, _BLOCK // shared.width)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from torchloo.svm import result as code
 from torchloo.svm.gradient import Deferred, HeldOutMachines, in_parts_of_rows
-from torchloo.svm.path.unlearn import Targets, unlearn
+from torchloo.svm.path.unlearn import unlearn
 from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
-from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Unlearned
+from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Targets, Unlearned
 from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.tolerances import NOTHING, at_bound, is_free, size
@@ -140,35 +140,18 @@ def _settle_without_free(rows: _Rows, inner: Tensor, width: Tensor) -> Tensor:
         return loose
     table = index // v.shape[1]
     target, kept = rows.at(v, index), rows.at(rows.kept, index)
-    held = _held(problem, table, rows.full.alpha[table], target, kept)
-    outputs, certified = judged(problem.K, problem.y[table], held)
+    held = Held.of(problem, table, rows.full.alpha[table], problem.box[table], target, kept)
+    outputs, certified = judged(problem.K, held)
     rows.put(index, outputs=outputs, certified=certified)
     return loose & filled
 
 
 def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
     """Signs of the full machines' decision values that their active sets prove, else 0, (T, m)."""
-    every = torch.arange(len(problem.y), device=problem.y.device)
-    u = problem.product(full.alpha * problem.y)
-    held = Held(
-        full.alpha,
-        u,
-        problem.box,
-        torch.zeros_like(every),
-        problem.rounding,
-        table=problem.kernels(every).table,
-    )
-    error = value_error(problem.K, problem.y, held, full.bias)
-    f = u + full.bias[:, None]
+    held = Held.full(problem, full)
+    error = value_error(problem.K, held, full.bias)
+    f = held.u + full.bias[:, None]
     return f.sign() * (f.abs() > error)
-
-
-def _held(problem: SVMProblem, table: Tensor, alpha: Tensor, target: Tensor, kept: Tensor) -> Held:
-    """Solutions (N, m) of machines (N,) whose box of the target is what other rows leave of it."""
-    kernels = problem.kernels(table)
-    u = kernels.product(alpha * problem.y[table], problem.K)
-    box, rounding = problem.box[table], problem.rounding[table]
-    return Held(alpha, u, box, target, rounding, kept, table=kernels.table)
 
 
 def _with_refits(
@@ -179,8 +162,9 @@ def _with_refits(
     left = (~end.solved).nonzero()[:, 0]
     if not left.numel():
         return end, by
-    table, target, kept = targets.take(left)
-    boxes = _boxes(problem, table, target, kept)
+    gone = targets.take(left)
+    table, target, kept = gone
+    boxes = gone.boxes(problem)
     near = full.alpha[table].clamp_min(0).minimum(boxes)
 
     def solve(smaller: SVMProblem, rows: Tensor, V: Tensor) -> Exact:
@@ -189,7 +173,8 @@ def _with_refits(
         return _solve_near(smaller, Sets(alpha, its.bias, free, upper))
 
     alpha = solve_smaller(problem, table, boxes, near, solve=solve)
-    output, proved = judged(problem.K, problem.y[table], _held(problem, table, alpha, target, kept))
+    held = Held.of(problem, table, alpha, problem.box[table], target, kept)
+    output, proved = judged(problem.K, held)
     alpha = alpha if end.alpha.shape[1] else end.alpha[left]
     anew = Unlearned(output, proved, proved, end.events[left], alpha)
     return end.replaced(left, anew), by.index_fill(0, left, code.REFIT)
@@ -228,7 +213,7 @@ def _deferred(rows: _Rows, same: Tensor, filled: Tensor, paths: _Paths | None, s
     """
     n = rows.y.shape[1]
     every = torch.arange(len(rows.y), device=rows.y.device)[some]
-    problem, full = rows.problem.part(some), rows.full.part(some)
+    problem, full = rows.problem.take(some), rows.full.take(some)
     same, filled, kept = (x[some].flatten() for x in (same, filled, rows.kept))
 
     def enter(machines: HeldOutMachines) -> None:
@@ -236,26 +221,21 @@ def _deferred(rows: _Rows, same: Tensor, filled: Tensor, paths: _Paths | None, s
         machines.enter(own, own // n, every - some.start, full.alpha, problem.box)
         own = filled.nonzero()[:, 0]
         if own.numel():
-            table = own // n
-            box = _boxes(problem, table, problem.variable.flatten()[own], kept[own])
-            machines.enter(own, torch.arange(len(own), device=own.device), table, full.alpha[table], box)
+            gone = Targets(own // n, problem.variable.flatten()[own], kept[own])
+            number = torch.arange(len(own), device=own.device)
+            machines.enter(own, number, gone.table, full.alpha[gone.table], gone.boxes(problem))
         if paths is None:
             return
         own = _between(paths.rows, some.start * n, some.stop * n)
         first = _between(paths.targets.table, some.start, some.stop)
         if own.numel():
-            table, target, left = paths.targets.take(first)
-            table = table - some.start
-            box = _boxes(problem, table, target, left)
+            gone = paths.targets.take(first)
+            gone = gone._replace(table=gone.table - some.start)
             number = paths.number[own] - first[0]
-            machines.enter(paths.rows[own] - some.start * n, number, table, paths.end.alpha[first], box)
+            ends = gone.table, paths.end.alpha[first], gone.boxes(problem)
+            machines.enter(paths.rows[own] - some.start * n, number, *ends)
 
     return Deferred(problem, every, enter)
-
-
-def _boxes(problem: SVMProblem, table: Tensor, target: Tensor, kept: Tensor) -> Tensor:
-    """Boxes (N, m) of the problems `table` (N,), with what is kept (N,) of those of the targets (N,)."""
-    return problem.box[table].scatter(1, target[:, None], kept[:, None])
 
 
 def _between(numbers: Tensor, first: int, end: int) -> Tensor:

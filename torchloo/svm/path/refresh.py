@@ -32,8 +32,9 @@ from torch.nn.functional import pad
 
 from torchloo.svm.path.state import Ends
 from torchloo.svm.path.tableau import Tableau
-from torchloo.svm.records import Exact, SVMProblem
-from torchloo.svm.stacked import Tables, columns_of, set_of, times_vector, weighted_rows
+from torchloo.svm.proof.certify import Held
+from torchloo.svm.records import Exact, SVMProblem, Targets
+from torchloo.svm.stacked import Tables, columns_of, set_of, take_rows, times_vector, weighted_rows
 from torchloo.svm.tolerances import REFINED
 
 __all__ = ["Finish"]
@@ -137,7 +138,7 @@ class _Sets(NamedTuple):
 
     def take(self, rows: Tensor | slice) -> "_Sets":
         """The paths at `rows`."""
-        return _Sets(*(x[rows] if isinstance(rows, slice) else x.index_select(0, rows) for x in self))
+        return _Sets(*(take_rows(x, rows) for x in self))
 
     def respond(self, machines: _Machines, w: Tensor, A_x0: Tensor) -> tuple[Tensor, Tensor]:
         """c (N, k) of Note [refresh] and (A x0 + A_:P c)_S (N, s), from w (N, k) and A x0 (N, l + 2)."""
@@ -155,6 +156,9 @@ class _Sets(NamedTuple):
 class Finish:
     """Where N paths of T machines ended.
 
+    `target` (N,) are the variables that were lowered, `y_r` their labels, `alpha_r` their coefficients at the
+    end and `gone` how far these went down; `own` and `held` are as in `Held`; `tables` says of which machine
+    each path is.
     `alpha` and `u_moved` = K (alpha * y) are those of the a moved variables and the dummy, (N, a + 1), `u_r`
     that of each target, (N,). `over` and `under` (N,) are the largest and the least u - y of the variables at
     rest of which f must not exceed y, or y not f. `stray` (N,) is by how much coefficients lay beyond their
@@ -162,18 +166,17 @@ class Finish:
     """
 
     def __init__(
-        self,
-        problem: SVMProblem,
-        full: Exact,
-        tableau: Tableau,
-        ends: Ends,
-        tables: Tables,
-        target: Tensor,
-        y_r: Tensor,
-        gone: Tensor,
+        self, problem: SVMProblem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets
     ) -> None:
-        """`gone` (N,) is how far alpha of each target (N,), with label y_r (N,), went down."""
-        self.problem, self.full, self.tables, self.target, self.gone = problem, full, tables, target, gone
+        self.problem, self.full, self.target = problem, full, targets.variable
+        self.tables = tables = Tables(targets.table, len(problem.y))
+        r = self.target[:, None]
+        self.y_r, before = (tables.pick(x, r)[:, 0] for x in (problem.y, full.alpha))
+        self.gone = gone = before - targets.kept - ends.room
+        self.alpha_r = before - gone
+        finished = ends.room <= 0
+        self.own = targets.kept * finished
+        self.held = torch.where(finished, 0.0, self.y_r * self.alpha_r)
         dummy = tableau.sign.shape[1] - 2
         upper_before = pad(full.upper.gather(1, tableau.order[:, :dummy]), (0, 2))
         changed = torch.zeros_like(ends.upper).scatter_(1, ends.P, True)
@@ -185,9 +188,7 @@ class Finish:
         changed, jumped, upper = (tables.select(x, machines.columns) for x in (changed, jumped, ends.upper))
         a = machines.variable.shape[1] - 1
         places = torch.full_like(tableau.sign, a, dtype=torch.long)
-        places.scatter_(
-            1, machines.columns[:, :a], torch.arange(a, device=target.device).expand(len(places), -1)
-        )
+        places.scatter_(1, machines.columns[:, :a], torch.arange(a, device=r.device).expand(len(places), -1))
         rows = ends.P + tables.table[:, None] * tableau.A.shape[1]
         self._sets = sets = _Sets(
             P=ends.P,
@@ -197,17 +198,18 @@ class Finish:
             D=tables.pick(tableau.sign, ends.P),
             H=ends.H,
             own=tables.pick(places, ends.target[:, None]),
-            y_gone=(y_r * gone)[:, None],
+            y_gone=(self.y_r * gone)[:, None],
         )
         was_free_r = tables.pick(tableau.sign, ends.target[:, None]) < 0
         x0 = -gone[:, None].masked_fill(was_free_r, 0)
-        self.alpha = _coefficients(machines, tables, sets, (ends.row[:, None], x0), gone, upper, jumped)
+        of_r = self.alpha_r[:, None], ends.row[:, None], x0
+        self.alpha = _coefficients(machines, tables, sets, of_r, upper, jumped)
         self.every = _Every.build(problem, full, machines)
         change, looks = _change(machines, tables, sets, self.alpha), []
         for some, paths in tables.parts(problem.y.shape[1]):
             its, every = tables.part(some, paths), _Every(*(x[some] for x in self.every))
-            u = self._pull(problem.part(some), every, its, paths, change[paths])
-            looks.append(_look(every, its, u, target[paths]))
+            u = self._pull(problem.take(some), every, its, paths, change[paths])
+            looks.append(_look(every, its, u, self.target[paths]))
         self.u_moved, self.u_r, self.over, self.under = (
             found[0] if len(looks) == 1 else torch.cat(found) for found in zip(*looks, strict=True)
         )
@@ -219,16 +221,23 @@ class Finish:
         """The place of each target among the moved variables, a if it has none, (N,)."""
         return self._sets.own[:, 0]
 
+    def solutions(self, rows: Tensor | slice) -> Held:
+        """Those of the paths at `rows`, (R,), by all variables."""
+        problem, its = self.problem, self.tables.take(rows)
+        y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
+        table = problem.kernels(its.table).table
+        solution = self.coefficients(rows), self.u(rows), y, box, self.target[rows], rounding, table
+        return Held(*solution, self.own[rows], self.held[rows])
+
     def coefficients(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """alpha of all variables of the paths at `rows`, (R, m); default all."""
-        its, r = self.tables.take(rows), self.target[rows, None]
-        alpha = self.full.alpha[its.table]
-        alpha_r = alpha.gather(1, r) - self.gone[rows, None]
-        moved = its.insert(alpha, self.machines.variable[:, :-1], self.alpha[rows, :-1])
-        return moved.scatter_(1, r, alpha_r)
+        its = self.tables.take(rows)
+        moved = self.machines.variable[:, :-1]
+        alpha = its.insert(self.full.alpha[its.table], moved, self.alpha[rows, :-1])
+        return alpha.scatter_(1, self.target[rows, None], self.alpha_r[rows, None])
 
-    def u(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """K (alpha * y) of all variables of the paths at `rows`, (R, m); default all."""
+    def u(self, rows: Tensor | slice) -> Tensor:
+        """K (alpha * y) of all variables of the paths at `rows`, (R, m)."""
         its = self.tables.take(rows)
         change = _change(self.machines, its, self._sets.take(rows), self.alpha[rows])
         return self._pull(self.problem, self.every, its, rows, change)
@@ -299,21 +308,19 @@ def _coefficients(
     machines: _Machines,
     tables: Tables,
     sets: _Sets,
-    of_r: tuple[Tensor, Tensor],
-    gone: Tensor,
+    of_r: tuple[Tensor, Tensor, Tensor],
     upper: Tensor,
     jumped: Tensor,
 ) -> Tensor:
     """alpha of Note [refresh], (N, a + 1).
 
-    From the row of A and x0 of r (N, 1), how far it went, and masks (N, a + 1) of what is at its upper bound
-    and of what has gone from bound to bound.
+    From alpha, the row of A and x0 of r, (N, 1) each, and masks (N, a + 1) of what is at its upper bound and
+    of what has gone from bound to bound.
     """
     alpha0, s = tables.each(machines.alpha), machines.A_S.shape[1]
     alpha = upper.to(alpha0) * tables.each(machines.box)  # as if all were bounded: the free have 0
-    alpha_r = tables.pick(machines.alpha, sets.own) - gone[:, None]
+    alpha_r, rows, x0 = of_r
     alpha.scatter_(1, sets.own, alpha_r)
-    rows, x0 = of_r
     most = int(jumped.sum(1).max())
     if most:
         change = (alpha - alpha0).mul_(jumped.to(alpha))

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from torchloo.svm.path.state import TOUCH, Base, Paths
-from torchloo.svm.stacked import rounds_per_look, times_vector
+from torchloo.svm.stacked import entries, rounds_per_look, times_vector
 from torchloo.svm.tolerances import BEYOND, SINGULAR_ENTRY, SINGULAR_EXIT
 
 __all__ = ["Shared", "Turn", "begin_swap", "end_swap"]
@@ -91,8 +91,7 @@ class Shared:
 
     def entries(self, rows: Tensor, P: Tensor) -> Tensor:
         """A_jP for rows j (B,) and columns P (B, k), (B, k)."""
-        index = torch.add(P, rows[:, None], alpha=self.width)
-        return self.rows.view(-1).index_select(0, index.view(-1)).view_as(P)
+        return entries(self.rows, torch.add(P, rows[:, None], alpha=self.width))
 
     def bags(self, moved: Tensor) -> Tensor:
         """Where the change sets `moved` (B, k) begin, one after the other, (B,)."""

@@ -1,7 +1,5 @@
 """Leave-one-out by the exact path: from full solutions to each solution without a row."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,36 +19,15 @@ from torchloo.svm.proof.certify import (
     sign_by_reach,
     smallest_and_sum,
 )
-from torchloo.svm.records import Exact, SVMProblem, Unlearned
+from torchloo.svm.records import Exact, SVMProblem, Targets, Unlearned
 from torchloo.svm.stacked import Tables, subset
 from torchloo.svm.tolerances import CLOSE, EXACT, PERTURBATION, WIDEST
 
-__all__ = ["Targets", "unlearn"]
+__all__ = ["unlearn"]
 
 _FEW = 300  # variables that may all have a column
 _NEAREST, _SHARE = 128, 3  # columns beside the free variables: so many, or a third of all variables
 _SMALL = 2**12  # coefficients at the ends of paths: up to so many, all are looked at
-
-
-class Targets(NamedTuple):
-    """What is to go from T machines."""
-
-    table: Tensor
-    """Numbers of the machines, ascending, (N,)."""
-
-    variable: Tensor
-    """Variables, each to be lowered alone, (N,)."""
-
-    kept: Tensor
-    """What is left of their boxes: alpha is lowered to it, (N,)."""
-
-    def take(self, rows: Tensor) -> "Targets":
-        """Those at `rows`."""
-        return Targets(*(x.index_select(0, rows) for x in self))
-
-    def room(self, full: Exact) -> Tensor:
-        """How far alpha of each has to go, (N,)."""
-        return full.alpha[self.table, self.variable] - self.kept
 
 
 def unlearn(
@@ -86,15 +63,14 @@ def _unlearn(
 ) -> Unlearned:
     """`unlearn` with columns for the free variables and the nearest others, or for all."""
     tableau = _tableaux(problem, full, targets, values, whole)
-    row, column = tableau.find(targets.table, targets.variable)
     base = perturbed_base(problem, full, tableau)
     done = []
-    groups = follow(base, targets.table, row, column, targets.room(full), not values)
+    groups = follow(base, targets.table, targets.variable, targets.room(full), not values)
     for ends in groups:
         its = targets if len(groups) == 1 else targets.take(ends.problem_id)
         every = problem, full, tableau, ends, its
         parts = Tables(its.table, len(problem.y)).parts(tableau.A.shape[2])
-        done += [_certified(*(every if len(parts) == 1 else _part(every, *p)), coefficients) for p in parts]
+        done += [_certified(*_part(every, *part), coefficients) for part in parts]
     if len(done) == 1:
         return done[0]
     found = Unlearned(*(torch.cat(field) for field in zip(*done, strict=True)))
@@ -111,10 +87,10 @@ _Ended = tuple[SVMProblem, Exact, Tableau, Ends, Targets]
 def _part(every: _Ended, machines: slice, rows: slice) -> _Ended:
     """A part as `Tables.parts` gives it, with the numbers of machines and of rows of tableaux that it has."""
     problem, full, tableau, ends, targets = every
-    own, end = Targets(*(x[rows] for x in targets)), Ends(*(x[rows] for x in ends))
+    own, end = targets.take(rows), Ends(*(x[rows] for x in ends))
     own = own._replace(table=own.table - machines.start)
     end = end._replace(row=end.row - machines.start * tableau.A.shape[1])
-    return problem.part(machines), full.part(machines), Tableau(*(x[machines] for x in tableau)), end, own
+    return problem.take(machines), full.take(machines), Tableau(*(x[machines] for x in tableau)), end, own
 
 
 def _tableaux(problem: SVMProblem, full: Exact, targets: Targets, values: bool, whole: bool) -> Tableau:
@@ -141,55 +117,35 @@ def _certified(
     problem: SVMProblem, full: Exact, tableau: Tableau, ends: Ends, targets: Targets, coefficients: bool
 ) -> Unlearned:
     """Ends of paths on the unperturbed data, and what their duality gaps or active sets prove."""
-    tables, r = Tables(targets.table, len(problem.y)), targets.variable
-    y_r, alpha_r = (tables.pick(x, r[:, None])[:, 0] for x in (problem.y, full.alpha))
-    gone, finished = alpha_r - targets.kept - ends.room, ends.room <= 0
-    end = Finish(problem, full, tableau, ends, tables, r, y_r, gone)
-    kept = targets.kept * finished
-    stuck = torch.where(finished, 0.0, y_r * (alpha_r - gone))
-    if len(r) * problem.y.shape[1] <= _SMALL:
-        output, sign, exact = _proof_by_all(problem, end, kept, stuck)
+    end, finished = Finish(problem, full, tableau, ends, targets), ends.room <= 0
+    if len(finished) * problem.y.shape[1] <= _SMALL:
+        output, sign, exact = _proof_by_all(end)
     else:
-        output, sign, exact = _proof_by_moved(problem, full, end, kept, stuck)
+        output, sign, exact = _proof_by_moved(end)
         rows = ((sign == 0) | ~exact).nonzero()[:, 0]
         if rows.numel():
-            output[rows], sign[rows], exact[rows] = _proof_by_all(problem, end, kept, stuck, rows)
-    proved = (sign * output > 0) & (finished | (sign == -y_r)) & ~ends.failed
+            output[rows], sign[rows], exact[rows] = _proof_by_all(end, rows)
+    proved = (sign * output > 0) & (finished | (sign == -end.y_r)) & ~ends.failed
     # A sign may be proved where the value is not: then the path has missed an event.
     proved &= ~finished | exact
-    alpha = end.coefficients() if coefficients else output.new_empty(len(r), 0)
+    alpha = end.coefficients() if coefficients else output.new_empty(len(finished), 0)
     return Unlearned(output, proved, proved | (finished & exact & ~ends.failed), ends.events, alpha)
 
 
-def _proof_by_all(
-    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice = slice(None)
-) -> tuple[Tensor, Tensor, Tensor]:
+def _proof_by_all(end: Finish, rows: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` of the paths at `rows` (R,), default all, by the coefficients of all variables."""
-    y, held = _by_all(problem, end, kept, stuck, rows)
-    return _proof(problem.K, y, held, end.stray[rows])
+    return _proof(end.problem.K, end.solutions(rows), end.stray[rows])
 
 
-def _by_all(
-    problem: SVMProblem, end: Finish, kept: Tensor, stuck: Tensor, rows: Tensor | slice
-) -> tuple[Tensor, Held]:
-    """Labels, (m,) or (R, m), and solutions of the paths at `rows`, (R,), by all variables."""
-    its = end.tables.take(rows)
-    y, box, rounding = (its.each(x) for x in (problem.y, problem.box, problem.rounding))
-    solution = end.coefficients(rows), end.u(rows), box, end.target[rows], rounding
-    return y, Held(*solution, kept[rows], stuck[rows], problem.kernels(its.table).table)
-
-
-def _proof_by_moved(
-    problem: SVMProblem, full: Exact, end: Finish, kept: Tensor, stuck: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _proof_by_moved(end: Finish) -> tuple[Tensor, Tensor, Tensor]:
     """`_proof` by the variables that paths have moved, Note [variables at rest]; open if others are not."""
-    tables, machines, r = end.tables, end.machines, end.target[:, None]
+    problem, full, tables, machines = end.problem, end.full, end.tables, end.machines
     moved = torch.zeros_like(full.free).scatter_(1, machines.variable[:, :-1], True)
     down = (full.upper ^ (problem.y < 0)).to(problem.y)  # 1 for those that push the bias down
-    of_r = (tables.pick(x, r)[:, 0] for x in (problem.y, problem.box, problem.rounding))
-    y_r, box_r, rounding_r = of_r
-    at_rest = (end.place == machines.variable.shape[1] - 1).to(y_r)
-    lost, gone = at_rest * (box_r - kept), at_rest * end.gone
+    r = end.target[:, None]
+    box_r, rounding_r = (tables.pick(x, r)[:, 0] for x in (problem.box, problem.rounding))
+    at_rest = (end.place == machines.variable.shape[1] - 1).to(box_r)
+    lost, gone = at_rest * (box_r - end.own), at_rest * end.gone
     of_machine = torch.stack(
         [
             (((problem.y > 0).to(down) - 1 + down) * problem.box).masked_fill_(moved, 0).sum(1),
@@ -203,39 +159,33 @@ def _proof_by_moved(
     )
     count, pull, doubt, *of_all = tables.each(of_machine).unbind(-1)
     y, box, rounding = (tables.each(x) for x in (machines.y, machines.box, machines.rounding))
-    own = kept * (1 - at_rest)
-    held = Held(end.alpha, end.u_moved, box, end.place, rounding, own, stuck)
-    bias = bias_by_free(y, held)
+    own, table = end.own * (1 - at_rest), problem.kernels(tables.table).table
+    held = Held(end.alpha, end.u_moved, y, box, end.place, rounding, table, own, end.held)
+    bias = bias_by_free(held)
     is_midpoint = bias.isnan()
     none = subset(is_midpoint)
     if none.numel():
-        middle = midpoint_bias(*_by_all(problem, end, kept, stuck, none))
+        middle = midpoint_bias(end.solutions(none))
         bias = torch.where(is_midpoint, bias.index_copy(0, none, middle), bias)
     violation = (end.over + bias).maximum(-(end.under + bias))
-    rest = Rest(violation, count - y_r * lost, pull - y_r * gone, doubt - rounding_r * gone, *of_all)
-    sign, _, slip = sign_by_reach(
-        y,
-        held._replace(rest=rest),
-        bias,
-        end.u_r,
-        reach_of(problem.K, end.target, problem.kernels(tables.table).table),
-        is_midpoint,
-    )
+    count, pull = count - end.y_r * lost, pull - end.y_r * gone
+    rest = Rest(violation, count, pull, doubt - rounding_r * gone, *of_all)
+    reach = reach_of(problem.K, end.target, table)
+    sign, _, slip = sign_by_reach(held._replace(rest=rest), bias, end.u_r, reach, is_midpoint)
     return end.u_r + bias, sign, slip.maximum(end.stray) <= EXACT
 
 
-def _proof(K: Tensor, y: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _proof(K: Tensor, held: Held, stray: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f(x_r), its proved sign or 0, and whether the solution is exact to rounding, (N,) all.
 
     `stray` (N,) is by how much coefficients had to be changed to lie in their boxes.
     """
-    bias, is_midpoint = held_out_bias(y, held)
-    sign, _, slip = gap_ball_sign(K, y, held, bias, is_midpoint)
+    bias, is_midpoint = held_out_bias(held)
+    sign, _, slip = gap_ball_sign(K, held, bias, is_midpoint)
     exact = slip.maximum(stray) <= EXACT
     near = (((sign == 0) | ~exact) & (slip <= CLOSE)).nonzero()[:, 0]
     if near.numel():
-        labels = y if y.ndim == 1 else y[near]
-        by_set, error = sign_by_active_set(K, labels, held.take(near), bias[near])
+        by_set, error = sign_by_active_set(K, held.take(near), bias[near])
         exact[near] |= error.isfinite()
         sign[near] = torch.where(sign[near] == 0, by_set, sign[near])
     return held.of_target(held.u) + bias, sign, exact

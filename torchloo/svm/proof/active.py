@@ -34,33 +34,32 @@ __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
 _TOGETHER = 2**21  # entries of the rows of K of the free sets that are looked at at once
 
 
-def proved_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Tensor:
+def proved_sign(K: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Tensor:
     """The sign of f*(x_r) by the gap ball or else by the active set, +1, -1 or 0 where it is open, (B,)."""
-    sign = gap_ball_sign(K, y, held, bias, is_midpoint).sign
+    sign = gap_ball_sign(K, held, bias, is_midpoint).sign
     rows = (sign == 0).nonzero()[:, 0]
     if rows.numel():
-        labels = y if y.ndim == 1 else y[rows]
-        sign[rows], _ = sign_by_active_set(K, labels, held.take(rows), bias[rows])
+        sign[rows], _ = sign_by_active_set(K, held.take(rows), bias[rows])
     return sign
 
 
-def judged(K: Tensor, y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+def judged(K: Tensor, held: Held) -> tuple[Tensor, Tensor]:
     """f(x_r) of each solution with the bias that it asks for, and whether its sign is proved, (B,) both."""
-    bias, is_midpoint = held_out_bias(y, held)
+    bias, is_midpoint = held_out_bias(held)
     f = held.of_target(held.u) + bias
-    return f, proved_sign(K, y, held, bias, is_midpoint) * f > 0
+    return f, proved_sign(K, held, bias, is_midpoint) * f > 0
 
 
-def sign_by_active_set(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
+def sign_by_active_set(K: Tensor, held: Held, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The sign of f*(x_r), 0 where it is open, and how far f(x_r) may be off, (B,) both."""
-    f, error = held.of_target(held.u) + bias, held.of_target(value_error(K, y, held, bias))
+    f, error = held.of_target(held.u) + bias, held.of_target(value_error(K, held, bias))
     return f.sign() * (f.abs() > error), error
 
 
-def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
+def value_error(K: Tensor, held: Held, bias: Tensor) -> Tensor:
     """How far each u + b may be from its value at the optimum, (B, m); infinite if nothing is proved.
 
-    K and y are as in `gap_ball_sign`. K a is summed in two parts: leading bits, so few that every sum of
+    K is as in `gap_ball_sign`. K a is summed in two parts: leading bits, so few that every sum of
     their products is exact, and the rest, whose rounding does not matter. Only the support vectors of the
     solutions have a part in it.
 
@@ -74,18 +73,18 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
     unit = torch.finfo(K.dtype).eps / 2
     of_sum = (len(support) + 8) * unit  # of the sum of the sizes, in any order
     K_l = K.index_select(1, support)  # (T, l, m)
-    part, of_a = in_parts(K_l.mT), in_parts((held.alpha * y).index_select(1, support))
+    part, of_a = in_parts(K_l.mT), in_parts((held.alpha * held.y).index_select(1, support))
     lead = tables.product(of_a.lead, part.lead.mT)
     size, size_rest = (x.abs().sum(1, keepdim=True) for x in (of_a.lead, of_a.rest))
     rest = tables.product(of_a.lead, part.rest.mT) + tables.product(of_a.rest, K_l)
     most, largest = tables.each(part.most[..., 0]), tables.each(part.largest[..., 0])
-    miss = y - bias[:, None] - lead - rest
+    miss = held.y - bias[:, None] - lead - rest
     rounding = of_sum * (size * most + size_rest * largest)
     rounding += 8 * unit * (1 + bias.abs()[:, None] + lead.abs())
     rounding += (held.alpha * held.rounding).sum(1, keepdim=True) * held.rounding
     imbalance = (of_a.lead.sum(1) + of_a.rest.sum(1)).abs() * (1 + unit)
     imbalance += of_sum * size_rest[:, 0]
-    box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, y))
+    box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, held.y))
     free = is_free(held.alpha, box)
     most_free = max(1, int(free.sum(1).max()))
     each = max(1, _TOGETHER // (held.u.shape[1] * most_free))
@@ -96,8 +95,6 @@ def value_error(K: Tensor, y: Tensor, held: Held, bias: Tensor) -> Tensor:
 
 def _kernels(K: Tensor, held: Held) -> tuple[Tensor, Tables]:
     """The kernel matrices that some solution has, (T, m, m), and which of them each has."""
-    if held.table is None:
-        return K[None], Tables(torch.zeros_like(held.target), 1)
     if len(K) == 1:
         return K, Tables(held.table, 1)
     used, table = held.table.unique(return_inverse=True)

@@ -46,7 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.records import duality_gap, gap_terms
+from torchloo.svm.records import Exact, SVMProblem, duality_gap, gap_terms
 from torchloo.svm.stacked import dot, subset
 from torchloo.svm.tolerances import AT_BOUND, EXACT, LONGER, NOTHING, ROUNDING, UNIT, is_free
 
@@ -105,6 +105,9 @@ class Held(NamedTuple):
     u: Tensor
     """K (alpha * y), (B, m)."""
 
+    y: Tensor
+    """Labels, (m,) or (B, m)."""
+
     box: Tensor
     """Boxes of the problem, (m,) or (B, m)."""
 
@@ -114,28 +117,49 @@ class Held(NamedTuple):
     rounding: Tensor
     """e of Note [rounding of K], (m,) or (B, m)."""
 
+    table: Tensor
+    """Which of T kernel matrices (T, m, m) each solution is of, (B,)."""
+
     own: Tensor | None = None
     """Box of r, 0 for an r that is held, (B,); None: that of `box`."""
 
     held: Tensor | None = None
     """y_r a of an r that is held at a, else 0, (B,); None: 0."""
 
-    table: Tensor | None = None
-    """Which of several kernel matrices (T, m, m) each solution is of, (B,); None: there is one, (m, m)."""
-
     rest: Rest | None = None
     """What variables beside the m listed ones add; None: there are no others."""
 
+    @classmethod
+    def full(cls, problem: SVMProblem, full: Exact) -> "Held":
+        """The full machines, of which any variable is the target."""
+        every = torch.arange(len(problem.y), device=problem.y.device)
+        u, first = problem.product(full.alpha * problem.y), torch.zeros_like(every)
+        table = problem.kernels(every).table
+        return cls(full.alpha, u, problem.y, problem.box, first, problem.rounding, table)
+
+    @classmethod
+    def of(
+        cls,
+        problem: SVMProblem,
+        table: Tensor,
+        alpha: Tensor,
+        box: Tensor,
+        target: Tensor,
+        own: Tensor | None = None,
+    ) -> "Held":
+        """Coefficients and boxes (B, m) for the problems `table` (B,), in ascending order."""
+        kernels, y = problem.kernels(table), problem.y[table]
+        u = kernels.product(alpha * y, problem.K)
+        return cls(alpha, u, y, box, target, problem.rounding[table], kernels.table, own)
+
     def take(self, rows: Tensor) -> "Held":
         """The solutions at `rows`."""
-        alpha, u, target = (x.index_select(0, rows) for x in (self.alpha, self.u, self.target))
-        box, rounding = (x if x.ndim == 1 else x.index_select(0, rows) for x in (self.box, self.rounding))
-        own, held, table = (None if x is None else x[rows] for x in (self.own, self.held, self.table))
-        return Held(alpha, u, box, target, rounding, own, held, table=table)
-
-    def of_kernel(self, x: Tensor) -> Tensor:
-        """What belongs to the kernel matrix of each solution, (B, ...) of (T, ...); x if there is one."""
-        return x if self.table is None else x[self.table]
+        of_each = self.alpha, self.u, self.target, self.table
+        alpha, u, target, table = (x.index_select(0, rows) for x in of_each)
+        shared = self.y, self.box, self.rounding
+        y, box, rounding = (x if x.ndim == 1 else x.index_select(0, rows) for x in shared)
+        own, held = (None if x is None else x[rows] for x in (self.own, self.held))
+        return Held(alpha, u, y, box, target, rounding, table, own, held)
 
     def of_target(self, x: Tensor) -> Tensor:
         """The values (B, m) or (m,) at r, (B,)."""
@@ -158,9 +182,9 @@ class Held(NamedTuple):
             return whole.expand_as(self.target)
         return whole + self.of_target(mask) * (self.own - self.of_target(self.box))
 
-    def positive_count(self, y: Tensor) -> Tensor:
+    def positive_count(self) -> Tensor:
         """W+ of Note [gap ball], (B,)."""
-        count = self.weigh(y > 0)
+        count = self.weigh(self.y > 0)
         if self.rest is not None:
             count = count + self.rest.positives
         return count if self.held is None else count + self.held
@@ -206,22 +230,22 @@ def weighted_interval(s: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor,
     return s.gather(-1, first)[:, 0], s.gather(-1, after)[:, 0]
 
 
-def held_out_bias(y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+def held_out_bias(held: Held) -> tuple[Tensor, Tensor]:
     """The bias of each solution by its free variables, and whether it is the midpoint as none is, (B,)."""
-    bias = bias_by_free(y, held)
+    bias = bias_by_free(held)
     is_midpoint = bias.isnan()
     none = is_midpoint.nonzero()[:, 0]
     if none.numel():
-        bias[none] = midpoint_bias(y if y.ndim == 1 else y[none], held.take(none))
+        bias[none] = midpoint_bias(held.take(none))
     return bias, is_midpoint
 
 
-def bias_by_free(y: Tensor, held: Held) -> Tensor:
+def bias_by_free(held: Held) -> Tensor:
     """The bias of each solution by its free variables, NaN where none is free; (B,)."""
     # By the boxes alone: the listed variables need not hold the largest coefficient, and a free one that is
     # taken for bounded only leaves the bias to its interval.
     box = held.weight()
-    return bias_of_free(y - held.u, is_free(held.alpha, box, AT_BOUND * box))
+    return bias_of_free(held.y - held.u, is_free(held.alpha, box, AT_BOUND * box))
 
 
 def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:
@@ -230,21 +254,21 @@ def bias_of_free(miss: Tensor, free: Tensor) -> Tensor:
     return torch.linalg.vecdot(miss, one) / one.sum(-1)
 
 
-def midpoint_bias(y: Tensor, held: Held) -> Tensor:
+def midpoint_bias(held: Held) -> Tensor:
     """The bias where no variable is free: the midpoint of its interval, (B,).
 
     If one class only is left, one end of the interval is infinite and f is the remaining label.
     """
-    low, high = _interval_of_bounded(y, held)
+    low, high = _interval_of_bounded(held)
     one_class = low.isinf() | high.isinf()
     label = torch.where(low.isinf(), -1.0, 1.0)
     return torch.where(one_class, label - held.of_target(held.u), (low + high) / 2)
 
 
-def _interval_of_bounded(y: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+def _interval_of_bounded(held: Held) -> tuple[Tensor, Tensor]:
     """`weighted_interval` of y - u at W+; not sorted where those that push the bias up lie below the rest."""
-    s, weight, count = y - held.u, held.weight(), held.positive_count(y)
-    up, ignored = (y > 0) ^ (held.alpha > weight / 2), weight <= 0
+    s, weight, count = held.y - held.u, held.weight(), held.positive_count()
+    up, ignored = (held.y > 0) ^ (held.alpha > weight / 2), weight <= 0
     low = s.masked_fill(~up | ignored, -torch.inf).amax(1)
     high = s.masked_fill(up | ignored, torch.inf).amin(1)
     is_interval = (low <= high) & (((weight * up).sum(1) - count).abs() <= held.slack())
@@ -269,46 +293,44 @@ class Proof(NamedTuple):
     """How far a variable other than r misses its margin at most, relative to the largest |u|, (B,)."""
 
 
-def gap_ball_sign(K: Tensor, y: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Proof:
-    """The sign of f*(x_r) by Note [gap ball]; y is (m,) or (B, m), K as `held.table` says.
+def gap_ball_sign(K: Tensor, held: Held, bias: Tensor, is_midpoint: Tensor | None = None) -> Proof:
+    """The sign of f*(x_r) by Note [gap ball], for kernel matrices K (T, m, m).
 
     `is_midpoint` (B,) is as `held_out_bias` gives it, if it has given the bias.
     """
     u_r, reach = held.of_target(held.u), reach_of(K, held.target, held.table)
-    proof = sign_by_reach(y, held, bias, u_r, reach, is_midpoint)
+    proof = sign_by_reach(held, bias, u_r, reach, is_midpoint)
     rows = subset(proof.sign == 0)
     if not rows.numel():
         return proof
-    labels = y if y.ndim == 1 else y[rows]
-    closer = _sign_by_each_distance(K, labels, held.take(rows), proof.gap[rows])
+    closer = _sign_by_each_distance(K, held.take(rows), proof.gap[rows])
     return proof._replace(
         sign=torch.where(proof.sign == 0, proof.sign.index_copy(0, rows, closer), proof.sign)
     )
 
 
-def reach_of(K: Tensor, target: Tensor, table: Tensor | None = None) -> Tensor:
-    """The largest root of k' of Note [gap ball] that a point i can have, (B,)."""
-    norm = K.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-    largest, own = norm.amax(-1), norm[target] if table is None else norm[table, target]
-    return LONGER * (own + (largest if table is None else largest[table]))  # k'_ii <= (|phi_i| + |phi_r|)^2
+def reach_of(K: Tensor, target: Tensor, table: Tensor) -> Tensor:
+    """The largest root of k' of Note [gap ball] that a point i can have, for targets of K[table], (B,)."""
+    norm = K.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    return LONGER * (norm[table, target] + norm.amax(-1)[table])  # k'_ii <= (|phi_i| + |phi_r|)^2
 
 
 def sign_by_reach(
-    y: Tensor, held: Held, bias: Tensor, u_r: Tensor, reach: Tensor, is_midpoint: Tensor | None = None
+    held: Held, bias: Tensor, u_r: Tensor, reach: Tensor, is_midpoint: Tensor | None = None
 ) -> Proof:
     """Note [gap ball] with one rho for all i, which proves nearly every sign.
 
     No s_i is off by more, and so neither is the midpoint of an interval between two of them.
     """
     doubt = held.doubt()
-    gap, slip = _optimality(y, held, bias, doubt)
+    gap, slip = _optimality(held, bias, doubt)
     most = (held.rounding.amax(-1) if held.rest is None else held.rest.rounding) * doubt
     scale = held.largest().maximum(u_r.abs()) + 1
     rho = gap.sqrt() * reach + ROUNDING * scale + 2 * most
-    count, slack = held.positive_count(y), held.slack()
+    count, slack = held.positive_count(), held.slack()
     f = u_r + bias
     positive = f > 0
-    below = held.weigh(y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
+    below = held.weigh(held.y - held.u <= (torch.where(positive, rho, -rho) - u_r)[:, None])
     proved = torch.where(positive, below < count - slack, below > count + slack)
     if is_midpoint is not None:
         proved |= is_midpoint & (f.abs() > rho)
@@ -341,15 +363,15 @@ def value_bound(k: Tensor, alpha: Tensor, margin: Tensor, box: Tensor, rounding:
     return gap.sqrt() * reach + 2 * E.amax(-1, keepdim=True) + EXACT
 
 
-def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
+def _optimality(held: Held, bias: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
     """Duality gap, with what rounding of K may add, and largest miss of a margin, (B,) both."""
-    margin = (held.u + bias[:, None]).sub_(y).mul_(y)
+    margin = (held.u + bias[:, None]).sub_(held.y).mul_(held.y)
     alpha = held.alpha.clamp_min(0).minimum(held.box)
     terms = gap_terms(alpha, margin, held.box)
     if held.own is not None:
         terms.scatter_(1, held.target[:, None], 0.0)
     E = doubt[:, None] * held.rounding
-    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, y)
+    gap, imbalance = terms.sum(-1) + gap_in_doubt(alpha, margin, held.box, E), dot(held.alpha, held.y)
     slip = terms.div_(held.box.clamp_min(torch.finfo(gap.dtype).tiny)).amax(-1)
     if held.rest is not None:
         imbalance = imbalance + held.rest.pull
@@ -360,18 +382,17 @@ def _optimality(y: Tensor, held: Held, bias: Tensor, doubt: Tensor) -> tuple[Ten
     return gap + gap_terms(alpha_r, margin_r, held.own), slip
 
 
-def _sign_by_each_distance(K: Tensor, y: Tensor, held: Held, gap: Tensor) -> Tensor:
+def _sign_by_each_distance(K: Tensor, held: Held, gap: Tensor) -> Tensor:
     """Note [gap ball] with each point's own rho, and with the midpoint where the bias has an interval."""
     largest = held.rounding.amax(-1, keepdim=True)  # (1,) or (B, 1)
     of_sums = ROUNDING * (1 + held.u.abs().amax(-1))
     rounding = of_sums + 2 * largest.squeeze(-1) * held.doubt()
-    s = y - held.u + held.of_target(held.u)[:, None]
-    k = held.of_kernel(K.diagonal(dim1=-2, dim2=-1))  # (m,) or (B, m)
-    k_r = K[held.target] if held.table is None else K[held.table, held.target]  # (B, m)
+    s = held.y - held.u + held.of_target(held.u)[:, None]
+    k, k_r = K.diagonal(dim1=1, dim2=2)[held.table], K[held.table, held.target]  # (B, m)
     spread = k + held.of_target(k)[:, None] - 2 * k_r  # k'
     rho = (gap[:, None] * (spread.clamp_min(0) + 4 * largest.square())).sqrt()
     rho += rounding[:, None]
-    count, slack = held.positive_count(y), held.slack()
+    count, slack = held.positive_count(), held.slack()
     above = held.weigh(s - rho <= 0) < count - slack
     beneath = held.weigh(s + rho < 0) > count + slack
     sign = above.to(s) - beneath.to(s)

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from torchloo.svm import result as code
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState
 from torchloo.svm.stacked import block_of, may_look, subset
 from torchloo.svm.tolerances import EXACT
 
-__all__ = ["BOUND", "GAP_BALL", "DualBound", "ceiling", "primal_objective"]
+__all__ = ["DualBound", "ceiling", "primal_objective"]
 
-BOUND, GAP_BALL = 1, 2  # what SMOState.stopped_by says
 _ASKED = 8  # a rule waits for an eighth more rounds
 _PAIRS_ASKED = 4  # and for so many pairs at least
 _CLIMB = 16  # steps of beta at a time; an interior point in their place proves hardly more, and takes longer
@@ -154,8 +154,8 @@ class DualBound:
         u, r = s.F + s.y, self.target[rows]
         ball = torch.zeros_like(bias)
         if self.options.gap_ball:
-            held = Held(s.alpha, u, s.box, r, self.rounding[s.table], table=s.table)
-            ball = gap_ball_sign(self.K, s.y, held, bias).sign
+            held = Held(s.alpha, u, s.y, s.box, r, self.rounding[s.table], s.table)
+            ball = gap_ball_sign(self.K, held, bias).sign
         proved = torch.zeros_like(ball, dtype=torch.bool)
         if self.options.bound:
             possible = primal < self.ceiling[rows]
@@ -165,7 +165,7 @@ class DualBound:
                 proved = proved.index_copy(0, tried, found & possible[tried])
         f_r = u.gather(1, r[:, None])[:, 0] + bias
         sign = torch.where(proved, torch.where(f_r >= 0, 1.0, -1.0).to(ball), ball)
-        return sign, torch.where(proved, BOUND, torch.where(ball != 0, GAP_BALL, 0))
+        return sign, torch.where(proved, code.BOUND, torch.where(ball != 0, code.BALL, 0))
 
     def _proved_by_bound(self, s: SMOState, rows: Tensor, primal: Tensor, known: Tensor) -> Tensor:
         """Primal < H, if need be with a higher H where the sign is not known (R,) already, (R,)."""

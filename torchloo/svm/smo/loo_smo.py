@@ -8,7 +8,7 @@ from torchloo.svm.fit import SVMFit
 from torchloo.svm.proof.certify import Held, gap_ball_sign, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import RowOutcome
-from torchloo.svm.smo.bound import BOUND, DualBound, ceiling
+from torchloo.svm.smo.bound import DualBound, ceiling
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.smo.working_sets import snapped
@@ -81,14 +81,13 @@ def _outcome(
     """Decision values, which signs are proved, and by what, for problems that have ended."""
     u = end.F + end.y
     f = u.gather(1, rows[:, None])[:, 0] + end.bias
-    held = Held(end.alpha, u, end.box, rows, rounding[end.table], table=end.table)
-    ball = gap_ball_sign(K, end.y, held, end.bias).sign
+    held = Held(end.alpha, u, end.y, end.box, rows, rounding[end.table], end.table)
+    ball = gap_ball_sign(K, held, end.bias).sign
     sign = torch.where(end.sign != 0, end.sign, ball)
     # A rule proves the sign of the machine with its own bias, not with the midpoint: believe the proof.
     f = torch.where((sign != 0) & (sign * f <= 0), sign * torch.finfo(f.dtype).tiny, f)
     solved = torch.where(end.violation > epsilon, code.CUT, code.KKT)
-    by = torch.where(end.stopped_by == BOUND, code.BOUND, torch.where(end.stopped_by > 0, code.BALL, solved))
-    return f, sign != 0, by
+    return f, sign != 0, torch.where(end.stopped_by > 0, end.stopped_by, solved)
 
 
 def seed_without(alpha: Tensor, y: Tensor, box: Tensor, near: Tensor) -> Tensor:

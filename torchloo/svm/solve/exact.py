@@ -135,7 +135,7 @@ def _attempt(problem: SVMProblem, sets: Sets, tight: bool) -> tuple[Sets, Exact]
         kept = torch.zeros_like(own.free).scatter_(1, S[rows], system.independent(tolerance, rows))
         sets = sets.replaced(rows, _drop_dependent(problem.take(rows), own, kept))
         S, system = _equations(problem, sets.free)
-    solution = _active_set_solution(problem, sets, tight, (S, system))
+    solution = _active_set_solution(problem, sets, (S, system), tight)
     rows = (~solution.optimal).nonzero()[:, 0]
     if rows.numel():
         better = _rescued(problem.take(rows), sets.take(rows), solution.take(rows), tight)
@@ -270,14 +270,14 @@ def _equations(problem: SVMProblem, free: Tensor) -> tuple[Tensor, Bordered]:
 
 
 def _active_set_solution(
-    problem: SVMProblem, sets: Sets, tight: bool = False, equations: tuple[Tensor, Bordered] | None = None
+    problem: SVMProblem, sets: Sets, equations: tuple[Tensor, Bordered], tight: bool
 ) -> Exact:
     """Solve [0 1^T; 1 K_SS] [b; a_S] = [-1^T a_U; y_S - K_SU a_U] and look at the signs.
 
     `equations` are those of `_equations`.
     """
+    S, system = equations
     y, box = problem.y, problem.box
-    S, system = _equations(problem, sets.free) if equations is None else equations
     a = torch.where(sets.upper, box * y, 0.0)
     bias, K_S, y_S = torch.zeros_like(sets.bias), problem.rows(S), y.gather(1, S)
     product = accurate_product if tight else times_vector
@@ -311,7 +311,7 @@ def _without_strays(problem: SVMProblem, solution: Exact, tight: bool) -> Exact:
         return solution
     first, problem = solution.take(rows), problem.take(rows)
     sets = Sets(first.alpha, first.bias, first.free & ~stray[rows], first.upper | high[rows])
-    other = _active_set_solution(problem, sets, tight)
+    other = _active_set_solution(problem, sets, _equations(problem, sets.free), tight)
     return solution.replaced(rows, other.where(other.slip <= 0, first))
 
 
@@ -340,9 +340,8 @@ def _homotopy(problem: SVMProblem, sets: Sets) -> Sets:
     diagonal = extended.diagonal(dim1=1, dim2=2)
     base = Base.build(tableau, free_too, upper_too, *values, bounds, diagonal)
     each = torch.arange(B, device=K.device)
-    row, column = tableau.find(each, torch.full_like(each, m))
-    ends = follow(base, each, row, column, bias.new_ones(B), most_events=200 + 2 * m, distances=True)
-    end = Ends.cat(ends)
+    last = torch.full_like(each, m)
+    end = Ends.cat(follow(base, each, last, bias.new_ones(B), most_events=200 + 2 * m, distances=True))
     place = tableau.order.argsort(1)[:, :m]
     both_ends = end.distance[:, :, :-2].gather(2, place[:, None].expand(-1, 2, -1))
     low, high = both_ends.unbind(1)

@@ -17,6 +17,7 @@ _WORTH_FACTORING = 255  # variables: below, nothing is gained
 _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _WORTH_SHRINKING = 300  # live variables
 _WORTH_LEAVING = 100  # the same of several machines
+_STEPS = 60  # of Newton at most
 _ROUGH_STEPS = 10  # beyond which float32 is what holds a machine up
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
 
@@ -107,9 +108,7 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
         live |= margin < NEAR_MARGIN / 3
 
 
-def interior_point(
-    system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = CLEAR, steps: int = 60
-) -> Interior:
+def interior_point(system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = CLEAR) -> Interior:
     """Solve one SVM dual, or several, to a relative gap by Mehrotra's predictor and corrector.
 
         max sum alpha - 1/2 |sum alpha_i y_i phi_i|^2,  y^T alpha = 0,  0 <= alpha <= box
@@ -127,7 +126,6 @@ def interior_point(
         y: labels, (m,) or (B, m).
         box: upper bounds, (m,) or (B, m).
         gap: relative duality gap to stop at.
-        steps: the most Newton steps.
 
     Cost m^3 / 3 a step, or m p^2 for K of rank p; less once variables have settled. Memory: one
     copy of K, or of the factor for each machine. Reference: Fine and Scheinberg 2001.
@@ -135,7 +133,7 @@ def interior_point(
     point, whole = Iterate.start(y, box), None
     live = _Live.every(point)
     rough = Rough(system) if box.ndim > 1 and box.shape[1] > _WORTH_FACTORING else None
-    for number in range(steps):
+    for number in range(_STEPS):
         point.look(system, live.pull, live.total)
         point.stuck = point.solved(gap)
         left = live.machine if point.single else (~point.stuck[:, 0]).nonzero()[:, 0]
@@ -159,7 +157,7 @@ def interior_point(
     return live.entered(whole, point)
 
 
-def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = LEAST, steps: int = 100) -> Interior:
+def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, steps: int = 100) -> Interior:
     """The points of B machines with the least duality gaps: near the end rounding drives them about."""
     system, point = Dense(K), Iterate.start(y, box)
     best, least = point.interior(), torch.full_like(point.bias, torch.inf)
@@ -171,7 +169,7 @@ def solve_to_rounding(K: Tensor, y: Tensor, box: Tensor, gap: float = LEAST, ste
         pairs = zip(best, point.interior(), strict=True)
         best = Interior(*(torch.where(better, new, old) for old, new in pairs))
         least, waited = torch.where(better, now, least), (waited + 1).masked_fill_(better, 0)
-        point.stuck = point.stuck | (least <= gap) | (waited > _PATIENCE)
+        point.stuck = point.stuck | (least <= LEAST) | (waited > _PATIENCE)
         if bool(point.stuck.all()):
             break
         point.step(system)
