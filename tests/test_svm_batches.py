@@ -9,9 +9,9 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchloo.svm import stacked, svm_lco, svm_loo
+from torchloo.svm import RESOLVED_BY, outcomes, stacked, svm_lco, svm_loo
 from torchloo.svm.outcomes import in_stacks, stacks
-from torchloo.svm.path import follow, unlearn
+from torchloo.svm.path import follow, loo_path, unlearn
 from torchloo.svm.path.state import Ends
 from torchloo.svm.records import Targets
 from torchloo.svm.solve import interior
@@ -370,3 +370,35 @@ def test_problems_may_lie_in_memory_in_any_order(method, values):
         received = svm_loo(matrices, by_columns, 2.0, method=method, values=values)
         assert_close(received.outputs, expected.outputs, rtol=1e-9, atol=1e-9)
         assert torch.equal(received.certified, expected.certified)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_problems_without_paths_leave_the_batch_and_are_refitted(monkeypatch, values):
+    """Of smooth kernels, whose free sets may be singular to rounding; here it is said of all of them."""
+    unlearn, seen = loo_path.unlearn, []
+
+    def singular_where_smooth(problem, *rest):
+        seen.append(len(problem.y))
+        if bool((problem.matrices().mean((1, 2)) > 0.5).any()):
+            raise torch.linalg.LinAlgError("the equations of a free set are singular")
+        return unlearn(problem, *rest)
+
+    X, y = toy(42, n=30, noise=1.0)
+    K = torch.stack([rbf(X, 6.0), rbf(X, 1.0), rbf(X, 5.0)])[:, None].requires_grad_(values)
+    C = torch.tensor([0.5, 20.0]).double()
+    expected = svm_loo(K, y, C, values=values)
+    monkeypatch.setattr(loo_path, "unlearn", singular_where_smooth)
+    monkeypatch.setattr(outcomes, "_THREADS", 1)
+    held = svm_loo(K, y, C, values=values)
+    assert max(seen) == 6
+    assert len(seen) <= 11
+    path, refit = RESOLVED_BY.index("exact path"), RESOLVED_BY.index("refit")
+    was_path, is_refit = expected.resolved_by == path, held.resolved_by == refit
+    assert bool(is_refit[::2][was_path[::2]].all())
+    assert torch.equal(held.resolved_by[1], expected.resolved_by[1])
+    assert not bool(held.unstable.any())
+    assert torch.equal(held.errors, expected.errors)
+    assert_close(held.outputs, expected.outputs, rtol=1e-6, atol=1e-6)
+    if values:
+        given, received = (torch.autograd.grad(x.outputs.sum(), K)[0] for x in (expected, held))
+        assert_close(received, given, rtol=1e-5, atol=1e-5)

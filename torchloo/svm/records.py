@@ -197,6 +197,12 @@ class Unlearned(NamedTuple):
     alpha: Tensor
     """Coefficients at the end if they are asked for, (N, m), else (N, 0)."""
 
+    @classmethod
+    def unsolved(cls, like: Tensor, variables: int) -> "Unlearned":
+        """Nothing is known of N variables; `like` is (N,)."""
+        nothing, never = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.bool)
+        return cls(nothing, never, never, never.long(), like.new_zeros(len(like), variables))
+
     def replaced(self, rows: Tensor, by: "Unlearned") -> "Unlearned":
         """With other ends of the variables at `rows`."""
         return Unlearned(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))

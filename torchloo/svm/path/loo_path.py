@@ -86,7 +86,7 @@ def leave_one_out_by_path(
         first, number = _distinct(rows, index)
         target = rows.at(problem.variable, first)
         targets = Targets(first // rows.y.shape[1], target, rows.at(rows.kept, first))
-        end, by = _with_refits(problem, full, targets, unlearn(problem, full, targets, values, trace))
+        end, by = _with_refits(problem, full, targets, _followed(problem, full, targets, values, trace))
         paths = _Paths(index, number, targets, end)
         rows.put(index, outputs=end.output[number], certified=end.proved[number])
         rows.put(index, iterations=end.events[number], resolved_by=by[number])
@@ -152,6 +152,24 @@ def _full_sign(problem: SVMProblem, full: Exact) -> Tensor:
     error = value_error(problem.K, held, full.bias)
     f = held.u + full.bias[:, None]
     return f.sign() * (f.abs() > error)
+
+
+def _followed(
+    problem: SVMProblem, full: Exact, targets: Targets, values: bool, coefficients: bool
+) -> Unlearned:
+    """`unlearn`; machines whose equations are singular have no paths, and leave the batch unsolved."""
+    try:
+        return unlearn(problem, full, targets, values, coefficients)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        if len(problem.y) == 1:
+            return Unlearned.unsolved(targets.room(full), problem.y.shape[1] if coefficients else 0)
+    middle, found = len(problem.y) // 2, []
+    for some in (slice(0, middle), slice(middle, len(problem.y))):
+        own = targets.take(_between(targets.table, some.start, some.stop))
+        if own.table.numel():
+            own = own._replace(table=own.table - some.start)
+            found.append(_followed(problem.take(some), full.take(some), own, values, coefficients))
+    return Unlearned(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _with_refits(
