@@ -43,6 +43,7 @@ from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.machines import together, transposed
 from torchloo.primal.refit import Effect, Refitted
+from torchloo.primal.sink import Sink
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -55,9 +56,9 @@ KEPT = 25 << 20
 
 
 class HeldOutRows(Function):
-    """(regs, X, Y, weight, tensors) -> residuals (..., R, n, c), variances (..., R, n, c'), more of a Sink.
+    """(regs, X, Y, weight, tensors) -> held-out residuals (..., R, n, c) and variances (..., R, n, c').
 
-    Derivatives of order one; see Note [blockwise backward].
+    The passes have written both to a sink. Derivatives of order one; see Note [blockwise backward].
     """
 
     @staticmethod
@@ -66,34 +67,24 @@ class HeldOutRows(Function):
         solved: "StreamFit",
         machines: "Machines",
         partition: Partition | None,
-        regs: Tensor,
-        X: Tensor | None,
-        Y: Tensor | None,
-        weight: Tensor | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        sink, refitted = solved.run(machines, partition)
+        sink: Sink,
+        refitted: list[Refitted],
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ctx.given = (solved, machines, partition, refitted)
         ctx.kept, solved.kept = solved.kept, []
         ctx.has_changed = solved.expansion.has_changed
-        residuals, variance, flags, targets, zeta, _ = sink.fields
-        if Y is None:
-            ctx.mark_non_differentiable(flags, targets, zeta)
-        else:  # they belong to the caller
-            ctx.mark_non_differentiable(flags)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(residuals, variance, targets, regs, X, Y, weight, *tensors)
-        own = (targets, zeta) if Y is None else (None, None)
-        return residuals.to(solved.dtype), variance.to(solved.dtype), flags, *own, None
+        ctx.save_for_backward(sink.residuals, sink.variance, sink.targets, *inputs)
+        return sink.residuals.to(solved.dtype), sink.variance.to(solved.dtype)
 
     @staticmethod
     @in_full_precision
-    def backward(  # noqa: D102
-        ctx: Any, rbar: Tensor | None, vbar: Tensor | None, *_: Any
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, rbar: Tensor | None, vbar: Tensor | None) -> tuple[Any, ...]:  # noqa: D102
         residuals, variance, targets, *inputs = ctx.saved_tensors
         _, X, _, _, *tensors = inputs
-        needs = ctx.needs_input_grad[3:]
+        no_inputs = (None,) * 5  # the arguments of forward that have no cotangents
+        needs = ctx.needs_input_grad[len(no_inputs) :]
         solved, machines, partition, refitted = ctx.given
         if ctx.has_changed:
             raise RuntimeError(
@@ -102,7 +93,7 @@ class HeldOutRows(Function):
             )
         given = [bar for bar in (rbar, vbar) if bar is not None]
         if torch.is_grad_enabled() or not values_visible(*given):  # or a batch of cotangents
-            return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
+            return *no_inputs, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
         rbar = torch.zeros_like(residuals) if rbar is None else rbar
         work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar), ctx.kept)
         work.gather()
@@ -110,7 +101,7 @@ class HeldOutRows(Function):
         if any(needs[1:]):
             work.send(sent)
         bars = [work.regbar, sent.X, sent.Y, sent.weight, *sent.collected()]
-        return None, None, None, *(bar if need else None for bar, need in zip(bars, needs, strict=True))
+        return *no_inputs, *(bar if need else None for bar, need in zip(bars, needs, strict=True))
 
 
 def _by_autograd(

@@ -129,11 +129,6 @@ class Sink:
         self.variance[r, rows, j] = variance[:, 0].to(to, dtype)
         self.refitted[r, rows] = True
 
-    @property
-    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Residuals (R, n, c), variance (R, n, c'), refitted (R, n), targets (n, c), weight (n,), outputs."""
-        return self.residuals, self.variance, self.refitted, self.targets, self.weight, self.outputs
-
     def __enter__(self) -> Self:
         return self
 

@@ -448,31 +448,34 @@ class StreamFit:
         if clusters is not None:
             partition = self.others.run(lambda: self._partition(clusters))
             require_own(self.function, self.others, partition)
+        (_, targets, weight), outputs = self.stream.graph, None
         try:
-            residuals, variance, refitted, targets, weight, outputs = self._fields(partition, out)
+            parts, sink = self._fields(partition, out)
         except ProblemsApartError as apart:
-            residuals, variance, refitted = self._one_by_one(partition, apart.numbers)
-            targets, weight, outputs = None, None, None
-        _, Y, zeta = self.stream.graph
-        targets, weight = targets if Y is None else Y, weight if zeta is None else zeta
+            parts = self._one_by_one(partition, apart.numbers)
+        else:
+            outputs = sink.outputs
+            if targets is None:
+                targets, weight = sink.targets, sink.weight
         assert targets is not None
         assert weight is not None
         if self.stream.batch:
             targets, weight = (t.unflatten(0, self.stream.batch) for t in (targets, weight))
-        parts = (self._shaped(residuals, 2), self._shaped(variance, 2), self._shaped(refitted, 1))
+        residuals, variance, refitted = parts
+        shaped = (self._shaped(residuals, 2), self._shaped(variance, 2), self._shaped(refitted, 1))
         labels = None if partition is None else partition.labels
         outputs = None if outputs is None else self._shaped(outputs, 2)
-        return assemble(targets, weight, labels, parts, flat, outputs)
+        return assemble(targets, weight, labels, shaped, flat, outputs)
 
     def _one_by_one(self, partition: Partition | None, apart: list[int]) -> list[Tensor]:
         """Residuals, variances and refitted rows of a batch, some problems of which are solved apart."""
         others = [k for k in range(len(self.regs)) if k not in set(apart)]
-        parts = [self._of(k)._fields(partition, None)[:3] for k in apart]
+        parts = [self._of(k)._fields(partition)[0] for k in apart]
         found = [torch.stack(part) for part in zip(*parts, strict=True)]
         if others:
             rest = self._of(torch.tensor(others, device=self.regs.device))
             try:
-                fields = list(rest._fields(partition, None)[:3])
+                fields, _ = rest._fields(partition)
             except ProblemsApartError as more:  # without the worst of them, they are solved another way
                 fields = rest._one_by_one(partition, more.numbers)
             found = [torch.cat(pair) for pair in zip(found, fields, strict=True)]
@@ -491,23 +494,25 @@ class StreamFit:
         return twin
 
     def _fields(
-        self, partition: Partition | None, out: str | Path | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The fields of a Sink, with a graph where there is one; targets and weights unless in memory."""
+        self, partition: Partition | None, out: str | Path | None = None
+    ) -> tuple[list[Tensor], Sink]:
+        """Residuals, variances and refitted rows, with a graph where there is one, and what was written."""
         machines = self._solve() if partition is None else self._machine
         inputs = (self.regs, *self.stream.graph, *self.expansion.tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
+        with torch.no_grad():
+            sink, refitted = self._leave_all_out(machines, partition, out)
+        parts = [sink.residuals, sink.variance, sink.refitted]
         if self.wants_graph:
             alive = [t.clone() if t is not None and t.is_inference() else t for t in inputs]
-            return HeldOutRows.apply(self, machines, partition, *alive)
-        with torch.no_grad():
-            return self.run(machines, partition, out)[0].fields
+            parts[:2] = HeldOutRows.apply(self, machines, partition, sink, refitted, *alive)
+        return parts, sink
 
-    def run(
-        self, machines: Machines, partition: Partition | None, out: str | Path | None = None
+    def _leave_all_out(
+        self, machines: Machines, partition: Partition | None, out: str | Path | None
     ) -> tuple[Sink, list[Refitted]]:
         """All passes that leave rows or sets out: what they wrote, and what was refitted."""
         n = self.stream.n
