@@ -218,8 +218,8 @@ class _Backward:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
         self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
-        self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
-        if solved.moments.centre:  # for targets about their mean
+        self.f, self.q, self.each = machines.f_with_bias, machines.q, machines.each
+        if machines.has_bias:  # for targets about their mean
             self.q = torch.cat([self.q, machines.shift.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
@@ -262,7 +262,7 @@ class _Backward:
             mirrored(self.Q)
             if not self.machines.triangular:
                 self.Q *= self.f.unsqueeze(-1) * self.f.unsqueeze(-2)
-            elif self.solved.moments.centre:  # then f is 1 but for the bias
+            elif self.machines.has_bias:  # then f is 1 but for the bias
                 self.Q[..., -1, :] *= self.f[..., -1:]
                 self.Q[..., -1] *= self.f[..., -1:]
 
@@ -320,7 +320,7 @@ class _Backward:
     def _rotated(self, part: Block) -> Tensor:
         """U (p', b); in the second pass, columns with a graph are evaluated first and serve for both."""
         k = None if self.sent is None else self.sent.evaluated(part)
-        return self.machines.rotated(part.X, ones=self.solved.moments.centre, k=k)
+        return self.machines.rotated(part.X, ones=True, k=k)
 
     def _flags(self, rows: slice | Tensor) -> Tensor | None:
         """Whether rows were refitted, (..., R, c', b), if any were."""

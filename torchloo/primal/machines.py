@@ -221,8 +221,8 @@ class Machines:
     """R machines that differ in their regularisation; see Note [rotated features]."""
 
     expansion: Expansion
-    mean: Tensor
-    """Centre of the features, (..., p, 1)."""
+    moments: Moments
+    """Of all rows."""
     rotation: Tensor
     """A^T, (..., p, p)."""
     triangular: bool
@@ -233,12 +233,8 @@ class Machines:
     """(..., R, c')."""
     q: Tensor
     """Coefficients, (..., R, c, p)."""
-    mean_y: Tensor
-    """Mean of the targets, (..., 1, c)."""
     shift: Tensor
-    """What is added to every output beside this mean, (..., R, c), with digits of its own."""
-    spread: Tensor
-    """Root mean square of the targets about the offset, (..., 1, c)."""
+    """What is added to every output beside the mean of the targets, (..., R, c), with digits of its own."""
     least: Tensor
     """Rows and sets whose 1 - h is below this are refitted, (..., R, c')."""
     refined: bool
@@ -259,7 +255,19 @@ class Machines:
     @property
     def offset(self) -> Tensor:
         """What is added to every output, (..., R, c)."""
-        return self.mean_y + self.shift
+        return self.moments.mean_y + self.shift
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is an unpenalised bias."""
+        return self.moments.centre
+
+    @cached_property
+    def f_with_bias(self) -> Tensor:
+        """f and, if there is a bias, what it adds to leverages, (..., R, c', p')."""
+        if not self.has_bias:
+            return self.f
+        return torch.cat([self.f, self.moments.per_weight.unsqueeze(-1).expand_as(self.f[..., :1])], -1)
 
     @cached_property
     def narrow(self) -> Tensor:
@@ -290,13 +298,13 @@ class Machines:
         again: bool = False,
         centred: Tensor | None = None,
     ) -> Tensor:
-        """u (..., p, b) of inputs (..., b, d), by two products unless `fold`; one more row of ones if `ones`.
+        """u (..., p, b) of inputs (..., b, d), by two products unless `fold`.
 
-        k are the columns of X, and `centred` its features about the mean, where they are known. With `again`
-        they are in the memory of the last ones.
+        With `ones` there is one more row of ones for a bias. k are the columns of X, and `centred` its features
+        about the mean, where they are known. With `again` they are in the memory of the last ones.
         """
         columns = self.expansion.columns(X, k) if centred is None else centred
-        p = self.rotation.shape[-1]
+        p, ones = self.rotation.shape[-1], ones and self.has_bias
         shape = (*columns.shape[:-2], p + ones, columns.shape[-1])
         out = self._room
         if not again or out is None or out.shape != shape or out.is_inference():
@@ -306,11 +314,11 @@ class Machines:
         u = out[..., :p, :]
         if centred is None and fold and self.fold:
             assert self.folded is not None
-            shift = (self.rotation @ self.mean).to(columns.dtype)
+            shift = (self.rotation @ self.moments.mean_z).to(columns.dtype)
             self.times(self.folded.to(columns.dtype), columns, u).sub_(shift)
             return out
         if centred is None:
-            centred = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
+            centred = self.expansion.features(columns).sub_(self.moments.mean_z.to(columns.dtype))
         self.times(self.narrow, centred, u)
         return out
 
@@ -325,7 +333,7 @@ class Machines:
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (..., R, c, b)."""
         R, c = self.shift.shape[-2:]
-        centred = (part.Y - self.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b), in float64 like the mean
+        centred = (part.Y - self.moments.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b), in float64 like the mean
         if self.moved:
             centred = centred - self.shift.unsqueeze(-1)  # (..., R, c, b)
         if u.ndim == 2 and u.dtype == torch.float64 and (c == 1 or len(centred) == R):
@@ -409,29 +417,29 @@ def _machines(
     """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and what folding rounds."""
     folded, differs = None, moments.longest  # 0 where there is no factor
     rounding = differs
-    spread = moments.spread.unsqueeze(-2)
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
         rows = torch.linalg.vector_norm(folded, dim=-1)[..., None, None, :]  # (..., 1, 1, p), |F_j|
         leverage = (rows * f.sqrt()).amax((-3, -2, -1))
-        outputs = (torch.linalg.vector_norm(rows * q, dim=-1) / spread).amax((-2, -1))
+        outputs = (torch.linalg.vector_norm(rows * q, dim=-1) / moments.spread).amax((-2, -1))
         eps = torch.finfo(expansion.kind).eps
         differs = eps * leverage * moments.longest
         rounding = torch.maximum(differs, eps * outputs * moments.longest)
     shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
-    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, moments.mean_y, shift, spread)
+    given = (expansion, moments, rotation, triangular, f, regs, q, shift)
     machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
     return machines, rounding
 
 
 def _is_well_conditioned(
-    guard: Guard, moments: Moments, machines: Machines, rounding: Tensor, estimate: Tensor, limit: float
+    guard: Guard, machines: Machines, rounding: Tensor, estimate: Tensor, limit: float
 ) -> bool:
     """Whether an estimate of the condition, (..., R, c'), is below a limit, in one look at the values.
 
     Decides also whether there is a step of refinement, and folding, by what it rounds. Products in float32
     go without any remedy: they are taken to be accurate, until what decides that is read at the end.
     """
+    moments = machines.moments
     numbers = (estimate, moments.distance, rounding)
     if machines.expansion.kind != torch.float64:
         machines.unread = tuple(number.amax() for number in numbers)
@@ -471,7 +479,7 @@ def one_machine(
     rotation, estimate = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(-3)
     machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
-    if _is_well_conditioned(guard, moments, machines, rounding, estimate[..., None, None], ILL_CONDITIONED):
+    if _is_well_conditioned(guard, machines, rounding, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
     penalty = (regs.sqrt() * expansion.penalty_root(guard, C)).expand_as(C)
@@ -504,7 +512,7 @@ def path_machines(
         eigen = Eigen.of(moments.S).beside_regs()
         machines, rounding = with_eigen(eigen)
         estimate = eigen.condition(regs)
-        well_conditioned = _is_well_conditioned(guard, moments, machines, rounding, estimate, limit)
+        well_conditioned = _is_well_conditioned(guard, machines, rounding, estimate, limit)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         if expansion.kind != torch.float64:

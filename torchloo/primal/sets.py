@@ -88,15 +88,14 @@ class _Visit:
         self.apart: set[int] = set()  # numbers of the problems of a batch that have lost sets
         self._judged: list[tuple[Tensor, int, Callable[[int], Tensor], bool]] = []
         self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
-        self.f = solved.with_bias(machines.f)  # (..., R, c', p')
+        self.f = machines.f_with_bias  # (..., R, c', p')
         self.worst = self.f.new_zeros(())  # the largest 1 / (1 - h) of all sets but those that are lost
         self.has_large = False  # whether some leverage is large
 
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (..., p', b), residuals (..., R, c, b) and weights (..., b)."""
         part = self.solved.stream.take(self.solved.function, rows)
-        ones = self.solved.moments.centre
-        U = self.machines.rotated(part.X, fold=False, ones=ones).double()
+        U = self.machines.rotated(part.X, fold=False, ones=True).double()
         e = self.machines.residuals(U[..., : self.machines.rotation.shape[-1], :], part)
         return part, U, e, part.weight.double()
 

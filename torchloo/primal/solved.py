@@ -423,12 +423,6 @@ class StreamFit:
                 self.moments.seen.require_same(self.function, part)
             yield part
 
-    def with_bias(self, f: Tensor) -> Tensor:
-        """f (..., R, c', p) of Note [rotated features], and that of the bias, if there is one."""
-        if not self.moments.centre:
-            return f
-        return torch.cat([f, self.moments.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
-
     @in_full_precision
     def leave_out(
         self, clusters: object | None = None, out: str | Path | None = None, flat: bool | None = None
@@ -620,7 +614,7 @@ class StreamFit:
         per_weight, self.kept = self.moments.per_weight.unsqueeze(-1), []
         for part in self.blocks("leave-one-out"):
             zeta = part.zeta
-            U = self._rotated(machines, part, self.moments.centre, again=not self.wants_graph)
+            U = self._rotated(machines, part, ones=True, again=not self.wants_graph)
             u = U[..., : machines.rotation.shape[-1], :]
             self._keep(U)
             e = machines.residuals(u, part)
@@ -676,9 +670,9 @@ class StreamFit:
         assert seen.worst is not None
         most = seen.worst[0] * length + seen.worst[1] * shift.abs()
         change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
-        for_all, for_last = _SETTLED[self.dtype]
-        settled = (most <= for_all * machines.spread).all()
-        return settled & ((change / seen.one).abs().amax(-1) <= for_last * machines.spread).all()
+        (for_all, for_last), spread = _SETTLED[self.dtype], self.moments.spread
+        settled = (most <= for_all * spread).all()
+        return settled & ((change / seen.one).abs().amax(-1) <= for_last * spread).all()
 
 
 def _mean(columns: Tensor, part: Block) -> Tensor:
