@@ -431,12 +431,10 @@ class _Backward:
         """What refitted sets add to cotangents of features (p, b), targets (b, c) and weights (b,)."""
         if not self.effects:
             return None
-        part, moments, expansion = visit.part, self.solved.moments, self.machines.expansion
-        z = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z)
-        p = len(z)
-        if moments.centre:
+        z, Y = self.solved.about_means(visit.part)
+        p, zeta = len(z), visit.part.weight.double()
+        if self.machines.has_bias:
             z = torch.cat([z, torch.ones_like(z[:1])])
-        Y, zeta = part.Y.double() - moments.mean_y, part.weight.double()
         zbar, Ybar, zetabar = torch.zeros_like(z), torch.zeros_like(Y), torch.zeros_like(zeta)
         among = {self.first + self.refits.index(one): (one, at) for one, at in self._refits_among(visit)}
         for number, effect in enumerate(self.effects):

@@ -300,8 +300,8 @@ class Machines:
     ) -> Tensor:
         """u (..., p, b) of inputs (..., b, d), by two products unless `fold`.
 
-        With `ones` there is one more row of ones for a bias. k are the columns of X, and `centred` its features
-        about the mean, where they are known. With `again` they are in the memory of the last ones.
+        With `ones` there is one more row of ones for a bias. k are the columns of X, and `centred` its
+        features about the mean, where they are known. With `again` they are in the memory of the last ones.
         """
         columns = self.expansion.columns(X, k) if centred is None else centred
         p, ones = self.rotation.shape[-1], ones and self.has_bias

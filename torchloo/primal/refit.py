@@ -274,16 +274,13 @@ class _Round:
         self.origin = torch.zeros_like(self.outside[:1, : p + self.bias])
 
     def _read(self, part: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`.
-
-        Targets are about their mean: what is small beside it keeps its digits for a tiny penalty.
-        """
-        expansion, moments = self.solved.expansion, self.solved.moments
-        X = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z).mT
+        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`."""
+        features, Y = self.solved.about_means(part)
+        X = features.mT
         if self.bias:
             X = torch.cat([X, torch.ones_like(X[:, :1])], -1)
         root = part.weight.double().sqrt().unsqueeze(-1)
-        return X - self.origin, root, (part.Y.double() - moments.mean_y)[:, self.outputs]
+        return X - self.origin, root, Y[:, self.outputs]
 
     def _move_origin(self) -> None:
         """Find the mean of the rows in no set."""

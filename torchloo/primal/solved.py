@@ -274,12 +274,19 @@ class StreamFit:
         *batch, p, c = moments.T.shape
         R = moments.S.new_zeros(*batch, p + c, p + c)
         for part in self.blocks("orthogonal factor"):
-            D = moments.rows
-            if D is None:
-                D = self.expansion.features(self.expansion.columns(part.X)).sub_(moments.mean_z)
-            rows = torch.cat([D.mT, part.Y.double() - moments.mean_y], -1)
+            features, Y = self.about_means(part, moments.rows)
+            rows = torch.cat([features.mT, Y], -1)
             R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)], -2))
         return R
+
+    def about_means(self, part: Block, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Features (..., p, b) and targets (..., b, c) of a block about their means, in float64.
+
+        What is small beside a mean keeps its digits for a tiny penalty. The features may be known already.
+        """
+        if features is None:
+            features = self.expansion.features(self.expansion.columns(part.X)).sub_(self.moments.mean_z)
+        return features, part.Y.double() - self.moments.mean_y
 
     def checked_for(self, machine: MachineOfFeatures) -> Self:
         """The same, if it is this machine that was solved, as it is now."""
