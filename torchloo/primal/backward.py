@@ -178,7 +178,7 @@ class _Refit:
         _, rbar, inverse, by_variance = work.cotangents(one.rows)
         g = torch.zeros_like(inverse) if by_variance is None else by_variance
         self.rbar, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
-        self.effect = Effect(one.r, one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
+        self.effect = Effect(one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
 
 
 def _inverse_blocks(

@@ -50,7 +50,7 @@ __all__ = ["Effect", "Lost", "Refitted", "refit", "refit_at_once"]
 _CHUNK = 1 << 8
 
 Lost = dict[tuple[int, int], list[tuple[Tensor, bool]]]
-"""Sets of rows, and whether they have no more rows than features, by regularisation and output."""
+"""Sets of rows, ascending, and whether they have no more rows than features, by regularisation and output."""
 
 
 class Refitted(NamedTuple):
@@ -77,8 +77,8 @@ class Refitted(NamedTuple):
 class Effect(NamedTuple):
     """How the machine without a refitted set depends on the other rows; Note [derivatives of refits]."""
 
-    r: int
     j: int
+    """The output, or 0 if outputs share a regularisation."""
     centre: tuple[Tensor, Tensor]
     """Means (1, p') of the features, taken off one after the other."""
     coef: Tensor
@@ -93,7 +93,7 @@ class Effect(NamedTuple):
     def to(self, like: Tensor) -> "Effect":
         """The same on the device of a tensor."""
         origin, mean = self.centre
-        return Effect(self.r, self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[3:]))
+        return Effect(self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[2:]))
 
     def penalty(self) -> Tensor:
         """Cotangent of the penalty, (p', p')."""
@@ -335,6 +335,5 @@ class _Round:
             half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
             variance = self.reg * (half.square().sum(0).unsqueeze(-1) + 1 / zeta)
             spread = torch.linalg.solve_triangular(F, half, upper=True)
-            order = rows if self.large else rows.sort().values  # that of the passes
             given = ((X + self.origin).mT, zeta[:, 0], Y, (self.origin, mean), coef, spread)
-            yield order, Y - V @ coef, variance, *given
+            yield rows, Y - V @ coef, variance, *given
