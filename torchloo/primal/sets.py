@@ -14,7 +14,7 @@ from torch import Tensor
 from torchloo.clusters import PaddedSets, Partition
 from torchloo.panels import add_symmetric, mirrored
 from torchloo.primal.block import Block
-from torchloo.primal.leaving_out import leave_out_large, leave_out_small, root_of_rest, rows_of_large
+from torchloo.primal.leaving_out import leave_out, root_of_rest, rows_of_large
 from torchloo.primal.machines import LARGE, ImpreciseError, Machines, ProblemsApartError
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.seen import checksum
@@ -160,15 +160,10 @@ class _Visit:
         own = regs.shape[-1] > 1
         e_L = sets.laid_out(e[..., some, :, :])  # (..., r, c, g, s)
         e_L = e_L.unsqueeze(-1) if own else e_L.movedim(-3, -1).unsqueeze(-4)  # (..., r, c', g, s, c / c')
-        few = sets.shape[1] <= f.shape[-1]
-        if few:
-            r_L, inverse, lost = leave_out_small(B, scale, e_L, least)
-        else:
-            unit = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-            r_L, inverse, lost = leave_out_large(B, scale, e_L, least, unit)
+        r_L, inverse, lost = leave_out(B, scale, e_L, least)
         if self.solved.expansion.factor is not None:
             lost = lost | self._differs(B, scale, inverse)
-        self._judged.append((lost, first, sets.__getitem__, few))
+        self._judged.append((lost, first, sets.__getitem__, sets.shape[1] <= f.shape[-1]))
         self._weigh(inverse * scale.square())
         r_L = r_L[..., 0] if own else r_L.squeeze(-4).movedim(-1, -3)  # (..., r, c, g, s)
         return sets.taken(r_L), regs.unsqueeze(-1) * sets.taken(inverse[..., 0])

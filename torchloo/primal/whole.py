@@ -44,7 +44,7 @@ from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
-from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
+from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out
 from torchloo.primal.machines import Machines
 from torchloo.primal.refit import refit_at_once
 
@@ -333,7 +333,8 @@ class Primal:
 
         def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
             B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
-            return self._refitted([rows], [self._without(B_L, scale_L, e_L, total)], guard)[0]
+            found = leave_out(B_L, scale_L, e_L, self.least.unsqueeze(-1), total)
+            return self._refitted([rows], [found], guard)[0]
 
         B, scale, e = self._rows
         r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
@@ -346,7 +347,8 @@ class Primal:
         partition = partition.padded(n, B.numel() // n)  # rows of zeros, of which nothing is left out
         total = self._total(B) if partition.groups[-1].shape[-1] > p else None
         gathered = zip(*map(partition.gather, (B, scale, e), (0.0, 1.0, 0.0)), strict=True)
-        found = [self._without(B_L, scale_L, e_L, total) for B_L, scale_L, e_L in gathered]
+        least = self.least.unsqueeze(-1)
+        found = [leave_out(B_L, scale_L, e_L, least, total) for B_L, scale_L, e_L in gathered]
         found = self._refitted(partition.groups, found, guard)
         residuals, inverses, lost = map(list, zip(*found, strict=True))
         marks = [flag[..., None, None].expand_as(t) for flag, t in zip(lost, inverses, strict=True)]
@@ -354,16 +356,9 @@ class Primal:
         return r, inverse * self.reg[..., None, None], refitted[..., 0]
 
     def _total(self, B: Tensor) -> Tensor:
-        """T C T^T as it is found; see `leave_out_large`."""
+        """T C T^T as it is found; see `leave_out`."""
         penalty = self._whitened(self._whitened(self.R).mT)
         return torch.nn.functional.pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
-
-    def _without(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
-        """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
-        least = self.least.unsqueeze(-1)
-        if total is None or B.shape[-2] <= B.shape[-1]:
-            return leave_out_small(B, scale, e, least)
-        return leave_out_large(B, scale, e, least, total)
 
     def _refitted(self, groups: Sequence[Tensor], found: list[LeftOut], guard: Guard) -> list[LeftOut]:
         """What was found of sets (g, s) of each group, where 1 - h is lost by Note [refits by triangles].
