@@ -88,10 +88,9 @@ class Partition:
         rows, device = self._single
         return (torch.arange(rows, device=device).unsqueeze(-1),)
 
-    def split(self, size: int) -> tuple["Partition", "Partition"]:
-        """The sets of at most `size` rows, and the larger ones."""
-        small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
-        return Partition(small), Partition(self.groups[len(small) :])  # sizes ascend
+    def chunks(self, size: int) -> list[Tensor]:
+        """Sets (g, s) of one group each: of at most `size` rows together, or a single one."""
+        return [sets for rows in self.groups for sets in rows.split(max(1, size // rows.shape[1]))]
 
     def padded(self, n: int, width: int) -> "Partition":
         """The same sets of n rows in fewer groups: sets of like size are padded to the largest of them.

@@ -305,11 +305,8 @@ class _Backward:
             return
         n = self.solved.stream.n
         assert n is not None
-        groups = self.partition.padded(n, self.f.numel()).groups
-        chunks = [
-            sets for group in groups for sets in group.split(max(1, self.solved.size // group.shape[1]))
-        ]
-        for number, sets in enumerate(chunks):
+        partition = self.partition.padded(n, self.f.numel())
+        for number, sets in enumerate(partition.chunks(self.solved.size)):
             visit = self.visited.get(number)
             if visit is None:
                 visit = self._together(PaddedSets(sets, n), gather)

@@ -47,19 +47,15 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
     stream = visit.solved.stream
     stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
     assert stream.n is not None
-    partition = partition.padded(stream.n, visit.f.numel())
-    small, large = partition.split(max(visit.size, visit.f.shape[-1]))
+    largest = max(visit.size, visit.f.shape[-1])
     with stream.bar("clusters") as bar:
-        for group in small.groups:
-            for sets in group.split(max(1, visit.size // group.shape[1])):
-                padded = PaddedSets(sets, stream.n)
+        for sets in partition.padded(stream.n, visit.f.numel()).chunks(visit.size):
+            padded = PaddedSets(sets, stream.n)
+            if sets.shape[1] > largest:
+                visit.large(padded.rows)
+            else:
                 visit.small(padded)
-                bar.update(len(padded.rows))
-        for group in large.groups:
-            for sets in group.split(1):
-                rows = PaddedSets(sets, stream.n)[0]
-                visit.large(rows)
-                bar.update(len(rows))
+            bar.update(len(padded.rows))
     visit.find_lost()
     if not stream.lasting:
         visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
@@ -83,7 +79,7 @@ class _Visit:
 
     def __init__(self, solved: "StreamFit", machines: Machines, sink: Sink) -> None:
         self.solved, self.machines, self.sink = solved, machines, sink
-        self.size = solved.stream.block or solved.size
+        self.size = solved.size
         self.lost: Lost = {}
         self.apart: set[int] = set()  # numbers of the problems of a batch that have lost sets
         self._judged: list[tuple[Tensor, int, Callable[[int], Tensor], bool]] = []
