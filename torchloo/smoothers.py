@@ -317,7 +317,7 @@ class Fit:
             place = sets.unsqueeze(-1).expand(r.shape)
             replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
             outputs = (len(sets), Y.shape[-1])
-            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2))
             found = self.representation.coefficients(form)
         guard.check()
         coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)

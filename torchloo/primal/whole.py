@@ -391,7 +391,7 @@ class Primal:
         Z, root, R = (own(t) for t in (self.normal.Z, self.normal.root, self.R))
         return refit_at_once(Z, R, root, own(_about_mean(self.Y, self.normal)[0]), sets, self.has_bias, guard)
 
-    def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
+    def with_targets(self, Y: Tensor) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
         coef, offset, dual = _solved(self.normal, self.R, self.reg, self.factor, Y)
         return replace(self, Y=Y, coef=coef, offset=offset, dual=dual)
