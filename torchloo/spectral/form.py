@@ -41,13 +41,10 @@ from torchloo.blocks import Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.dual import add_product, congruence
 from torchloo.guards import Guard
+from torchloo.leave_out_sets import Parts
 from torchloo.precision import full_precision
 
-__all__ = ["Parts", "Spectral", "Step", "shares", "spectral"]
-
-Parts = tuple[Tensor, Tensor, Tensor]
-"""Held-out residuals (R, ..., n, c), variances of that shape, and refitted rows (R, ..., n)."""
-
+__all__ = ["Spectral", "Step", "shares", "spectral"]
 
 # Rows of B that are squared, or scaled, at once: few enough to stay in the cache of a CPU.
 _AT_ONCE, _SCALED = 512, 128
@@ -285,6 +282,7 @@ class Spectral(NamedTuple):
     ) -> Parts:
         """Held-out parts for the regularisations (R, ..., 1), or (R, ..., c) with one for each output.
 
+        Variances (R, ..., n, c) have the shape of the residuals.
         `gathered` and `step` are the results of these methods, the step for these regularisations.
         """
         groups, n = partition.groups, self.Y.shape[-2]

@@ -14,7 +14,7 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, values_visible
-from torchloo.leave_out_sets import LeaveOutSets
+from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.front import solve_by_passes
@@ -23,7 +23,7 @@ from torchloo.primal.whole import Normal, Primal, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
-from torchloo.spectral.form import Parts, Spectral, Step, shares, spectral
+from torchloo.spectral.form import Spectral, Step, shares, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
 
@@ -42,7 +42,8 @@ _TOGETHER = 2**20
 class Path:
     """Solved machines with several regularisations, like `Dual` and `Primal` for one.
 
-    All results have an axis R in front of all others, unless `axis` is False and R is 1.
+    All results have an axis R in front of all others, unless `axis` is False and R is 1. They are those of
+    the forms that `along` comes to.
     """
 
     problem: Problem
@@ -84,42 +85,24 @@ class Path:
 
     def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., m, c) of rows to predict, and the refitted ones (..., m)."""
-        r, variance, refitted = self.each().parts(lambda form: form.left_out(sets, guard))
+        r, variance, refitted = self.parts(lambda form: form.left_out(sets, guard))
         return self._shaped(r), self._shaped(variance), self._shaped(refitted)
-
-    def each(self) -> "Forms":
-        """All regularisations with a form of their own."""
-        raise NotImplementedError
-
-    def coefficients(self) -> Tensor:
-        """a (R, ..., n, c)."""
-        raise NotImplementedError
-
-    def biases(self) -> Tensor:
-        """b (R, ..., c)."""
-        raise NotImplementedError
-
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        """Blocks of P, (R, ..., c', g, s, s) for each size."""
-        raise NotImplementedError
-
-    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
-        """Held-out parts of all R."""
-        raise NotImplementedError
-
-
-@dataclass
-class Forms(Path):
-    """Regularisations that each have a form of their own, and the concatenation of their results."""
 
     def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         """The results of a function for every form, tensors (..., c), as (R, ..., c) each."""
         raise NotImplementedError
 
     def coefficients(self) -> Tensor:
+        """a (R, ..., n, c)."""
         return self.along(lambda form: (form.dual,))[0]
 
+    def biases(self) -> Tensor:
+        """b (R, ..., c)."""
+        return self.along(lambda form: (form.bias,))[0]
+
     def blocks_of(self, partition: Partition) -> list[Tensor]:
+        """Blocks of P, (R, ..., c', g, s, s) for each size."""
+
         def blocks_of_form(form: Dual | Primal) -> tuple[Tensor, ...]:
             _, blocks = form.blocks(partition)
             return tuple(block.unsqueeze(-1) for block in blocks)
@@ -127,10 +110,8 @@ class Forms(Path):
         return [block.movedim(-1, -4) for block in self.along(blocks_of_form)]
 
     def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        """Held-out parts of all R."""
         return self.parts(lambda form: form.held_out(partition, guard))
-
-    def each(self) -> "Forms":
-        return self
 
     def parts(self, of_form: Callable[..., Parts]) -> Parts:
         """Held-out parts of all R from those of each form."""
@@ -144,7 +125,7 @@ class Forms(Path):
 
 
 @dataclass
-class Each(Forms):
+class Each(Path):
     """A dual form for each regularisation, and for each output that has its own."""
 
     form_of: Callable[[Tensor, Tensor], Dual]
@@ -170,9 +151,6 @@ class Each(Forms):
             by_output = [of(form) for form in forms]
             by_reg.append([torch.cat(parts, -1) for parts in zip(*by_output, strict=True)])
         return [torch.stack(parts) for parts in zip(*by_reg, strict=True)]
-
-    def biases(self) -> Tensor:
-        return self.along(lambda form: (form.bias,))[0]
 
 
 @dataclass
@@ -224,11 +202,8 @@ class Decomposed(Path):
         found = [(self.form.bias_of(a, self.problem.Y),) for a in self._served]
         return self._joined(found, lambda each: (each.biases(),))[0]
 
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        return self.others.blocks_of(partition)
-
-    def each(self) -> Each:
-        return self.others
+    def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        return self.others.along(of)
 
     def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         served, _ = self._split(self.regs)
@@ -379,7 +354,7 @@ def from_features(
 
 
 @dataclass
-class ByFeatures(Forms):
+class ByFeatures(Path):
     """Machines with fewer features than rows: the regularisations are one more axis of the primal form."""
 
     normal: Normal
