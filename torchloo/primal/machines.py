@@ -482,9 +482,7 @@ def one_machine(
     if _is_well_conditioned(guard, machines, rounding, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
-    penalty = (regs.sqrt() * expansion.penalty_root(guard, C)).expand_as(C)
-    right = torch.nn.functional.pad(d, (0, 0, 0, C.shape[-1]))
-    rotation, least, coef = inverse_factor_of(torch.cat([R, penalty], -2), right, guard)
+    rotation, least, coef = inverse_factor_of(R, d, regs.sqrt() * expansion.penalty_root(guard, C), guard)
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
     machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
@@ -509,7 +507,7 @@ def path_machines(
 
     well_conditioned, limit = False, ILL_CONDITIONED_PATH * moments.count**0.5
     try:
-        eigen = Eigen.of(moments.S).beside_regs()
+        eigen = Eigen.of(moments.S)
         machines, rounding = with_eigen(eigen)
         estimate = eigen.condition(regs)
         well_conditioned = _is_well_conditioned(guard, machines, rounding, estimate, limit)
@@ -519,7 +517,7 @@ def path_machines(
             raise ImpreciseError from failure
     if not well_conditioned:  # or the eigenvalues did not converge
         R, d = triangle()
-        eigen = Eigen.of_rows(R).beside_regs()
+        eigen = Eigen.of_rows(R)
         guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
         machines, rounding = with_eigen(eigen)
         condition, folding = guard.largest(eigen.condition(regs), rounding)
@@ -535,8 +533,7 @@ def _solve_one_by_one(guard: Guard, machines: Machines, R: Tensor, d: Tensor) ->
     columns = []
     for r, j, outputs in machines.each:
         penalty = torch.diag_embed(machines.regs[..., r, j, None].sqrt().expand(R.shape[:-1]))
-        right = torch.nn.functional.pad(d[..., outputs], (0, 0, 0, R.shape[-1]))
-        columns.append(inverse_factor_of(torch.cat([R, penalty], -2), right, guard)[2])
+        columns.append(inverse_factor_of(R, d[..., outputs], penalty, guard)[2])
     coef = torch.cat(columns, -1).mT.unflatten(-2, machines.q.shape[-3:-1])  # (..., R, c, p)
     machines.q = together(coef, machines.rotation.mT)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
