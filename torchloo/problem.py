@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, expanded, require_floating, values_visible
 
-__all__ = ["Problem", "Regs", "check_dual", "check_features", "check_rows"]
+__all__ = ["Given", "Problem", "Regs", "check_dual", "check_features", "check_rows"]
 
 
 class Given(NamedTuple):

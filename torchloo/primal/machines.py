@@ -19,7 +19,7 @@ divided by a small 1 - h, always do.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -40,6 +40,7 @@ from torchloo.guards import Guard
 from torchloo.panels import LowerInverse, matmul_into, room_like, times_lower
 from torchloo.primal.block import Block
 from torchloo.primal.moments import Moments
+from torchloo.problem import Given
 
 __all__ = [
     "LARGE",
@@ -86,52 +87,47 @@ def transposed(X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return X.mT
 
 
+@dataclass(eq=False)
 class Expansion:
-    """How features come from inputs: z = L^{-1} k(x), or k(x) itself.
+    """How features come from inputs: z = L^{-1} k(x), or k(x) itself."""
 
-    Args:
-        evaluate: columns k (..., p, b) of inputs (..., b, d) and the tensors, differentiable in both.
-        count: p, or 0 where it is not known before rows are.
-        tensors: what k depends on beside the inputs.
-        gram: K_zz (p, p) from the tensors, differentiable, where there is a factor.
-        factor: L (p, p), lower triangular, of K_zz over the entries in use; or None.
-        support: what k is evaluated at, (p, d), or None.
-        kept: boolean (p,), which entries of k are in use, or None for all.
-        inverse: that of the factor, where it is known; then all entries are in use.
-        single: whether columns of float32 rows may be float32.
-        penalty: what the regularisation multiplies, (..., p, p) in float64; None for the identity. Only for
-            single regularisations.
+    evaluate: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    """Columns k (..., p, b) of inputs (..., b, d) and the tensors, differentiable in both."""
+    count: int
+    """p, or 0 where it is not known before rows are."""
+    tensors: Sequence[Tensor] = ()
+    """What k depends on beside the inputs."""
+    gram: Callable[[Sequence[Tensor]], Tensor] | None = None
+    """K_zz (p, p) from the tensors, differentiable, where there is a factor."""
+    factor: Tensor | None = None
+    """L (p, p), lower triangular, of K_zz over the entries in use; or None."""
+    support: Tensor | None = None
+    """What k is evaluated at, (p, d), or None."""
+    kept: Tensor | None = None
+    """Boolean (p,), which entries of k are in use, or None for all."""
+    inverse: LowerInverse | None = None
+    """That of the factor, where it is known; then all entries are in use."""
+    single: bool = True
+    """Whether columns of float32 rows may be float32."""
+    penalty: Tensor | None = None
+    """What the regularisation multiplies, (..., p, p) in float64; None for the identity. Only for single
+    regularisations."""
+    kind: torch.dtype = field(default=torch.float64, init=False)
+    """The dtype of products."""
+    origin: Tensor | None = field(default=None, init=False)
+    """What is subtracted from columns, (..., p, 1); see `begin`."""
+    mask: Tensor | None = field(default=None, init=False)
+    """Ones and zeros (p, 1) for entries that are in use or not, or None where all are."""
+    _room: Tensor | None = field(default=None, init=False)
 
-    Attributes:
-        mask: ones and zeros (p, 1) for entries that are in use or not, or None where all are.
-    """
-
-    def __init__(
-        self,
-        evaluate: Callable[[Tensor, Sequence[Tensor]], Tensor],
-        count: int,
-        tensors: Sequence[Tensor] = (),
-        gram: Callable[[Sequence[Tensor]], Tensor] | None = None,
-        factor: Tensor | None = None,
-        support: Tensor | None = None,
-        kept: Tensor | None = None,
-        inverse: LowerInverse | None = None,
-        single: bool = True,
-        penalty: Tensor | None = None,
-    ) -> None:
-        self.penalty = penalty
-        self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
-        self.factor, self.support, self.kept, self.single = factor, support, kept, single
-        self.origin: Tensor | None = None
-        self._room: Tensor | None = None
-        self.kind = torch.float64
-        self._versions = [None if t.is_inference() else t._version for t in self.tensors]
+    def __post_init__(self) -> None:
+        self._given = [Given.of(t) for t in self.tensors]
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
-        self.mask = None if kept is None or inverse is not None else kept.double().unsqueeze(-1)
-        self._inverse = inverse
-        if factor is not None and inverse is None:
-            self._inverse = LowerInverse(factor)
-            self._inverse.decide(self._inverse.good.tolist())
+        if self.factor is None or self.inverse is not None:
+            return
+        self.mask = None if self.kept is None else self.kept.double().unsqueeze(-1)
+        self.inverse = LowerInverse(self.factor)
+        self.inverse.decide(self.inverse.good.tolist())
 
     @property
     def size(self) -> int:
@@ -208,12 +204,11 @@ class Expansion:
     @property
     def has_changed(self) -> bool:
         """Whether what the features depend on was changed in place: a gradient would be that of another."""
-        pairs = zip(self.tensors, self._versions, strict=True)
-        return any(version is not None and tensor._version != version for tensor, version in pairs)
+        return any(given.has_changed for given in self._given)
 
     def features(self, columns: Tensor) -> Tensor:
         """Z (..., p, b) of columns (..., p, b), which the caller may overwrite."""
-        return columns if self._inverse is None else self._inverse(columns)
+        return columns if self.inverse is None else self.inverse(columns)
 
 
 @dataclass
