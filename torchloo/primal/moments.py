@@ -20,7 +20,12 @@ from torchloo.panels import add_matmul, add_symmetric
 from torchloo.primal.collective import Peers
 from torchloo.primal.seen import Seen
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "shares"]
+
+
+def shares(weight: Tensor) -> Tensor:
+    """Weights (..., n) divided by their sum, so that products with them are weighted means."""
+    return weight / weight.sum(-1, keepdim=True)
 
 
 class Moments:

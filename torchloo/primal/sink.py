@@ -62,8 +62,8 @@ class Sink:
         dtype: torch.dtype,
         device: torch.device,
         folder: str | Path | None,
-        known: tuple[Tensor, Tensor] | None = None,
-        with_outputs: bool = True,
+        known: tuple[Tensor, Tensor] | None,
+        with_outputs: bool,
     ) -> None:
         *several, n, c = shape
         self._function, self._device = function, device

@@ -37,7 +37,7 @@ from torchloo.primal.machines import (
     path_machines,
     transposed,
 )
-from torchloo.primal.moments import Moments
+from torchloo.primal.moments import Moments, shares
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
@@ -684,9 +684,7 @@ class StreamFit:
 
 def _mean(columns: Tensor, part: Block) -> Tensor:
     """The weighted mean (..., p, 1) of the columns (..., p, b) of a block."""
-    zeta = part.weight.double().unsqueeze(-1)
-    share = zeta / zeta.sum(-2, keepdim=True)
-    return columns @ share.to(columns.dtype)
+    return columns @ shares(part.weight.double()).unsqueeze(-1).to(columns.dtype)
 
 
 def _settings(machine: MachineOfFeatures) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out
 from torchloo.primal.machines import Machines
+from torchloo.primal.moments import shares
 from torchloo.primal.refit import refit_at_once
 
 __all__ = ["Known", "Normal", "Primal", "centred", "ridge_penalty", "spread_of"]
@@ -167,7 +168,7 @@ class Normal:
     def of(cls, Z: Tensor, weight: Tensor, bias: bool) -> "Normal":
         """Those of features (..., n, p) and weights (..., n), in float64."""
         Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
-        mean = _share(root) @ Z if bias else None
+        mean = _mean(root, Z) if bias else None
         return cls(root * (Z if mean is None else Z - mean), root, mean, Z)
 
     @property
@@ -217,15 +218,14 @@ class Normal:
         return [part.movedim(1, -1)[..., 0, :] if per_output else part for part in parts]
 
 
-def _share(root: Tensor) -> Tensor:
-    """Weights (..., 1, n) that sum to 1, from square roots (..., n, 1)."""
-    zeta = root.square()
-    return (zeta / zeta.sum(-2, keepdim=True)).mT
+def _mean(root: Tensor, rows: Tensor) -> Tensor:
+    """Weighted mean (..., 1, p) of rows (..., n, p), from square roots (..., n, 1) of the weights."""
+    return shares(root.mT.square()) @ rows
 
 
 def _about_mean(Y: Tensor, normal: Normal) -> tuple[Tensor, Tensor]:
     """Targets about their weighted mean, and the mean (..., 1, c), which is zero without a bias."""
-    mean = torch.zeros_like(Y[..., :1, :]) if normal.mean is None else _share(normal.root) @ Y
+    mean = torch.zeros_like(Y[..., :1, :]) if normal.mean is None else _mean(normal.root, Y)
     return Y if normal.mean is None else Y - mean, mean
 
 

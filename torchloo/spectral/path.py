@@ -18,12 +18,13 @@ from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.front import solve_by_passes
+from torchloo.primal.moments import shares
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Normal, Primal, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
-from torchloo.spectral.form import Spectral, Step, shares, spectral
+from torchloo.spectral.form import Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
 
