@@ -349,20 +349,6 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     return Fit(form, problem, Features(Y.dtype))
 
 
-def solve_features(
-    guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None, bias: bool
-) -> Fit:
-    """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
-
-    The primal form where there are fewer features than rows, else the dual one. Where Z Z^T is badly
-    conditioned, no more features than rows take the primal form too, and more a factor from Z itself.
-    `columns` are the coefficients of the training rows, as for any other kernel; `features` those of the
-    features.
-    The guard is to be checked.
-    """
-    return _solve_features(check_features(guard, Z, Y, reg, weight), Z, bias)
-
-
 def loo_features(
     guard: Guard,
     Z: Tensor,
@@ -377,11 +363,19 @@ def loo_features(
     with full_precision(Z):
         parts = leave_one_out(problem, Z, bias)
     if parts is None:
-        return _solve_features(problem, Z, bias).held_out(None, flat)
+        return solve_features(problem, Z, bias).held_out(None, flat)
     return assemble(problem.Y, problem.weight, None, parts, flat)
 
 
-def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
+def solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
+    """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
+
+    The primal form where there are fewer features than rows, else the dual one. Where Z Z^T is badly
+    conditioned, no more features than rows take the primal form too, and more a factor from Z itself.
+    `columns` are the coefficients of the training rows, as for any other kernel; `features` those of the
+    features.
+    The guard is to be checked.
+    """
     n, d = Z.shape[-2:]
     guard = problem.guard
     with full_precision(Z):

@@ -69,7 +69,7 @@ def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> S
                 f"{function}: rows can be divided among processes only for a machine with few features: a "
                 f"linear kernel, or SparseLSSVM(kernel, reg, basis=...); got {machine}"
             )
-        problem = check_rows(guard, found[0], Y, _unit(reg), weight)
+        problem = check_rows(guard, found[0], Y, reg, weight)
         guard.check()
         return problem, *found, flat
 
@@ -149,13 +149,8 @@ def solve_tensors(
     found = machine.features_of(guard, X, Y, weight) if Z is None else explicit(Z)
     if found is None or found[1].count + machine.has_bias >= X.shape[machine.row_axis]:
         return None
-    problem = check_rows(guard, found[0], Y, _unit(reg), weight)
+    problem = check_rows(guard, found[0], Y, reg, weight)
     return _in_memory(machine, problem, *found, flat, reg, Peers(), None)
-
-
-def _unit(reg: Tensor | Regs) -> Tensor | float:
-    """One regularisation in place of several, for the checks and the batch shape of a problem."""
-    return reg.unit if isinstance(reg, Regs) else reg
 
 
 def _in_memory(

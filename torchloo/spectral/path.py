@@ -314,7 +314,7 @@ def from_kernel_matrix(
     """
     if not isinstance(reg, Regs):
         return solve_dual(guard, K, Y, reg, weight, bias)
-    problem = check_dual(guard, K, Y, reg.unit, weight)
+    problem = check_dual(guard, K, Y, reg, weight)
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
         form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
@@ -333,10 +333,10 @@ def from_features(
     Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with a graph);
     memory n d + d^2 numbers for each regularisation.
     """
+    problem = check_features(guard, Z, Y, reg, weight)
     if not isinstance(reg, Regs):
-        return solve_features(guard, Z, Y, reg, weight, bias)
+        return solve_features(problem, Z, bias)
     n, d = Z.shape[-2:]
-    problem = check_features(guard, Z, Y, reg.unit, weight)
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     zeta = problem.weight.double()
     with full_precision(Z):
