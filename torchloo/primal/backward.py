@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
-from torchloo.guards import values_visible
+from torchloo.guards import Guard, values_visible
 from torchloo.panels import add_matmul, add_symmetric, matmul_into, mirrored, room_like, times_upper
 from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
@@ -44,6 +44,7 @@ from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.machines import together, transposed
 from torchloo.primal.refit import Effect, Refitted
 from torchloo.primal.sink import Sink
+from torchloo.primal.whole import Normal, centred
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -120,11 +121,17 @@ def _by_autograd(
             "rows as tensors for more"
         )
     assert regs is not None
-    again = torch.is_grad_enabled()
+    again, guard, bias = torch.is_grad_enabled(), Guard(solved.function), solved.moments.centre
+    sets = partition or Partition.single(Y.shape[-2], X.device)
+    groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
     with torch.enable_grad():
-        residuals, variance = solved.whole(
-            partition, regs, X, Y, weight, [t for t in tensors if t is not None]
-        )
+        Z = solved.expansion.whole(X, [t for t in tensors if t is not None])
+        normal = Normal.of(centred(Z, weight.double(), bias)[0], weight, bias)
+        known = solved.known(slice(None), weight.shape[:-1])
+        regs = regs.double().movedim(-2, 0)  # (R, ..., c')
+        of = normal.along(regs, Y.double(), known, lambda form: form.held_out(groups, guard)[:2])
+        guard.check()
+        residuals, variance = (part.to(Y.dtype).movedim(0, -3) for part in of)
     outputs = [(a, b) for a, b in ((residuals, rbar), (variance, vbar)) if b is not None]
     wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
     grads = iter(

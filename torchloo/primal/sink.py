@@ -121,11 +121,9 @@ class Sink:
         """Residuals (s, c) and variances (s, 1) of refitted rows, for one regularisation, j its variance."""
         to, dtype = self.residuals.device, self.residuals.dtype
         rows, e = rows.to(to), residuals.to(to, dtype)
-        columns = torch.arange(self.residuals.shape[-1], device=to)[outputs]
-        index = (r, rows.unsqueeze(-1), columns)
-        self.residuals[index] = e
+        self.residuals[r, rows, outputs] = e
         if self.outputs is not None:
-            self.outputs[index] = self.targets[index[1:]] - e
+            self.outputs[r, rows, outputs] = self.targets[rows, outputs] - e
         self.variance[r, rows, j] = variance[:, 0].to(to, dtype)
         self.refitted[r, rows] = True
 

@@ -12,7 +12,7 @@ with rows that are to be refitted leave the batch and are solved one by one.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -41,7 +41,7 @@ from torchloo.primal.moments import Moments, shares
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import Known, Normal, centred, spread_of
+from torchloo.primal.whole import Known, spread_of
 from torchloo.problem import Regs
 
 __all__ = ["MachineOfFeatures", "StreamFit"]
@@ -533,33 +533,9 @@ class StreamFit:
 
     @in_full_precision
     @torch.no_grad()
-    def known(self, some: slice | None = None) -> Known:
+    def known(self, some: slice | None = None, batch: Sequence[int] | None = None) -> Known:
         """The values of the solution, for operations on all rows at once; see `Known.of`."""
-        return Known.of(self.refined(self._machine), self.stream.batch, some)
-
-    def whole(
-        self,
-        partition: Partition | None,
-        regs: Tensor,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor,
-        tensors: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Residuals (..., R, n, c) and variances of all rows at once, by differentiable operations."""
-        guard = Guard(self.function)
-        Z, bias = self.expansion.whole(X, tensors), self.moments.centre
-        shifted, _ = centred(Z, weight.double(), bias)
-        sets = partition or Partition.single(Y.shape[-2], X.device)
-        groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
-        normal = Normal.of(shifted, weight, bias)
-        regs = regs.double().movedim(-2, 0)  # (R, ..., c')
-        batch = weight.shape[:-1]
-        known = Known.of(self.refined(self._machine), batch, slice(None))
-        of = normal.along(regs, Y.double(), known, lambda form: form.held_out(groups, guard)[:2])
-        guard.check()
-        residuals, variances = (part.to(Y.dtype).movedim(0, -3) for part in of)
-        return residuals, variances
+        return Known.of(self.refined(self._machine), self.stream.batch if batch is None else batch, some)
 
     def _partition(self, clusters: object) -> Partition:
         n = self.stream.n
