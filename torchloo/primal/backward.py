@@ -127,7 +127,7 @@ def _by_autograd(
     with torch.enable_grad():
         Z = solved.expansion.whole(X, [t for t in tensors if t is not None])
         normal = Normal.of(centred(Z, weight.double(), bias)[0], weight, bias)
-        known = solved.known(slice(None), weight.shape[:-1])
+        known = solved.known(batch=weight.shape[:-1])
         regs = regs.double().movedim(-2, 0)  # (R, ..., c')
         of = normal.along(regs, Y.double(), known, lambda form: form.held_out(groups, guard)[:2])
         guard.check()

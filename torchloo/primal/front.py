@@ -15,7 +15,7 @@ from torchloo.primal.block import Memory, Rows, RowSource, Shard, require_alone
 from torchloo.primal.collective import Peers, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import MachineOfFeatures, StreamFit
-from torchloo.primal.whole import Normal, Primal, ridge_penalty
+from torchloo.primal.whole import Known, Normal, Primal, ridge_penalty
 from torchloo.problem import Problem, Regs, check_rows
 
 __all__ = ["explicit", "primal", "solve_by_passes", "solve_rows", "solve_tensors"]
@@ -122,7 +122,7 @@ def primal(
     with full_precision(Z):
         solved = solve_by_passes(guard, Z, weight, Y, reg, bias, penalty)
         R = ridge_penalty(reg, Z) if penalty is None else penalty.double()
-        known = None if solved is None else solved.known()
+        known = None if solved is None else Known(*(t[0] for t in solved.known()))  # of the only one
         return Normal.of(Z, weight, bias).solve(R, reg.double(), Y.double(), known), solved
 
 

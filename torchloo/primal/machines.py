@@ -58,7 +58,7 @@ _FOLD = 1e-11
 
 # Up to this condition, times the square root of the number of rows, coefficients need no step of refinement:
 # errors of the normal equations reach an output by its own small part of a feature.
-_SETTLED = 2e5
+_NO_STEP = 2e5
 
 # Above this condition, singular values lose the least of their kind, and coefficients of a path with them.
 _LARGEST_OF_PATH = 1e18
@@ -236,6 +236,8 @@ class Machines:
     """Whether no step of refinement is needed, or it has been made."""
     rounding: Tensor
     """How far f^{1/2} u may differ between two evaluations of the same kernel columns, (...)."""
+    by_folding: Tensor
+    """What Note [folding] may change a leverage by, or an output in units of the spread, (...)."""
     folded: Tensor | None = None
     """F of Note [folding], (..., p, p), where there is a factor."""
     fold: bool = False
@@ -385,10 +387,10 @@ class Machines:
         self.fold, self.refined = False, self.moved
         return shortcut
 
-    def whitening(self, some: slice | None = None) -> Tensor:
+    def whitening(self, some: slice = slice(None)) -> Tensor:
         """f^{1/2} A^T, (..., R, c', p, p): T of Note [primal form], of all or some regularisations."""
         rotation = self.rotation[..., None, None, :, :]
-        return rotation if self.triangular else self.f[..., some or slice(None), :, :, None].sqrt() * rotation
+        return rotation if self.triangular else self.f[..., some, :, :, None].sqrt() * rotation
 
     def coefficients(self) -> Tensor:
         """p = A q, (..., R, p, c)."""
@@ -408,34 +410,31 @@ def _machines(
     f: Tensor,
     regs: Tensor,
     q: Tensor,
-) -> tuple[Machines, Tensor]:
-    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and what folding rounds."""
-    folded, differs = None, moments.longest  # 0 where there is no factor
-    rounding = differs
+) -> Machines:
+    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined."""
+    folded = None
+    rounding = by_folding = moments.longest  # 0 where there is no factor
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
         rows = torch.linalg.vector_norm(folded, dim=-1)[..., None, None, :]  # (..., 1, 1, p), |F_j|
         leverage = (rows * f.sqrt()).amax((-3, -2, -1))
         outputs = (torch.linalg.vector_norm(rows * q, dim=-1) / moments.spread).amax((-2, -1))
         eps = torch.finfo(expansion.kind).eps
-        differs = eps * leverage * moments.longest
-        rounding = torch.maximum(differs, eps * outputs * moments.longest)
+        rounding = eps * leverage * moments.longest
+        by_folding = torch.maximum(rounding, eps * outputs * moments.longest)
     shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
     given = (expansion, moments, rotation, triangular, f, regs, q, shift)
-    machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
-    return machines, rounding
+    return Machines(*given, regs, False, rounding, by_folding, folded)
 
 
-def _is_well_conditioned(
-    guard: Guard, machines: Machines, rounding: Tensor, estimate: Tensor, limit: float
-) -> bool:
+def _is_well_conditioned(guard: Guard, machines: Machines, estimate: Tensor, limit: float) -> bool:
     """Whether an estimate of the condition, (..., R, c'), is below a limit, in one look at the values.
 
     Decides also whether there is a step of refinement, and folding, by what it rounds. Products in float32
     go without any remedy: they are taken to be accurate, until what decides that is read at the end.
     """
     moments = machines.moments
-    numbers = (estimate, moments.distance, rounding)
+    numbers = (estimate, moments.distance, machines.by_folding)
     if machines.expansion.kind != torch.float64:
         machines.unread = tuple(number.amax() for number in numbers)
         machines.least = torch.full_like(machines.regs, 1 / SINGLE)
@@ -443,7 +442,7 @@ def _is_well_conditioned(
         return True
     machines.least = trusted(estimate).expand_as(machines.regs)
     condition, distance, folding = guard.largest(*numbers)
-    machines.refined = condition < _SETTLED * moments.count**0.5 and distance < _FAR
+    machines.refined = condition < _NO_STEP * moments.count**0.5 and distance < _FAR
     machines.decide_folding(folding)
     return condition < limit
 
@@ -473,15 +472,15 @@ def one_machine(
     f = torch.ones_like(C[..., None, :1, :])
     rotation, estimate = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(-3)
-    machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
-    if _is_well_conditioned(guard, machines, rounding, estimate[..., None, None], ILL_CONDITIONED):
+    machines = _machines(expansion, moments, rotation, True, f, regs, q)
+    if _is_well_conditioned(guard, machines, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
     rotation, least, coef = inverse_factor_of(R, d, regs.sqrt() * expansion.penalty_root(guard, C), guard)
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
-    machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
+    machines = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-    machines.decide_folding(*guard.largest(rounding))
+    machines.decide_folding(*guard.largest(machines.by_folding))
     machines.least = least[..., None, None].expand_as(regs)
     return machines
 
@@ -495,7 +494,7 @@ def path_machines(
 ) -> Machines:
     """The machines of regularisations (..., R, 1), or (..., R, c), one for each output; see `one_machine`."""
 
-    def with_eigen(eigen: Eigen) -> tuple[Machines, Tensor]:
+    def with_eigen(eigen: Eigen) -> Machines:
         f = 1 / (eigen.w + regs.unsqueeze(-1))  # (..., R, c', p)
         q = f * (moments.T.mT @ eigen.Q).unsqueeze(-3)
         return _machines(expansion, moments, eigen.Q.mT.contiguous(), False, f, regs, q)
@@ -503,9 +502,9 @@ def path_machines(
     well_conditioned, limit = False, ILL_CONDITIONED_PATH * moments.count**0.5
     try:
         eigen = Eigen.of(moments.S)
-        machines, rounding = with_eigen(eigen)
+        machines = with_eigen(eigen)
         estimate = eigen.condition(regs)
-        well_conditioned = _is_well_conditioned(guard, machines, rounding, estimate, limit)
+        well_conditioned = _is_well_conditioned(guard, machines, estimate, limit)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         if expansion.kind != torch.float64:
@@ -514,8 +513,8 @@ def path_machines(
         R, d = triangle()
         eigen = Eigen.of_rows(R)
         guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
-        machines, rounding = with_eigen(eigen)
-        condition, folding = guard.largest(eigen.condition(regs), rounding)
+        machines = with_eigen(eigen)
+        condition, folding = guard.largest(eigen.condition(regs), machines.by_folding)
         machines.decide_folding(folding)
         machines.least = eigen.least(regs)
         if not condition < _LARGEST_OF_PATH:

@@ -533,7 +533,7 @@ class StreamFit:
 
     @in_full_precision
     @torch.no_grad()
-    def known(self, some: slice | None = None, batch: Sequence[int] | None = None) -> Known:
+    def known(self, some: slice = slice(None), batch: Sequence[int] | None = None) -> Known:
         """The values of the solution, for operations on all rows at once; see `Known.of`."""
         return Known.of(self.refined(self._machine), self.stream.batch if batch is None else batch, some)
 

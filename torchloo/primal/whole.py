@@ -128,19 +128,15 @@ class Known(NamedTuple):
     """p, (..., p, c)."""
 
     @classmethod
-    def of(cls, machines: Machines, batch: Sequence[int], some: slice | None = None) -> "Known":
-        """Those of regularisations, (R, *batch), or (R, c, *batch) of single outputs; all, or some of them.
-
-        Of the only one, (*batch), if `some` is None.
-        """
-        T, least, coef = machines.whitening(some), machines.least, machines.coefficients()
-        least, coef = least[..., some or slice(None), :], coef[..., some or slice(None), :, :]
+    def of(cls, machines: Machines, batch: Sequence[int], some: slice) -> "Known":
+        """Those of some regularisations, (R, *batch), or (R, c, *batch) of single outputs."""
+        T, least = machines.whitening(some), machines.least[..., some, :]
+        coef = machines.coefficients()[..., some, :, :]
         if least.shape[-1] > 1:
             coef = coef.movedim(-1, -2).unsqueeze(-1)  # (..., R, c, p, 1)
         else:
             T, least = T.squeeze(-3), least.squeeze(-1)
-        parts = (_in_front(T, 2, batch), _in_front(least, 0, batch), _in_front(coef, 2, batch))
-        return cls(*(part[0] for part in parts)) if some is None else cls(*parts)
+        return cls(_in_front(T, 2, batch), _in_front(least, 0, batch), _in_front(coef, 2, batch))
 
 
 def _in_front(values: Tensor, own: int, batch: Sequence[int]) -> Tensor:
@@ -220,7 +216,7 @@ class Normal:
 
 def _mean(root: Tensor, rows: Tensor) -> Tensor:
     """Weighted mean (..., 1, p) of rows (..., n, p), from square roots (..., n, 1) of the weights."""
-    return shares(root.mT.square()) @ rows
+    return shares(root.square().mT) @ rows
 
 
 def _about_mean(Y: Tensor, normal: Normal) -> tuple[Tensor, Tensor]:
