@@ -161,9 +161,10 @@ class _Visit(NamedTuple):
     DN: Tensor | None
     """D N, added up over the machines, (..., p', b); None for rows alone, computed when needed."""
 
-    def rows_on(self, like: Tensor) -> slice | Tensor:
-        """The numbers of the rows, on the device of a tensor."""
-        return self.rows.to(like.device) if isinstance(self.rows, Tensor) else self.rows
+
+def _on(like: Tensor, rows: slice | Tensor) -> slice | Tensor:
+    """Numbers of rows, on the device of a tensor."""
+    return rows.to(like.device) if isinstance(rows, Tensor) else rows
 
 
 class _Refit:
@@ -243,7 +244,7 @@ class _Backward:
     def cotangents(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """r, rbar (..., R, c, b), diag(P_LL^{-1}) and reg vbar (..., R, c', b) of some rows, in float64."""
         regs = self.machines.regs.unsqueeze(-1)
-        rows = rows.to(self.residuals.device) if isinstance(rows, Tensor) else rows
+        rows = _on(self.residuals, rows)
 
         def of(field: Tensor) -> Tensor:
             return field[..., rows, :].mT.to(regs)
@@ -330,8 +331,7 @@ class _Backward:
         """Whether rows were refitted, (..., R, c', b), if any were."""
         if not self.refits:
             return None
-        rows = rows.to(self.lost.device) if isinstance(rows, Tensor) else rows
-        return self.lost[..., rows, :].mT.to(self.f.device)
+        return self.lost[..., _on(self.lost, rows), :].mT.to(self.f.device)
 
     def _single(self, part: Block, U: Tensor, gather: bool) -> _Visit:
         """Rows that are left out alone."""
@@ -471,7 +471,7 @@ class _Backward:
                 diagonal = visit.D if visit.DN is not None else visit.D.sum((-3, -2))
                 zetabar = diagonal + own + (s * a / zeta).sum((-3, -2))
                 zetabar = zetabar if by_weight is None else zetabar + by_weight
-                sent.weight[..., visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
+                sent.weight[..., _on(sent.weight, visit.rows)] = zetabar.to(sent.weight)
             ubar = UQ.sub_(DN).mul_(2 * zeta[..., 0, :].to(kind))
             add_matmul(ubar, vq, torch.cat([a, -weighted], -2).flatten(-3, -2).to(kind))
             Ybar = weighted.sum(-3).mT
@@ -515,7 +515,7 @@ class _Sent:
 
     def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor, zbar: Tensor | None) -> None:
         """Cotangents (..., p', b) and (..., b, c) of the rows of a visit; zbar (p, b) is that of features."""
-        rows = visit.rows_on(self.Y)
+        rows = _on(self.Y, visit.rows)
         self.Y[..., rows, :] = Ybar.to(self.Y)
         if self.X is None and not self.wanted:
             return

@@ -178,9 +178,8 @@ class Memory(Source):
         return self._rows(0, index.to(self.X.device))
 
     def _rows(self, start: int, rows: slice | Tensor) -> Block:
-        if self.batch:
-            return Block(start, self.X[:, rows], self.Y[:, rows], self.weight[:, rows])
-        return Block(start, self.X[rows], self.Y[rows], self.weight[rows])
+        at = (slice(None), rows) if self.batch else rows
+        return Block(start, self.X[at], self.Y[at], self.weight[at])
 
     def spool(self, function: str, parts: Iterator[Block]) -> None:
         """Nothing is to be done."""

@@ -140,7 +140,7 @@ class _Left(NamedTuple):
             if len(X):
                 mean = _heaviest(X, zeta)
             inner, outer = zeta.mT @ (X - mean), ones.mT @ (outside[:, :p] - ones * mean)
-            mean = mean + _mean(inner + outer, True)
+            mean = mean + _mean(inner + outer)
             outside[:, : p - 1] -= ones * mean[:, :-1]
         F = triangle(torch.cat([outside, root * torch.cat([X - mean, Y], -1)]))
         F, d = F[:p, :p], F[:p, p:]
@@ -156,11 +156,10 @@ def _heaviest(X: Tensor, zeta: Tensor) -> Tensor:
     return row
 
 
-def _mean(sums: Tensor, bias: bool) -> Tensor:
+def _mean(sums: Tensor) -> Tensor:
     """Mean (1, p') of features from their weighted sums, whose last is the weight; 0 where there is none."""
     mean = torch.zeros_like(sums)
-    if bias:
-        mean[:, :-1] = sums[:, :-1] / torch.where(sums[:, -1:] > 0, sums[:, -1:], 1.0)
+    mean[:, :-1] = sums[:, :-1] / torch.where(sums[:, -1:] > 0, sums[:, -1:], 1.0)
     return mean
 
 
@@ -191,8 +190,10 @@ def refit_at_once(
         with torch.no_grad():
             others = root.index_fill(0, union, 0.0)
             zeta = others.square()
-            origin = _heaviest(X, zeta) if bias else torch.zeros_like(X[:1])
-            origin = origin + _mean(zeta.mT @ (X - origin), bias)
+            origin = torch.zeros_like(X[:1])
+            if bias:
+                near = _heaviest(X, zeta)
+                origin = near + _mean(zeta.mT @ (X - near))
             outside = triangle(torch.cat([others * torch.cat([X - origin, Y], -1), penalty]))
             left = _Left(outside, X[union] - origin, root[union], Y[union], bias)
         for rows in some:
@@ -293,7 +294,7 @@ class _Round:
                 near = _heaviest(X, zeta)
             if near is not None:
                 sums += zeta.mT @ (X - near)
-        self.origin = _mean(sums, True) if near is None else near + _mean(sums, True)
+        self.origin = _mean(sums) if near is None else near + _mean(sums)
 
     def _pass(self) -> list[Tensor]:
         """The triangle of the rows in no set; the others with the numbers of their sets."""

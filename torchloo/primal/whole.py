@@ -305,8 +305,8 @@ class Primal:
         normal = self.normal
         B, root = self._whitened(normal.V), normal.root
         if self.has_bias:
-            B = torch.cat([B, _expanded(root * normal.per_weight.sqrt(), B)], -1)
-        return B, _expanded(root, B), self.dual * self.noise
+            B = torch.cat([B, (root * normal.per_weight.sqrt()).expand_as(B[..., :1])], -1)
+        return B, root.expand_as(B[..., :1]), self.dual * self.noise
 
     def _whitened(self, rows: Tensor) -> Tensor:
         """Rows (..., m, p) times T^T."""
@@ -412,8 +412,7 @@ class Primal:
 
     def spread(self) -> Tensor:
         """S (..., p', p + 1) with the variance |S (z, 1)|^2 at features z."""
-        unit = torch.eye(self.R.shape[-1], dtype=self.R.dtype, device=self.R.device).expand_as(self.R)
-        return spread_of(self._whitened(unit).mT, self.reg, self.normal.mean, self.normal.per_weight)
+        return spread_of(self.whitening, self.reg, self.normal.mean, self.normal.per_weight)
 
 
 def spread_of(T: Tensor, reg: Tensor, mean: Tensor | None, per_weight: Tensor) -> Tensor:
@@ -423,11 +422,6 @@ def spread_of(T: Tensor, reg: Tensor, mean: Tensor | None, per_weight: Tensor) -
         last = torch.cat([-T @ mean.mT, per_weight.sqrt().expand_as(last[..., :1, :])], -2)
         T = torch.cat([T, torch.zeros_like(T[..., :1, :])], -2)
     return reg.sqrt()[..., None, None] * torch.cat([T, last], -1)
-
-
-def _expanded(column: Tensor, like: Tensor) -> Tensor:
-    """A column (..., n, 1) with the axes that a tensor (*, ..., n, p) has in front."""
-    return column.expand(*like.shape[:-1], 1)
 
 
 def ridge_penalty(reg: Tensor, like: Tensor) -> Tensor:
