@@ -28,7 +28,7 @@ in the set and outside of it, and the cotangent of the penalty is (v p^T + p v^T
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -228,12 +228,12 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
     """Write the rows of lost sets: a pass for as many small sets as a block has rows, or for one large."""
     others, refitted = solved.others, []
     for r, j in sorted({key for keys in others.gather(list(lost)) for key in keys}):
-        outputs, sets = machines.outputs_of(j), lost.get((r, j), [])
-        for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
-            work = _Round(solved, machines.regs[r, j], outputs, some, large)
-            for rows, residuals, variance, *features in work.solve():
-                sink.overwrite(rows, r, j, outputs, residuals, variance)
-                refitted.append(Refitted(r, j, rows, *features))
+        limit = max(solved.size, len(solved.moments.S) + 1)
+        for some, large in _rounds(lost.get((r, j), []), limit, others):
+            work = _Round(solved, machines, r, j, some, large)
+            for one, residuals, variance in work.solve():
+                sink.overwrite(one.rows, r, j, work.outputs, residuals, variance)
+                refitted.append(one)
             others.run(work.guard.check)
     return refitted
 
@@ -258,19 +258,20 @@ class _Round:
     """
 
     def __init__(
-        self, solved: "StreamFit", reg: Tensor, outputs: slice, sets: list[Tensor], large: bool
+        self, solved: "StreamFit", machines: Machines, r: int, j: int, sets: list[Tensor], large: bool
     ) -> None:
-        self.solved, self.reg, self.outputs, self.rows, self.large = solved, reg, outputs, sets, large
+        self.solved, self.r, self.j, self.rows, self.large = solved, r, j, sets, large
+        self.reg, self.outputs = machines.regs[r, j], machines.outputs_of(j)
         n, p, self.bias = solved.stream.n, len(solved.moments.S), solved.moments.centre
         assert n is not None
         self.guard = Guard(solved.function)
         self.number = torch.full((n,), -1, dtype=torch.int32, device="cpu")  # which set a row is in
         for k, rows in enumerate(sets):
             self.number[rows] = k
-        columns = p + self.bias + solved.moments.T[:, outputs].shape[1]
+        columns = p + self.bias + solved.moments.T[:, self.outputs].shape[1]
         self.outside = solved.moments.S.new_zeros(columns, columns)
         if solved.others.rank == 0:  # the penalty counts once, whatever the number of processes
-            self.outside.diagonal()[:p] = reg.sqrt()
+            self.outside.diagonal()[:p] = self.reg.sqrt()
         # From the mean of all rows to that of the rows in no set.
         self.origin = torch.zeros_like(self.outside[:1, : p + self.bias])
 
@@ -322,8 +323,8 @@ class _Round:
         outside, number, X, root, Y = everyone
         return _Left(triangle(outside), X, root, Y, self.bias), number, first
 
-    def solve(self) -> Iterator[tuple[Any, ...]]:
-        """Rows (s,) of this process, residuals (s, c), variances (s, 1), then the fields of `Refitted`."""
+    def solve(self) -> Iterator[tuple[Refitted, Tensor, Tensor]]:
+        """The sets of this process, refitted, with their residuals (s, c) and variances (s, 1)."""
         left, number, first = self._gather()
         for k, rows in enumerate(self.rows, first):
             inside = number == k
@@ -336,5 +337,6 @@ class _Round:
             half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
             variance = self.reg * (half.square().sum(0).unsqueeze(-1) + 1 / zeta)
             spread = torch.linalg.solve_triangular(F, half, upper=True)
-            given = ((X + self.origin).mT, zeta[:, 0], Y, (self.origin, mean), coef, spread)
-            yield rows, Y - V @ coef, variance, *given
+            features, centre = (X + self.origin).mT, (self.origin, mean)
+            one = Refitted(self.r, self.j, rows, features, zeta[:, 0], Y, centre, coef, spread)
+            yield one, Y - V @ coef, variance
