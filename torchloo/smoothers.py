@@ -9,7 +9,7 @@ outputs f_L there and the rows are put back: they add no loss, so the gradient i
     0 = (P (Y - r))_L,  r zero outside L and Y_L - f_L on it   =>   r_L = P_LL^{-1} a_L.
 
 So held-out residuals need a and the diagonal blocks of P, whichever form supplies them: dual.py
-(kernel matrix), primal.py (explicit features) or spectral.py (many regularisations at once).
+(kernel matrix), primal/ (explicit features) or spectral/ (many regularisations at once).
 A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out predictive variance
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """

@@ -55,6 +55,10 @@ class Path:
     def _shaped(self, values: Tensor) -> Tensor:
         return values if self.axis else values[0]
 
+    def _all_shaped(self, parts: Parts) -> Parts:
+        r, variance, refitted = parts
+        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+
     @property
     def noise(self) -> Tensor:
         """reg / weight, (..., n, c')."""
@@ -81,13 +85,11 @@ class Path:
 
     def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., n, c), and which rows (..., n) were refitted."""
-        r, variance, refitted = self.along_regs(partition, guard)
-        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+        return self._all_shaped(self.along_regs(partition, guard))
 
     def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., m, c) of rows to predict, and the refitted ones (..., m)."""
-        r, variance, refitted = self.parts(lambda form: form.left_out(sets, guard))
-        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+        return self._all_shaped(self.parts(lambda form: form.left_out(sets, guard)))
 
     def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         """The results of a function for every form, tensors (..., c), as (R, ..., c) each."""
