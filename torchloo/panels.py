@@ -84,15 +84,15 @@ def triangular_inverse(L: Tensor) -> Tensor:
     return S
 
 
-def add_matmul(M: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """M + left right, in place, for matrices with at most one axis in front; M may be wider."""
+def add_matmul(M: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
+    """M + factor left right, in place, for matrices with at most one axis in front; M may be wider."""
     if M.dtype != left.dtype:
-        return M.add_(left @ right)
+        return M.add_(left @ right, alpha=factor)
     if M.ndim == 2:
-        return M.addmm_(left, right)
+        return M.addmm_(left, right, alpha=factor)
     if M.is_contiguous():
-        return M.baddbmm_(left, right)
-    M.mT.baddbmm_(right.mT, left.mT)  # or one matrix of the batch after another
+        return M.baddbmm_(left, right, alpha=factor)
+    M.mT.baddbmm_(right.mT, left.mT, alpha=factor)  # or one matrix of the batch after another
     return M
 
 
