@@ -424,7 +424,9 @@ def _machines(
         by_folding = torch.maximum(rounding, eps * outputs * moments.longest)
     shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
     given = (expansion, moments, rotation, triangular, f, regs, q, shift)
-    return Machines(*given, regs, False, rounding, by_folding, folded)
+    return Machines(
+        *given, least=regs, refined=False, rounding=rounding, by_folding=by_folding, folded=folded
+    )
 
 
 def _is_well_conditioned(guard: Guard, machines: Machines, estimate: Tensor, limit: float) -> bool:
