@@ -1,12 +1,14 @@
 """Partitions of the rows into sets that are left out together."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchloo.guards import host_labels, is_whole, on_host, whole_number
 
-__all__ = ["PaddedSets", "Partition", "folds", "random_order", "row_sets"]
+__all__ = ["PaddedSets", "Partition", "by_size", "folds", "random_order", "row_sets"]
 
 # Multiplications that may be wasted on rows of padding to save the operations of one more group.
 _WASTED = 1 << 18
@@ -71,10 +73,8 @@ class Partition:
                 "have at least 2 distinct labels"
             )
         by_cluster = np.argsort(members, kind="stable")  # (n,) rows, cluster after cluster
-        starts = counts.cumsum() - counts
         groups = []
-        for size in np.unique(counts):
-            positions = starts[counts == size, None] + np.arange(size)  # (g, s)
+        for positions in by_size(counts):
             members_of = by_cluster[positions]
             members_of = members_of[members_of[:, 0].argsort()]  # single rows keep their order
             groups.append(torch.from_numpy(members_of).to(device))
@@ -88,10 +88,9 @@ class Partition:
         rows, device = self._single
         return (torch.arange(rows, device=device).unsqueeze(-1),)
 
-    def split(self, size: int) -> tuple["Partition", "Partition"]:
-        """The sets of at most `size` rows, and the larger ones."""
-        small = tuple(rows for rows in self.groups if rows.shape[-1] <= size)
-        return Partition(small), Partition(self.groups[len(small) :])  # sizes ascend
+    def chunks(self, size: int) -> list[Tensor]:
+        """Sets (g, s) of one group each: of at most `size` rows together, or a single one."""
+        return [sets for rows in self.groups for sets in rows.split(max(1, size // rows.shape[1]))]
 
     def padded(self, n: int, width: int) -> "Partition":
         """The same sets of n rows in fewer groups: sets of like size are padded to the largest of them.
@@ -190,6 +189,13 @@ class PaddedSets:
         """The rows (s,) of one set."""
         rows = self.sets[k]
         return rows[rows < self._n]
+
+
+def by_size(sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Positions (g, s) of the rows of all sets of a size, for each size s; sets follow one another."""
+    starts = sizes.cumsum() - sizes
+    for size in np.unique(sizes):
+        yield starts[sizes == size, None] + np.arange(size)
 
 
 def _filled_up(groups: list[Tensor], padding: int) -> Tensor:

@@ -404,7 +404,7 @@ class Dual:
         T, TY, a, P = self._blocks(Partition.whole(self.Y.shape[-2], self.Y.device))
         return leave_out_by_annihilator(sets, P[..., 0, :, :], a, lambda: (T, TY), guard)
 
-    def with_targets(self, Y: Tensor, guard: Guard) -> "Dual":
+    def with_targets(self, Y: Tensor) -> "Dual":
         """The same factorisation with other targets (..., n, c')."""
         return Dual(self.K, self.ridge, Y, self.pivot, self.factor)
 

@@ -92,14 +92,15 @@ def inverse_factor(C: Tensor) -> tuple[Tensor, Tensor]:
         return T, torch.add(condition(L, T, diagonal), info, alpha=_FAILED)
 
 
-def inverse_factor_of(rows: Tensor, targets: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
-    """T for C = B^T B and B (..., m, p) of full rank, m >= p, the smallest accurate 1 - h, and p.
+def inverse_factor_of(R: Tensor, d: Tensor, B: Tensor, guard: Guard) -> tuple[Tensor, Tensor, Tensor]:
+    """T for C = R^T R + B^T B, all of them (..., p, p), the smallest accurate 1 - h, and p.
 
-    p (..., p, c) minimises |Y - B p| for targets (..., m, c). It is not computed from B^T Y, in which rows
-    that are shorter by many orders of magnitude are lost to rounding.
+    p (..., p, c) minimises |d - R p|^2 + |B p|^2 for d (..., p, c). It is not computed from R^T d, in which
+    rows that are shorter by many orders of magnitude are lost to rounding.
     """
-    p = rows.shape[-1]
-    R = triangle(torch.cat([rows, targets], -1))
+    p = R.shape[-1]
+    penalty = torch.nn.functional.pad(B.expand_as(R), (0, d.shape[-1]))
+    R = triangle(torch.cat([torch.cat([R, d], -1), penalty], -2))
     R, d = R[..., :p, :p], R[..., :p, p:]
     pivots = R.diagonal(dim1=-2, dim2=-1)
     limit = p * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(R, dim=-2)
@@ -115,7 +116,7 @@ class Eigen(NamedTuple):
     """Eigenvalues, ascending, and eigenvectors of S = B^T B: S + reg I is diagonal there for every reg."""
 
     w: Tensor
-    """(..., p)."""
+    """(..., 1, 1, p), beside regularisations (..., R, c')."""
     Q: Tensor
     """(..., p, p)."""
     by_rows: bool
@@ -125,24 +126,20 @@ class Eigen(NamedTuple):
     def of(cls, S: Tensor) -> "Eigen":
         """The eigenvalues of S (..., p, p), whose lower triangle is read."""
         w, Q = torch.linalg.eigh(S)
-        return cls(w.clamp(min=0), Q, False)  # negative eigenvalues are rounding errors
+        return cls(w.clamp(min=0)[..., None, None, :], Q, False)  # negative eigenvalues are rounding errors
 
     @classmethod
     def of_rows(cls, R: Tensor) -> "Eigen":
         """The same by singular values, from R (..., p, p) with R^T R = S, where S is badly conditioned."""
         _, values, Qt = torch.linalg.svd(R)
-        return cls(values.square().flip(-1), Qt.mT.flip(-1), True)
-
-    def beside_regs(self) -> "Eigen":
-        """The same with eigenvalues (..., 1, 1, p), for regularisations (..., R, c')."""
-        return self._replace(w=self.w[..., None, None, :])
+        return cls(values.square().flip(-1)[..., None, None, :], Qt.mT.flip(-1), True)
 
     def condition(self, reg: Tensor) -> Tensor:
-        """The condition number of S + reg I, for regularisations (*, ...)."""
+        """The condition number of S + reg I, for regularisations (..., R, c')."""
         return self.w[..., -1] / reg + 1
 
     def least(self, reg: Tensor) -> Tensor:
-        """The smallest 1 - h that is accurate, for regularisations (*, ...)."""
+        """The smallest 1 - h that is accurate, for regularisations (..., R, c')."""
         estimate = self.condition(reg)
         return trusted(estimate.sqrt() if self.by_rows else estimate)
 

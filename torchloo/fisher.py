@@ -1,8 +1,7 @@
 """The kernel Fisher discriminant: the least-squares machine of the kernel matrix K K^T."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torchloo.guards import Guard
 from torchloo.machine import LeastSquares
 from torchloo.primal.machines import Expansion
 from torchloo.problem import Regs, check_dual
-from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.representation import CentredFeatures, FeaturesOfKernelRows
 from torchloo.smoothers import Fit
 from torchloo.spectral import from_features
 
@@ -40,28 +39,7 @@ def _solve_coded(
 ) -> Fit:
     fit = from_features(guard, K, T, reg, weight, bias=True)
     assert isinstance(fit.representation, CentredFeatures)
-    return replace(fit, representation=_Columns(fit.representation))
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The columns of K are the features: a representation of kernel rows."""
-
-    features: CentredFeatures
-
-    def coefficients(self, form: Any) -> Coefficients:
-        """Of the columns."""
-        _, offset, features = self.features.coefficients(form)
-        assert features is not None
-        return Coefficients(features.coef, offset)
-
-    def weights(self, form: Any, rows: Tensor) -> Tensor:
-        """See `Representation`."""
-        return self.features.weights(form, rows - self.features.centre)
-
-    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
-        """See `Representation`."""
-        return self.features.variance(form, rows - self.features.centre, None)
+    return replace(fit, representation=FeaturesOfKernelRows(fit.representation))
 
 
 def kfd(K: Tensor, y: Tensor, reg: Tensor | float, weight: Tensor | None = None) -> Fit:

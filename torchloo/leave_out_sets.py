@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchloo.blocks import Root, solve_blocks
+from torchloo.clusters import by_size
 from torchloo.guards import Guard, values_visible
 
 __all__ = ["LeaveOutSets", "Parts", "leave_out_by_annihilator"]
@@ -123,12 +124,10 @@ class _Rows:
 
     def by_size(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Rows (g, s) of the sets of each size, ascending, and the position of each row (l,) among them."""
-        starts = self.sizes.cumsum() - self.sizes
         groups = []
         place = np.empty_like(self.rows)
         total = 0
-        for size in np.unique(self.sizes):
-            index = starts[self.sizes == size, None] + np.arange(size)  # (g, s)
+        for index in by_size(self.sizes):
             groups.append(self.rows[index])
             place[index] = total + np.arange(index.size).reshape(index.shape)
             total += index.size

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, expanded, require_floating, values_visible
 
-__all__ = ["Problem", "Regs", "check_dual", "check_features", "check_rows"]
+__all__ = ["Given", "Problem", "Regs", "check_dual", "check_features", "check_rows"]
 
 
 class Given(NamedTuple):
@@ -39,6 +39,53 @@ class Given(NamedTuple):
             raise RuntimeError(
                 f"{function}: the inputs were changed in place after solve; solve again, or give it a copy"
             )
+
+
+class Regs(NamedTuple):
+    """Several regularisations of one problem: those of a path, or one for each output of a machine."""
+
+    values: Tensor
+    """(R,) or (R, c) of a path, (..., c) with one for each output."""
+    path: bool
+    """Whether results have the axis R, in front of all others."""
+
+    def checked(self, guard: Guard, outputs: int, like: Tensor, batch: int = 0) -> Tensor:
+        """The values as (R, ..., c'), c' = 1 or c, with `batch` axes between; R = 1 without a path.
+
+        In the dtype and on the device of the tensor `like`.
+        """
+        regs = torch.as_tensor(self.values, dtype=like.dtype, device=like.device)
+        own = regs.shape[-1:] == (outputs,)
+        if not self.path and not (own and 0 not in regs.shape):
+            raise ValueError(
+                f"{guard.function}: reg must hold one number for each of the {outputs} outputs, "
+                f"(..., {outputs}), got shape {tuple(regs.shape)}"
+            )
+        is_path = regs.ndim in (1, 2) and 0 not in regs.shape and (own or _shared(regs))
+        if self.path and not is_path:
+            raise ValueError(
+                f"{guard.function}: regs must have shape (R,), or (R, {outputs}) with one for each output, "
+                f"got {tuple(regs.shape)}"
+            )
+        guard.positive(**{"regs" if self.path else "reg": regs})
+        if not self.path:
+            regs = regs.unsqueeze(0)
+        elif regs.ndim == 1:
+            regs = regs.unsqueeze(-1)
+        between = [1] * (batch + 2 - regs.ndim)
+        return regs.reshape(len(regs), *between, *regs.shape[1:])
+
+    @property
+    def unit(self) -> Tensor | float:
+        """1 in the batch shape of the regularisations; those of a path have none."""
+        if self.path or not self.values.ndim:
+            return 1.0
+        return torch.ones_like(self.values[..., 0])
+
+
+def _shared(regs: Tensor) -> bool:
+    """Whether regularisations (R,) or (R, 1) are shared by all outputs."""
+    return regs.ndim == 1 or regs.shape[1] == 1
 
 
 @dataclass(frozen=True)
@@ -97,13 +144,14 @@ def _check_shapes(guard: Guard, name: str, matrix: Tensor, Y: Tensor, weight: Te
 
 
 def _check(
-    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None
+    guard: Guard, name: str, matrix: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
 ) -> Problem:
     """Check shapes and dtypes against a matrix (..., n, m) and add the checks of values to the guard."""
     function = guard.function
     _check_shapes(guard, name, matrix, Y, weight)
     shape = tuple(matrix.shape)
     n, weighted = shape[-2], weight is not None
+    reg = reg.unit if isinstance(reg, Regs) else reg
     weight = Y.new_ones(n) if weight is None else weight.clone()
     if isinstance(reg, Tensor):
         reg = reg.to(Y, copy=True)
@@ -133,7 +181,9 @@ def _check(
     return problem
 
 
-def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
+def check_dual(
+    guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
+) -> Problem:
     """The problem of a kernel matrix K, which must be square and symmetric."""
     problem = _check(guard, "K", K, Y, reg, weight)
     if K.shape[-1] != K.shape[-2]:
@@ -142,60 +192,17 @@ def check_dual(guard: Guard, K: Tensor, Y: Tensor, reg: Tensor | float, weight: 
     return problem
 
 
-def check_features(guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
+def check_features(
+    guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
+) -> Problem:
     """The problem of explicit features Z, (..., n, p)."""
     problem = _check(guard, "Z", Z, Y, reg, weight)
     problem.guard.finite(Z=Z)
     return problem
 
 
-def check_rows(guard: Guard, X: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None) -> Problem:
+def check_rows(
+    guard: Guard, X: Tensor, Y: Tensor, reg: Tensor | float | Regs, weight: Tensor | None
+) -> Problem:
     """The problem of rows X, (..., n, d), whose values are checked elsewhere."""
     return _check(guard, "X", X, Y, reg, weight)
-
-
-class Regs(NamedTuple):
-    """Several regularisations of one problem: those of a path, or one for each output of a machine."""
-
-    values: Tensor
-    """(R,) or (R, c) of a path, (..., c) with one for each output."""
-    path: bool
-    """Whether results have the axis R, in front of all others."""
-
-    def checked(self, guard: Guard, outputs: int, like: Tensor, batch: int = 0) -> Tensor:
-        """The values as (R, ..., c'), c' = 1 or c, with `batch` axes between; R = 1 without a path.
-
-        In the dtype and on the device of the tensor `like`.
-        """
-        regs = torch.as_tensor(self.values, dtype=like.dtype, device=like.device)
-        own = regs.shape[-1:] == (outputs,)
-        if not self.path and not (own and 0 not in regs.shape):
-            raise ValueError(
-                f"{guard.function}: reg must hold one number for each of the {outputs} outputs, "
-                f"(..., {outputs}), got shape {tuple(regs.shape)}"
-            )
-        is_path = regs.ndim in (1, 2) and 0 not in regs.shape and (own or _shared(regs))
-        if self.path and not is_path:
-            raise ValueError(
-                f"{guard.function}: regs must have shape (R,), or (R, {outputs}) with one for each output, "
-                f"got {tuple(regs.shape)}"
-            )
-        guard.positive(**{"regs" if self.path else "reg": regs})
-        if not self.path:
-            regs = regs.unsqueeze(0)
-        elif regs.ndim == 1:
-            regs = regs.unsqueeze(-1)
-        between = [1] * (batch + 2 - regs.ndim)
-        return regs.reshape(len(regs), *between, *regs.shape[1:])
-
-    @property
-    def unit(self) -> Tensor | float:
-        """1 in the batch shape of the regularisations; those of a path have none."""
-        if self.path or not self.values.ndim:
-            return 1.0
-        return torch.ones_like(self.values[..., 0])
-
-
-def _shared(regs: Tensor) -> bool:
-    """Whether regularisations (R,) or (R, 1) are shared by all outputs."""
-    return regs.ndim == 1 or regs.shape[1] == 1

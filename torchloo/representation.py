@@ -33,6 +33,7 @@ __all__ = [
     "Coefficients",
     "FeatureWeights",
     "Features",
+    "FeaturesOfKernelRows",
     "KernelRows",
     "NewPoints",
     "Representation",
@@ -173,3 +174,32 @@ class CentredFeatures:
             form, _ = primal(Guard("spread"), *given, bias=form.pivot is not None)
         with full_precision(self.shifted):
             return form.spread()
+
+
+@dataclass(frozen=True)
+class FeaturesOfKernelRows:
+    """Kernel rows are, or give, the features of the machine, whose coefficients are those of the rows."""
+
+    features: CentredFeatures
+
+    def coefficients(self, form: Any) -> Coefficients:
+        """Of the columns of the kernel matrix."""
+        _, offset, features = self.features.coefficients(form)
+        assert features is not None
+        return Coefficients(self._of_rows(features.coef), offset)
+
+    def weights(self, form: Any, rows: Tensor) -> Tensor:
+        """See `Representation`."""
+        return self.features.weights(form, self._from_rows(rows) - self.features.centre)
+
+    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
+        """See `Representation`."""
+        return self.features.variance(form, self._from_rows(rows) - self.features.centre, None)
+
+    def _from_rows(self, rows: Tensor) -> Tensor:
+        """Features of kernel rows (..., q, m)."""
+        return rows
+
+    def _of_rows(self, coef: Tensor) -> Tensor:
+        """Coefficients (..., m, c) of kernel rows from those of features."""
+        return coef

@@ -9,7 +9,7 @@ outputs f_L there and the rows are put back: they add no loss, so the gradient i
     0 = (P (Y - r))_L,  r zero outside L and Y_L - f_L on it   =>   r_L = P_LL^{-1} a_L.
 
 So held-out residuals need a and the diagonal blocks of P, whichever form supplies them: dual.py
-(kernel matrix), primal.py (explicit features) or spectral.py (many regularisations at once).
+(kernel matrix), primal/ (explicit features) or spectral/ (many regularisations at once).
 A row left out alone is a block of size one. diag(P_LL^{-1}) is the held-out predictive variance
 in units of the noise (Rasmussen and Williams 2006, 5.4.2), and 1 - ridge_i P_ii the leverage.
 """
@@ -317,7 +317,7 @@ class Fit:
             place = sets.unsqueeze(-1).expand(r.shape)
             replaced = Y - r.new_zeros((*r.shape[:-2], *Y.shape[-2:])).scatter(-2, place, r)
             outputs = (len(sets), Y.shape[-1])
-            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2), guard)
+            form = one.with_targets(replaced.movedim(-3, -2).flatten(-2))
             found = self.representation.coefficients(form)
         guard.check()
         coef = found.columns.unflatten(-1, outputs).movedim(-2, -3)  # (..., g, m, c)
@@ -349,20 +349,6 @@ def solve_primal(guard: Guard, Z: Tensor, Y: Tensor, R: Tensor, weight: Tensor |
     return Fit(form, problem, Features(Y.dtype))
 
 
-def solve_features(
-    guard: Guard, Z: Tensor, Y: Tensor, reg: Tensor | float, weight: Tensor | None, bias: bool
-) -> Fit:
-    """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
-
-    The primal form where there are fewer features than rows, else the dual one. Where Z Z^T is badly
-    conditioned, no more features than rows take the primal form too, and more a factor from Z itself.
-    `columns` are the coefficients of the training rows, as for any other kernel; `features` those of the
-    features.
-    The guard is to be checked.
-    """
-    return _solve_features(check_features(guard, Z, Y, reg, weight), Z, bias)
-
-
 def loo_features(
     guard: Guard,
     Z: Tensor,
@@ -377,11 +363,19 @@ def loo_features(
     with full_precision(Z):
         parts = leave_one_out(problem, Z, bias)
     if parts is None:
-        return _solve_features(problem, Z, bias).held_out(None, flat)
+        return solve_features(problem, Z, bias).held_out(None, flat)
     return assemble(problem.Y, problem.weight, None, parts, flat)
 
 
-def _solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
+def solve_features(problem: Problem, Z: Tensor, bias: bool) -> Fit:
+    """Solve the machine of the kernel K = Z Z^T from its features, by the cheaper form.
+
+    The primal form where there are fewer features than rows, else the dual one. Where Z Z^T is badly
+    conditioned, no more features than rows take the primal form too, and more a factor from Z itself.
+    `columns` are the coefficients of the training rows, as for any other kernel; `features` those of the
+    features.
+    The guard is to be checked.
+    """
     n, d = Z.shape[-2:]
     guard = problem.guard
     with full_precision(Z):

@@ -21,7 +21,7 @@ from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Primal
 from torchloo.problem import Regs
-from torchloo.representation import CentredFeatures, Coefficients
+from torchloo.representation import CentredFeatures, FeaturesOfKernelRows
 from torchloo.smoothers import Fit
 from torchloo.spectral import from_features
 
@@ -142,36 +142,24 @@ def _solve(
 
 
 @dataclass(frozen=True)
-class _Basis:
-    """The features are those of Note [sparse features]: a representation of kernel rows."""
+class _Basis(FeaturesOfKernelRows):
+    """The features are those of Note [sparse features]."""
 
-    features: CentredFeatures
     L: Tensor
     kept: Tensor
-
-    def coefficients(self, form: Any) -> Coefficients:
-        """Coefficients of the basis, beta = L^{-T} p."""
-        _, offset, features = self.features.coefficients(form)
-        assert features is not None
-        with full_precision(self.L):
-            beta = torch.linalg.solve_triangular(self.L.mT, features.coef.double(), upper=True)
-        return Coefficients(beta.to(offset.dtype) * self.kept.unsqueeze(-1), offset)
-
-    def weights(self, form: Any, rows: Tensor) -> Tensor:
-        """See `Representation`."""
-        return self.features.weights(form, self._features(rows))
-
-    def variance(self, form: Any, rows: Tensor, own: Tensor | None) -> Tensor:
-        """See `Representation`."""
-        return self.features.variance(form, self._features(rows), None)
 
     def spread(self, form: Any) -> Tensor:
         """S (..., p, m + 1) with the variance |S (k, 1)|^2 at kernel rows k."""
         return _folded(self.features.spread(form), self.L, self.kept, self.features.centre)
 
-    def _features(self, rows: Tensor) -> Tensor:
-        """Features of kernel rows (..., q, m), centred."""
-        return _of_kernel_rows(self.L, self.kept, rows) - self.features.centre
+    def _from_rows(self, rows: Tensor) -> Tensor:
+        return _of_kernel_rows(self.L, self.kept, rows)
+
+    def _of_rows(self, coef: Tensor) -> Tensor:
+        """beta = L^{-T} p."""
+        with full_precision(self.L):
+            beta = torch.linalg.solve_triangular(self.L.mT, coef.double(), upper=True)
+        return beta.to(coef.dtype) * self.kept.unsqueeze(-1)
 
 
 def _folded(spread: Tensor, L: Tensor, kept: Tensor, centre: Tensor) -> Tensor:

@@ -36,13 +36,15 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from torchloo.clusters import PaddedSets, Partition
-from torchloo.guards import values_visible
+from torchloo.guards import Guard, values_visible
 from torchloo.panels import add_matmul, add_symmetric, matmul_into, mirrored, room_like, times_upper
 from torchloo.precision import in_full_precision
 from torchloo.primal.block import Block
 from torchloo.primal.leaving_out import block_of_rest, root_of_rest
 from torchloo.primal.machines import together, transposed
 from torchloo.primal.refit import Effect, Refitted
+from torchloo.primal.sink import Sink
+from torchloo.primal.whole import Normal, centred
 
 if TYPE_CHECKING:
     from torchloo.primal.machines import Machines
@@ -55,9 +57,9 @@ KEPT = 25 << 20
 
 
 class HeldOutRows(Function):
-    """(regs, X, Y, weight, tensors) -> residuals (..., R, n, c), variances (..., R, n, c'), more of a Sink.
+    """(regs, X, Y, weight, tensors) -> held-out residuals (..., R, n, c) and variances (..., R, n, c').
 
-    Derivatives of order one; see Note [blockwise backward].
+    The passes have written both to a sink. Derivatives of order one; see Note [blockwise backward].
     """
 
     @staticmethod
@@ -66,34 +68,24 @@ class HeldOutRows(Function):
         solved: "StreamFit",
         machines: "Machines",
         partition: Partition | None,
-        regs: Tensor,
-        X: Tensor | None,
-        Y: Tensor | None,
-        weight: Tensor | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        sink, refitted = solved.run(machines, partition)
+        sink: Sink,
+        refitted: list[Refitted],
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ctx.given = (solved, machines, partition, refitted)
         ctx.kept, solved.kept = solved.kept, []
         ctx.has_changed = solved.expansion.has_changed
-        residuals, variance, flags, targets, zeta, _ = sink.fields
-        if Y is None:
-            ctx.mark_non_differentiable(flags, targets, zeta)
-        else:  # they belong to the caller
-            ctx.mark_non_differentiable(flags)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(residuals, variance, targets, regs, X, Y, weight, *tensors)
-        own = (targets, zeta) if Y is None else (None, None)
-        return residuals.to(solved.dtype), variance.to(solved.dtype), flags, *own, None
+        ctx.save_for_backward(sink.residuals, sink.variance, sink.targets, *inputs)
+        return sink.residuals.to(solved.dtype), sink.variance.to(solved.dtype)
 
     @staticmethod
     @in_full_precision
-    def backward(  # noqa: D102
-        ctx: Any, rbar: Tensor | None, vbar: Tensor | None, *_: Any
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, rbar: Tensor | None, vbar: Tensor | None) -> tuple[Any, ...]:  # noqa: D102
         residuals, variance, targets, *inputs = ctx.saved_tensors
         _, X, _, _, *tensors = inputs
-        needs = ctx.needs_input_grad[3:]
+        no_inputs = (None,) * 5  # the arguments of forward that have no cotangents
+        needs = ctx.needs_input_grad[len(no_inputs) :]
         solved, machines, partition, refitted = ctx.given
         if ctx.has_changed:
             raise RuntimeError(
@@ -102,7 +94,7 @@ class HeldOutRows(Function):
             )
         given = [bar for bar in (rbar, vbar) if bar is not None]
         if torch.is_grad_enabled() or not values_visible(*given):  # or a batch of cotangents
-            return None, None, None, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
+            return *no_inputs, *_by_autograd(solved, partition, inputs, needs, rbar, vbar)
         rbar = torch.zeros_like(residuals) if rbar is None else rbar
         work = _Backward(solved, machines, partition, refitted, (residuals, variance, rbar, vbar), ctx.kept)
         work.gather()
@@ -110,7 +102,7 @@ class HeldOutRows(Function):
         if any(needs[1:]):
             work.send(sent)
         bars = [work.regbar, sent.X, sent.Y, sent.weight, *sent.collected()]
-        return None, None, None, *(bar if need else None for bar, need in zip(bars, needs, strict=True))
+        return *no_inputs, *(bar if need else None for bar, need in zip(bars, needs, strict=True))
 
 
 def _by_autograd(
@@ -129,11 +121,17 @@ def _by_autograd(
             "rows as tensors for more"
         )
     assert regs is not None
-    again = torch.is_grad_enabled()
+    again, guard, bias = torch.is_grad_enabled(), Guard(solved.function), solved.moments.centre
+    sets = partition or Partition.single(Y.shape[-2], X.device)
+    groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
     with torch.enable_grad():
-        residuals, variance = solved.whole(
-            partition, regs, X, Y, weight, [t for t in tensors if t is not None]
-        )
+        Z = solved.expansion.whole(X, [t for t in tensors if t is not None])
+        normal = Normal.of(centred(Z, weight.double(), bias)[0], weight, bias)
+        known = solved.known(batch=weight.shape[:-1])
+        regs = regs.double().movedim(-2, 0)  # (R, ..., c')
+        of = normal.along(regs, Y.double(), known, lambda form: form.held_out(groups, guard)[:2])
+        guard.check()
+        residuals, variance = (part.to(Y.dtype).movedim(0, -3) for part in of)
     outputs = [(a, b) for a, b in ((residuals, rbar), (variance, vbar)) if b is not None]
     wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
     grads = iter(
@@ -163,9 +161,10 @@ class _Visit(NamedTuple):
     DN: Tensor | None
     """D N, added up over the machines, (..., p', b); None for rows alone, computed when needed."""
 
-    def rows_on(self, like: Tensor) -> slice | Tensor:
-        """The numbers of the rows, on the device of a tensor."""
-        return self.rows.to(like.device) if isinstance(self.rows, Tensor) else self.rows
+
+def _on(like: Tensor, rows: slice | Tensor) -> slice | Tensor:
+    """Numbers of rows, on the device of a tensor."""
+    return rows.to(like.device) if isinstance(rows, Tensor) else rows
 
 
 class _Refit:
@@ -187,7 +186,7 @@ class _Refit:
         _, rbar, inverse, by_variance = work.cotangents(one.rows)
         g = torch.zeros_like(inverse) if by_variance is None else by_variance
         self.rbar, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
-        self.effect = Effect(one.r, one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
+        self.effect = Effect(one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
 
 
 def _inverse_blocks(
@@ -227,8 +226,8 @@ class _Backward:
         self.solved, self.machines, self.partition, self.kept = solved, machines, partition, kept
         self.others, self.visited = solved.others.backward(), dict[int, _Visit]()
         self.residuals, self.variance, self.rbar, self.vbar = fields
-        self.f, self.q, self.each = solved.with_bias(machines.f), machines.q, machines.each
-        if solved.moments.centre:  # for targets about their mean
+        self.f, self.q, self.each = machines.f_with_bias, machines.q, machines.each
+        if machines.has_bias:  # for targets about their mean
             self.q = torch.cat([self.q, machines.shift.unsqueeze(-1)], -1)
         self.Q = self.f.new_zeros(*self.f.shape, self.f.shape[-1])
         self.sent: _Sent | None = None
@@ -245,7 +244,7 @@ class _Backward:
     def cotangents(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """r, rbar (..., R, c, b), diag(P_LL^{-1}) and reg vbar (..., R, c', b) of some rows, in float64."""
         regs = self.machines.regs.unsqueeze(-1)
-        rows = rows.to(self.residuals.device) if isinstance(rows, Tensor) else rows
+        rows = _on(self.residuals, rows)
 
         def of(field: Tensor) -> Tensor:
             return field[..., rows, :].mT.to(regs)
@@ -271,7 +270,7 @@ class _Backward:
             mirrored(self.Q)
             if not self.machines.triangular:
                 self.Q *= self.f.unsqueeze(-1) * self.f.unsqueeze(-2)
-            elif self.solved.moments.centre:  # then f is 1 but for the bias
+            elif self.machines.has_bias:  # then f is 1 but for the bias
                 self.Q[..., -1, :] *= self.f[..., -1:]
                 self.Q[..., -1] *= self.f[..., -1:]
 
@@ -314,11 +313,8 @@ class _Backward:
             return
         n = self.solved.stream.n
         assert n is not None
-        groups = self.partition.padded(n, self.f.numel()).groups
-        chunks = [
-            sets for group in groups for sets in group.split(max(1, self.solved.size // group.shape[1]))
-        ]
-        for number, sets in enumerate(chunks):
+        partition = self.partition.padded(n, self.f.numel())
+        for number, sets in enumerate(partition.chunks(self.solved.size)):
             visit = self.visited.get(number)
             if visit is None:
                 visit = self._together(PaddedSets(sets, n), gather)
@@ -329,14 +325,13 @@ class _Backward:
     def _rotated(self, part: Block) -> Tensor:
         """U (p', b); in the second pass, columns with a graph are evaluated first and serve for both."""
         k = None if self.sent is None else self.sent.evaluated(part)
-        return self.machines.rotated(part.X, ones=self.solved.moments.centre, k=k)
+        return self.machines.rotated(part.X, ones=True, k=k)
 
     def _flags(self, rows: slice | Tensor) -> Tensor | None:
         """Whether rows were refitted, (..., R, c', b), if any were."""
         if not self.refits:
             return None
-        rows = rows.to(self.lost.device) if isinstance(rows, Tensor) else rows
-        return self.lost[..., rows, :].mT.to(self.f.device)
+        return self.lost[..., _on(self.lost, rows), :].mT.to(self.f.device)
 
     def _single(self, part: Block, U: Tensor, gather: bool) -> _Visit:
         """Rows that are left out alone."""
@@ -440,12 +435,10 @@ class _Backward:
         """What refitted sets add to cotangents of features (p, b), targets (b, c) and weights (b,)."""
         if not self.effects:
             return None
-        part, moments, expansion = visit.part, self.solved.moments, self.machines.expansion
-        z = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z)
-        p = len(z)
-        if moments.centre:
+        z, Y = self.solved.about_means(visit.part)
+        p, zeta = len(z), visit.part.weight.double()
+        if self.machines.has_bias:
             z = torch.cat([z, torch.ones_like(z[:1])])
-        Y, zeta = part.Y.double() - moments.mean_y, part.weight.double()
         zbar, Ybar, zetabar = torch.zeros_like(z), torch.zeros_like(Y), torch.zeros_like(zeta)
         among = {self.first + self.refits.index(one): (one, at) for one, at in self._refits_among(visit)}
         for number, effect in enumerate(self.effects):
@@ -478,7 +471,7 @@ class _Backward:
                 diagonal = visit.D if visit.DN is not None else visit.D.sum((-3, -2))
                 zetabar = diagonal + own + (s * a / zeta).sum((-3, -2))
                 zetabar = zetabar if by_weight is None else zetabar + by_weight
-                sent.weight[..., visit.rows_on(sent.weight)] = zetabar.to(sent.weight)
+                sent.weight[..., _on(sent.weight, visit.rows)] = zetabar.to(sent.weight)
             ubar = UQ.sub_(DN).mul_(2 * zeta[..., 0, :].to(kind))
             add_matmul(ubar, vq, torch.cat([a, -weighted], -2).flatten(-3, -2).to(kind))
             Ybar = weighted.sum(-3).mT
@@ -522,7 +515,7 @@ class _Sent:
 
     def add(self, visit: _Visit, ubar: Tensor, Ybar: Tensor, zbar: Tensor | None) -> None:
         """Cotangents (..., p', b) and (..., b, c) of the rows of a visit; zbar (p, b) is that of features."""
-        rows = visit.rows_on(self.Y)
+        rows = _on(self.Y, visit.rows)
         self.Y[..., rows, :] = Ybar.to(self.Y)
         if self.X is None and not self.wanted:
             return

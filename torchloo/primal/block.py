@@ -143,6 +143,9 @@ class Memory(Source):
     """Rows that are in memory, looked at already: X (..., n, *event), Y (..., n, c) and weight (..., n)."""
 
     lasting = True
+    n = 0
+    flat = False
+    classes: Tensor | None = None
 
     def __init__(
         self, X: Tensor, Y: Tensor, weight: Tensor, flat: bool, classes: Tensor | None = None
@@ -155,27 +158,12 @@ class Memory(Source):
         self.X, self.Y, weight = (t.detach() for t in self.graph)
         self.weight = weight.double()
         self.known = self.Y, self.weight
-        self._flat, self._classes = flat, classes
-
-    @property
-    def n(self) -> int:
-        """Number of rows."""
-        return self.weight.shape[-1]
+        self.n, self.flat, self.classes = weight.shape[-1], flat, classes
 
     def problems(self, index: Tensor | int) -> "Memory":
         """Some problems of a batch, (B',), or a single one, with the graph of their rows."""
         X, Y, weight = (t[index] for t in self.graph if t is not None)
-        return Memory(X, Y, weight, self._flat, self._classes)
-
-    @property
-    def flat(self) -> bool:
-        """Whether outputs have no output axis."""
-        return self._flat
-
-    @property
-    def classes(self) -> Tensor | None:
-        """See `Source`."""
-        return self._classes
+        return Memory(X, Y, weight, self.flat, self.classes)
 
     def blocks(self, function: str, size: int, what: str) -> Iterator[Block]:
         """All rows, `size` at a time."""
@@ -190,9 +178,8 @@ class Memory(Source):
         return self._rows(0, index.to(self.X.device))
 
     def _rows(self, start: int, rows: slice | Tensor) -> Block:
-        if self.batch:
-            return Block(start, self.X[:, rows], self.Y[:, rows], self.weight[:, rows])
-        return Block(start, self.X[rows], self.Y[rows], self.weight[rows])
+        at = (slice(None), rows) if self.batch else rows
+        return Block(start, self.X[at], self.Y[at], self.weight[at])
 
     def spool(self, function: str, parts: Iterator[Block]) -> None:
         """Nothing is to be done."""

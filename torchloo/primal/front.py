@@ -15,8 +15,8 @@ from torchloo.primal.block import Memory, Rows, RowSource, Shard, require_alone
 from torchloo.primal.collective import Peers, shared_labels
 from torchloo.primal.machines import Expansion, transposed
 from torchloo.primal.solved import MachineOfFeatures, StreamFit
-from torchloo.primal.whole import Normal, Primal, ridge_penalty
-from torchloo.problem import Regs, check_rows
+from torchloo.primal.whole import Known, Normal, Primal, ridge_penalty
+from torchloo.problem import Problem, Regs, check_rows
 
 __all__ = ["explicit", "primal", "solve_by_passes", "solve_rows", "solve_tensors"]
 
@@ -56,7 +56,7 @@ def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> S
         found = others.run(lambda: sorted_labels(function, "y", y) if is_label(y) else None)
         classes = shared_labels(function, others, found, len(X))
 
-    def own() -> tuple[Guard, Tensor, Expansion, Tensor, bool]:
+    def own() -> tuple[Problem, Tensor, Expansion, bool]:
         targets = y if classes is None else machine.coded_targets(Guard(function), X, y, classes)[0]
         guard, Y, flat = machine.checked_targets(X, targets)
         if X.ndim != -machine.row_axis or not machine.is_one(reg):
@@ -69,12 +69,11 @@ def _of_shard(machine: MachineOfFeatures, shard: Shard, reg: Tensor | Regs) -> S
                 f"{function}: rows can be divided among processes only for a machine with few features: a "
                 f"linear kernel, or SparseLSSVM(kernel, reg, basis=...); got {machine}"
             )
-        check_rows(guard, found[0], Y, reg.unit if isinstance(reg, Regs) else reg, weight)
+        problem = check_rows(guard, found[0], Y, reg, weight)
         guard.check()
-        return guard, *found, Y, flat
+        return problem, *found, flat
 
-    guard, inputs, expansion, Y, flat = others.run(own)
-    return _in_memory(machine, guard, inputs, expansion, Y, weight, reg, flat, others, classes)
+    return _in_memory(machine, *others.run(own), reg, others, classes)
 
 
 def explicit(Z: Tensor) -> tuple[Tensor, Expansion]:
@@ -123,7 +122,7 @@ def primal(
     with full_precision(Z):
         solved = solve_by_passes(guard, Z, weight, Y, reg, bias, penalty)
         R = ridge_penalty(reg, Z) if penalty is None else penalty.double()
-        known = None if solved is None else solved.known()
+        known = None if solved is None else Known(*(t[0] for t in solved.known()))  # of the only one
         return Normal.of(Z, weight, bias).solve(R, reg.double(), Y.double(), known), solved
 
 
@@ -150,24 +149,22 @@ def solve_tensors(
     found = machine.features_of(guard, X, Y, weight) if Z is None else explicit(Z)
     if found is None or found[1].count + machine.has_bias >= X.shape[machine.row_axis]:
         return None
-    return _in_memory(machine, guard, *found, Y, weight, reg, flat, Peers(), None)
+    problem = check_rows(guard, found[0], Y, reg, weight)
+    return _in_memory(machine, problem, *found, flat, reg, Peers(), None)
 
 
 def _in_memory(
     machine: MachineOfFeatures,
-    guard: Guard,
+    problem: Problem,
     inputs: Tensor,
     expansion: Expansion,
-    Y: Tensor,
-    weight: Tensor | None,
-    reg: Tensor | Regs,
     flat: bool,
+    reg: Tensor | Regs,
     others: Peers,
     classes: Tensor | None,
 ) -> StreamFit:
-    problem = check_rows(guard, inputs, Y, reg.unit if isinstance(reg, Regs) else reg, weight)
     if problem.reg.ndim:
         inputs = problem.expand(inputs)
     memory = Memory(inputs, problem.Y, problem.weight, flat, classes)
     reg = reg if isinstance(reg, Regs) else problem.reg
-    return StreamFit(guard, memory, expansion, reg, machine.has_bias, others, machine)
+    return StreamFit(problem.guard, memory, expansion, reg, machine.has_bias, others, machine)

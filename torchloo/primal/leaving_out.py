@@ -25,14 +25,7 @@ from torch import Tensor
 
 from torchloo.guards import values_visible
 
-__all__ = [
-    "LeftOut",
-    "block_of_rest",
-    "leave_out_large",
-    "leave_out_small",
-    "root_of_rest",
-    "rows_of_large",
-]
+__all__ = ["LeftOut", "block_of_rest", "leave_out", "root_of_rest", "rows_of_large"]
 
 LeftOut = tuple[Tensor, Tensor, Tensor]
 """Held-out residuals (..., g, s, c), diag(P_LL^{-1}), (..., g, s, 1), and which sets (..., g) are lost."""
@@ -68,15 +61,21 @@ def root_of_rest(rest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(lost[..., None, None], unit, W), lost
 
 
-def leave_out_small(B: Tensor, scale: Tensor, e: Tensor, least: Tensor) -> LeftOut:
-    """Sets of no more rows than features; Note [leaving sets out].
+def leave_out(B: Tensor, scale: Tensor, e: Tensor, least: Tensor, total: Tensor | None = None) -> LeftOut:
+    """What sets of one size leave out; Note [leaving sets out].
 
     Args:
         B: whitened rows, (..., g, s, p).
         scale: square roots of their weights, (..., g, s, 1).
         e: training residuals, (..., g, s, c).
         least: the 1 - h below which a set is lost to rounding; broadcasts with (..., g).
+        total: F^{-1} C F^{-T} as it is found, (..., p, p): the identity but for the rounding of F, which so
+            does no harm to sets of more rows than features. None for the identity.
     """
+    if B.shape[-2] > B.shape[-1]:
+        rest = block_of_rest(B.mT) if total is None else total.unsqueeze(-3) - B.mT @ B
+        W, lost = root_of_rest(rest, least)
+        return *rows_of_large(B, scale, e, W, B.mT @ (scale * e)), lost
     if B.shape[-2] == 1:
         one = block_of_rest(B)  # (..., g, 1, 1)
         lost = torch.zeros_like(one[..., 0, 0], dtype=torch.bool)
@@ -87,16 +86,6 @@ def leave_out_small(B: Tensor, scale: Tensor, e: Tensor, least: Tensor) -> LeftO
     W, lost = root_of_rest(block_of_rest(B), least)
     shift = B @ (B.mT @ (W.mT @ (W @ (scale * e))))
     return e + shift / scale, W.square().sum(-2).unsqueeze(-1) / scale.square(), lost
-
-
-def leave_out_large(B: Tensor, scale: Tensor, e: Tensor, least: Tensor, total: Tensor) -> LeftOut:
-    """Sets of more rows than features; arguments as in `leave_out_small`, but for one.
-
-    `total` is F^{-1} C F^{-T} as it is found, (..., p, p): the identity but for the rounding of F, which so
-    does no harm.
-    """
-    W, lost = root_of_rest(total.unsqueeze(-3) - B.mT @ B, least)
-    return *rows_of_large(B, scale, e, W, B.mT @ (scale * e)), lost
 
 
 def rows_of_large(B: Tensor, scale: Tensor, e: Tensor, W: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

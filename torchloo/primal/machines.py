@@ -19,7 +19,7 @@ divided by a small 1 - h, always do.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -40,6 +40,7 @@ from torchloo.guards import Guard
 from torchloo.panels import LowerInverse, matmul_into, room_like, times_lower
 from torchloo.primal.block import Block
 from torchloo.primal.moments import Moments
+from torchloo.problem import Given
 
 __all__ = [
     "LARGE",
@@ -57,7 +58,7 @@ _FOLD = 1e-11
 
 # Up to this condition, times the square root of the number of rows, coefficients need no step of refinement:
 # errors of the normal equations reach an output by its own small part of a feature.
-_SETTLED = 2e5
+_NO_STEP = 2e5
 
 # Above this condition, singular values lose the least of their kind, and coefficients of a path with them.
 _LARGEST_OF_PATH = 1e18
@@ -86,52 +87,47 @@ def transposed(X: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return X.mT
 
 
+@dataclass(eq=False)
 class Expansion:
-    """How features come from inputs: z = L^{-1} k(x), or k(x) itself.
+    """How features come from inputs: z = L^{-1} k(x), or k(x) itself."""
 
-    Args:
-        evaluate: columns k (..., p, b) of inputs (..., b, d) and the tensors, differentiable in both.
-        count: p, or 0 where it is not known before rows are.
-        tensors: what k depends on beside the inputs.
-        gram: K_zz (p, p) from the tensors, differentiable, where there is a factor.
-        factor: L (p, p), lower triangular, of K_zz over the entries in use; or None.
-        support: what k is evaluated at, (p, d), or None.
-        kept: boolean (p,), which entries of k are in use, or None for all.
-        inverse: that of the factor, where it is known; then all entries are in use.
-        single: whether columns of float32 rows may be float32.
-        penalty: what the regularisation multiplies, (..., p, p) in float64; None for the identity. Only for
-            single regularisations.
+    evaluate: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    """Columns k (..., p, b) of inputs (..., b, d) and the tensors, differentiable in both."""
+    count: int
+    """p, or 0 where it is not known before rows are."""
+    tensors: Sequence[Tensor] = ()
+    """What k depends on beside the inputs."""
+    gram: Callable[[Sequence[Tensor]], Tensor] | None = None
+    """K_zz (p, p) from the tensors, differentiable, where there is a factor."""
+    factor: Tensor | None = None
+    """L (p, p), lower triangular, of K_zz over the entries in use; or None."""
+    support: Tensor | None = None
+    """What k is evaluated at, (p, d), or None."""
+    kept: Tensor | None = None
+    """Boolean (p,), which entries of k are in use, or None for all."""
+    inverse: LowerInverse | None = None
+    """That of the factor, where it is known; then all entries are in use."""
+    single: bool = True
+    """Whether columns of float32 rows may be float32."""
+    penalty: Tensor | None = None
+    """What the regularisation multiplies, (..., p, p) in float64; None for the identity. Only for single
+    regularisations."""
+    kind: torch.dtype = field(default=torch.float64, init=False)
+    """The dtype of products."""
+    origin: Tensor | None = field(default=None, init=False)
+    """What is subtracted from columns, (..., p, 1); see `begin`."""
+    mask: Tensor | None = field(default=None, init=False)
+    """Ones and zeros (p, 1) for entries that are in use or not, or None where all are."""
+    _room: Tensor | None = field(default=None, init=False)
 
-    Attributes:
-        mask: ones and zeros (p, 1) for entries that are in use or not, or None where all are.
-    """
-
-    def __init__(
-        self,
-        evaluate: Callable[[Tensor, Sequence[Tensor]], Tensor],
-        count: int,
-        tensors: Sequence[Tensor] = (),
-        gram: Callable[[Sequence[Tensor]], Tensor] | None = None,
-        factor: Tensor | None = None,
-        support: Tensor | None = None,
-        kept: Tensor | None = None,
-        inverse: LowerInverse | None = None,
-        single: bool = True,
-        penalty: Tensor | None = None,
-    ) -> None:
-        self.penalty = penalty
-        self.evaluate, self.count, self.tensors, self.gram = evaluate, count, tuple(tensors), gram
-        self.factor, self.support, self.kept, self.single = factor, support, kept, single
-        self.origin: Tensor | None = None
-        self._room: Tensor | None = None
-        self.kind = torch.float64
-        self._versions = [None if t.is_inference() else t._version for t in self.tensors]
+    def __post_init__(self) -> None:
+        self._given = [Given.of(t) for t in self.tensors]
         self._held = [t.detach().clone() for t in self.tensors]  # passes find what was solved
-        self.mask = None if kept is None or inverse is not None else kept.double().unsqueeze(-1)
-        self._inverse = inverse
-        if factor is not None and inverse is None:
-            self._inverse = LowerInverse(factor)
-            self._inverse.decide(self._inverse.good.tolist())
+        if self.factor is None or self.inverse is not None:
+            return
+        self.mask = None if self.kept is None else self.kept.double().unsqueeze(-1)
+        self.inverse = LowerInverse(self.factor)
+        self.inverse.decide(self.inverse.good.tolist())
 
     @property
     def size(self) -> int:
@@ -208,12 +204,11 @@ class Expansion:
     @property
     def has_changed(self) -> bool:
         """Whether what the features depend on was changed in place: a gradient would be that of another."""
-        pairs = zip(self.tensors, self._versions, strict=True)
-        return any(version is not None and tensor._version != version for tensor, version in pairs)
+        return any(given.has_changed for given in self._given)
 
     def features(self, columns: Tensor) -> Tensor:
         """Z (..., p, b) of columns (..., p, b), which the caller may overwrite."""
-        return columns if self._inverse is None else self._inverse(columns)
+        return columns if self.inverse is None else self.inverse(columns)
 
 
 @dataclass
@@ -221,8 +216,8 @@ class Machines:
     """R machines that differ in their regularisation; see Note [rotated features]."""
 
     expansion: Expansion
-    mean: Tensor
-    """Centre of the features, (..., p, 1)."""
+    moments: Moments
+    """Of all rows."""
     rotation: Tensor
     """A^T, (..., p, p)."""
     triangular: bool
@@ -233,18 +228,16 @@ class Machines:
     """(..., R, c')."""
     q: Tensor
     """Coefficients, (..., R, c, p)."""
-    mean_y: Tensor
-    """Mean of the targets, (..., 1, c)."""
     shift: Tensor
-    """What is added to every output beside this mean, (..., R, c), with digits of its own."""
-    spread: Tensor
-    """Root mean square of the targets about the offset, (..., 1, c)."""
+    """What is added to every output beside the mean of the targets, (..., R, c), with digits of its own."""
     least: Tensor
     """Rows and sets whose 1 - h is below this are refitted, (..., R, c')."""
     refined: bool
     """Whether no step of refinement is needed, or it has been made."""
     rounding: Tensor
     """How far f^{1/2} u may differ between two evaluations of the same kernel columns, (...)."""
+    by_folding: Tensor
+    """What Note [folding] may change a leverage by, or an output in units of the spread, (...)."""
     folded: Tensor | None = None
     """F of Note [folding], (..., p, p), where there is a factor."""
     fold: bool = False
@@ -259,7 +252,19 @@ class Machines:
     @property
     def offset(self) -> Tensor:
         """What is added to every output, (..., R, c)."""
-        return self.mean_y + self.shift
+        return self.moments.mean_y + self.shift
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is an unpenalised bias."""
+        return self.moments.centre
+
+    @cached_property
+    def f_with_bias(self) -> Tensor:
+        """f and, if there is a bias, what it adds to leverages, (..., R, c', p')."""
+        if not self.has_bias:
+            return self.f
+        return torch.cat([self.f, self.moments.per_weight.unsqueeze(-1).expand_as(self.f[..., :1])], -1)
 
     @cached_property
     def narrow(self) -> Tensor:
@@ -290,13 +295,13 @@ class Machines:
         again: bool = False,
         centred: Tensor | None = None,
     ) -> Tensor:
-        """u (..., p, b) of inputs (..., b, d), by two products unless `fold`; one more row of ones if `ones`.
+        """u (..., p, b) of inputs (..., b, d), by two products unless `fold`.
 
-        k are the columns of X, and `centred` its features about the mean, where they are known. With `again`
-        they are in the memory of the last ones.
+        With `ones` there is one more row of ones for a bias. k are the columns of X, and `centred` its
+        features about the mean, where they are known. With `again` they are in the memory of the last ones.
         """
         columns = self.expansion.columns(X, k) if centred is None else centred
-        p = self.rotation.shape[-1]
+        p, ones = self.rotation.shape[-1], ones and self.has_bias
         shape = (*columns.shape[:-2], p + ones, columns.shape[-1])
         out = self._room
         if not again or out is None or out.shape != shape or out.is_inference():
@@ -306,11 +311,11 @@ class Machines:
         u = out[..., :p, :]
         if centred is None and fold and self.fold:
             assert self.folded is not None
-            shift = (self.rotation @ self.mean).to(columns.dtype)
+            shift = (self.rotation @ self.moments.mean_z).to(columns.dtype)
             self.times(self.folded.to(columns.dtype), columns, u).sub_(shift)
             return out
         if centred is None:
-            centred = self.expansion.features(columns).sub_(self.mean.to(columns.dtype))
+            centred = self.expansion.features(columns).sub_(self.moments.mean_z.to(columns.dtype))
         self.times(self.narrow, centred, u)
         return out
 
@@ -325,7 +330,7 @@ class Machines:
     def residuals(self, u: Tensor, part: Block) -> Tensor:
         """Training residuals of a block, (..., R, c, b)."""
         R, c = self.shift.shape[-2:]
-        centred = (part.Y - self.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b), in float64 like the mean
+        centred = (part.Y - self.moments.mean_y).mT.unsqueeze(-3)  # (..., 1, c, b), in float64 like the mean
         if self.moved:
             centred = centred - self.shift.unsqueeze(-1)  # (..., R, c, b)
         if u.ndim == 2 and u.dtype == torch.float64 and (c == 1 or len(centred) == R):
@@ -382,10 +387,10 @@ class Machines:
         self.fold, self.refined = False, self.moved
         return shortcut
 
-    def whitening(self, some: slice | None = None) -> Tensor:
+    def whitening(self, some: slice = slice(None)) -> Tensor:
         """f^{1/2} A^T, (..., R, c', p, p): T of Note [primal form], of all or some regularisations."""
         rotation = self.rotation[..., None, None, :, :]
-        return rotation if self.triangular else self.f[..., some or slice(None), :, :, None].sqrt() * rotation
+        return rotation if self.triangular else self.f[..., some, :, :, None].sqrt() * rotation
 
     def coefficients(self) -> Tensor:
         """p = A q, (..., R, p, c)."""
@@ -405,34 +410,33 @@ def _machines(
     f: Tensor,
     regs: Tensor,
     q: Tensor,
-) -> tuple[Machines, Tensor]:
-    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined, and what folding rounds."""
-    folded, differs = None, moments.longest  # 0 where there is no factor
-    rounding = differs
-    spread = moments.spread.unsqueeze(-2)
+) -> Machines:
+    """Machines from A^T, f (..., R, c', p) and q (..., R, c, p), not refined."""
+    folded = None
+    rounding = by_folding = moments.longest  # 0 where there is no factor
     if expansion.factor is not None:
         folded = torch.linalg.solve_triangular(expansion.factor, rotation, upper=False, left=False)
         rows = torch.linalg.vector_norm(folded, dim=-1)[..., None, None, :]  # (..., 1, 1, p), |F_j|
         leverage = (rows * f.sqrt()).amax((-3, -2, -1))
-        outputs = (torch.linalg.vector_norm(rows * q, dim=-1) / spread).amax((-2, -1))
+        outputs = (torch.linalg.vector_norm(rows * q, dim=-1) / moments.spread).amax((-2, -1))
         eps = torch.finfo(expansion.kind).eps
-        differs = eps * leverage * moments.longest
-        rounding = torch.maximum(differs, eps * outputs * moments.longest)
+        rounding = eps * leverage * moments.longest
+        by_folding = torch.maximum(rounding, eps * outputs * moments.longest)
     shift = torch.zeros_like(moments.mean_y).expand(*regs.shape[:-1], -1)
-    given = (expansion, moments.mean_z, rotation, triangular, f, regs, q, moments.mean_y, shift, spread)
-    machines = Machines(*given, least=regs, refined=False, folded=folded, rounding=differs)
-    return machines, rounding
+    given = (expansion, moments, rotation, triangular, f, regs, q, shift)
+    return Machines(
+        *given, least=regs, refined=False, rounding=rounding, by_folding=by_folding, folded=folded
+    )
 
 
-def _is_well_conditioned(
-    guard: Guard, moments: Moments, machines: Machines, rounding: Tensor, estimate: Tensor, limit: float
-) -> bool:
+def _is_well_conditioned(guard: Guard, machines: Machines, estimate: Tensor, limit: float) -> bool:
     """Whether an estimate of the condition, (..., R, c'), is below a limit, in one look at the values.
 
     Decides also whether there is a step of refinement, and folding, by what it rounds. Products in float32
     go without any remedy: they are taken to be accurate, until what decides that is read at the end.
     """
-    numbers = (estimate, moments.distance, rounding)
+    moments = machines.moments
+    numbers = (estimate, moments.distance, machines.by_folding)
     if machines.expansion.kind != torch.float64:
         machines.unread = tuple(number.amax() for number in numbers)
         machines.least = torch.full_like(machines.regs, 1 / SINGLE)
@@ -440,7 +444,7 @@ def _is_well_conditioned(
         return True
     machines.least = trusted(estimate).expand_as(machines.regs)
     condition, distance, folding = guard.largest(*numbers)
-    machines.refined = condition < _SETTLED * moments.count**0.5 and distance < _FAR
+    machines.refined = condition < _NO_STEP * moments.count**0.5 and distance < _FAR
     machines.decide_folding(folding)
     return condition < limit
 
@@ -470,17 +474,15 @@ def one_machine(
     f = torch.ones_like(C[..., None, :1, :])
     rotation, estimate = inverse_factor(C)
     q = (rotation @ moments.T).mT.unsqueeze(-3)
-    machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
-    if _is_well_conditioned(guard, moments, machines, rounding, estimate[..., None, None], ILL_CONDITIONED):
+    machines = _machines(expansion, moments, rotation, True, f, regs, q)
+    if _is_well_conditioned(guard, machines, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
-    penalty = (regs.sqrt() * expansion.penalty_root(guard, C)).expand_as(C)
-    right = torch.nn.functional.pad(d, (0, 0, 0, C.shape[-1]))
-    rotation, least, coef = inverse_factor_of(torch.cat([R, penalty], -2), right, guard)
+    rotation, least, coef = inverse_factor_of(R, d, regs.sqrt() * expansion.penalty_root(guard, C), guard)
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
-    machines, rounding = _machines(expansion, moments, rotation, True, f, regs, q)
+    machines = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well
-    machines.decide_folding(*guard.largest(rounding))
+    machines.decide_folding(*guard.largest(machines.by_folding))
     machines.least = least[..., None, None].expand_as(regs)
     return machines
 
@@ -494,27 +496,27 @@ def path_machines(
 ) -> Machines:
     """The machines of regularisations (..., R, 1), or (..., R, c), one for each output; see `one_machine`."""
 
-    def with_eigen(eigen: Eigen) -> tuple[Machines, Tensor]:
+    def with_eigen(eigen: Eigen) -> Machines:
         f = 1 / (eigen.w + regs.unsqueeze(-1))  # (..., R, c', p)
         q = f * (moments.T.mT @ eigen.Q).unsqueeze(-3)
         return _machines(expansion, moments, eigen.Q.mT.contiguous(), False, f, regs, q)
 
     well_conditioned, limit = False, ILL_CONDITIONED_PATH * moments.count**0.5
     try:
-        eigen = Eigen.of(moments.S).beside_regs()
-        machines, rounding = with_eigen(eigen)
+        eigen = Eigen.of(moments.S)
+        machines = with_eigen(eigen)
         estimate = eigen.condition(regs)
-        well_conditioned = _is_well_conditioned(guard, moments, machines, rounding, estimate, limit)
+        well_conditioned = _is_well_conditioned(guard, machines, estimate, limit)
     except torch.linalg.LinAlgError as failure:  # type: ignore[attr-defined]
         guard.check()  # values that are not finite have a name there
         if expansion.kind != torch.float64:
             raise ImpreciseError from failure
     if not well_conditioned:  # or the eigenvalues did not converge
         R, d = triangle()
-        eigen = Eigen.of_rows(R).beside_regs()
+        eigen = Eigen.of_rows(R)
         guard.require(eigen.w.isfinite(), NOT_DEFINITE)  # squares of huge numbers overflow
-        machines, rounding = with_eigen(eigen)
-        condition, folding = guard.largest(eigen.condition(regs), rounding)
+        machines = with_eigen(eigen)
+        condition, folding = guard.largest(eigen.condition(regs), machines.by_folding)
         machines.decide_folding(folding)
         machines.least = eigen.least(regs)
         if not condition < _LARGEST_OF_PATH:
@@ -527,8 +529,7 @@ def _solve_one_by_one(guard: Guard, machines: Machines, R: Tensor, d: Tensor) ->
     columns = []
     for r, j, outputs in machines.each:
         penalty = torch.diag_embed(machines.regs[..., r, j, None].sqrt().expand(R.shape[:-1]))
-        right = torch.nn.functional.pad(d[..., outputs], (0, 0, 0, R.shape[-1]))
-        columns.append(inverse_factor_of(torch.cat([R, penalty], -2), right, guard)[2])
+        columns.append(inverse_factor_of(R, d[..., outputs], penalty, guard)[2])
     coef = torch.cat(columns, -1).mT.unflatten(-2, machines.q.shape[-3:-1])  # (..., R, c, p)
     machines.q = together(coef, machines.rotation.mT)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well

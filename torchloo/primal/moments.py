@@ -20,7 +20,12 @@ from torchloo.panels import add_matmul, add_symmetric
 from torchloo.primal.collective import Peers
 from torchloo.primal.seen import Seen
 
-__all__ = ["Moments"]
+__all__ = ["Moments", "shares"]
+
+
+def shares(weight: Tensor) -> Tensor:
+    """Weights (..., n) divided by their sum, so that products with them are weighted means."""
+    return weight / weight.sum(-1, keepdim=True)
 
 
 class Moments:
@@ -107,10 +112,10 @@ class Moments:
         """What the bias adds to z^T C^{-1} z, (..., 1, 1): 1 / w, or 0 without one."""
         return self.weight.reciprocal() if self.centre else torch.zeros_like(self.weight)
 
-    @property
+    @cached_property
     def spread(self) -> Tensor:
-        """Root mean square of the targets about their mean, (..., c)."""
-        return (self.squares / self.weight[..., 0]).sqrt()
+        """Root mean square of the targets about their mean, (..., 1, c)."""
+        return (self.squares / self.weight[..., 0]).sqrt().unsqueeze(-2)
 
     @property
     def distance(self) -> Tensor:

@@ -28,7 +28,7 @@ in the set and outside of it, and the cotangent of the penalty is (v p^T + p v^T
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ __all__ = ["Effect", "Lost", "Refitted", "refit", "refit_at_once"]
 _CHUNK = 1 << 8
 
 Lost = dict[tuple[int, int], list[tuple[Tensor, bool]]]
-"""Sets of rows, and whether they have no more rows than features, by regularisation and output."""
+"""Sets of rows, ascending, and whether they have no more rows than features, by regularisation and output."""
 
 
 class Refitted(NamedTuple):
@@ -77,8 +77,8 @@ class Refitted(NamedTuple):
 class Effect(NamedTuple):
     """How the machine without a refitted set depends on the other rows; Note [derivatives of refits]."""
 
-    r: int
     j: int
+    """The output, or 0 if outputs share a regularisation."""
     centre: tuple[Tensor, Tensor]
     """Means (1, p') of the features, taken off one after the other."""
     coef: Tensor
@@ -93,7 +93,7 @@ class Effect(NamedTuple):
     def to(self, like: Tensor) -> "Effect":
         """The same on the device of a tensor."""
         origin, mean = self.centre
-        return Effect(self.r, self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[3:]))
+        return Effect(self.j, (origin.to(like), mean.to(like)), *(t.to(like) for t in self[2:]))
 
     def penalty(self) -> Tensor:
         """Cotangent of the penalty, (p', p')."""
@@ -140,7 +140,7 @@ class _Left(NamedTuple):
             if len(X):
                 mean = _heaviest(X, zeta)
             inner, outer = zeta.mT @ (X - mean), ones.mT @ (outside[:, :p] - ones * mean)
-            mean = mean + _mean(inner + outer, True)
+            mean = mean + _mean(inner + outer)
             outside[:, : p - 1] -= ones * mean[:, :-1]
         F = triangle(torch.cat([outside, root * torch.cat([X - mean, Y], -1)]))
         F, d = F[:p, :p], F[:p, p:]
@@ -156,11 +156,10 @@ def _heaviest(X: Tensor, zeta: Tensor) -> Tensor:
     return row
 
 
-def _mean(sums: Tensor, bias: bool) -> Tensor:
+def _mean(sums: Tensor) -> Tensor:
     """Mean (1, p') of features from their weighted sums, whose last is the weight; 0 where there is none."""
     mean = torch.zeros_like(sums)
-    if bias:
-        mean[:, :-1] = sums[:, :-1] / torch.where(sums[:, -1:] > 0, sums[:, -1:], 1.0)
+    mean[:, :-1] = sums[:, :-1] / torch.where(sums[:, -1:] > 0, sums[:, -1:], 1.0)
     return mean
 
 
@@ -191,8 +190,10 @@ def refit_at_once(
         with torch.no_grad():
             others = root.index_fill(0, union, 0.0)
             zeta = others.square()
-            origin = _heaviest(X, zeta) if bias else torch.zeros_like(X[:1])
-            origin = origin + _mean(zeta.mT @ (X - origin), bias)
+            origin = torch.zeros_like(X[:1])
+            if bias:
+                near = _heaviest(X, zeta)
+                origin = near + _mean(zeta.mT @ (X - near))
             outside = triangle(torch.cat([others * torch.cat([X - origin, Y], -1), penalty]))
             left = _Left(outside, X[union] - origin, root[union], Y[union], bias)
         for rows in some:
@@ -227,12 +228,12 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
     """Write the rows of lost sets: a pass for as many small sets as a block has rows, or for one large."""
     others, refitted = solved.others, []
     for r, j in sorted({key for keys in others.gather(list(lost)) for key in keys}):
-        outputs, sets = machines.outputs_of(j), lost.get((r, j), [])
-        for some, large in _rounds(sets, max(solved.size, len(solved.moments.S) + 1), others):
-            work = _Round(solved, machines.regs[r, j], outputs, some, large)
-            for rows, residuals, variance, *features in work.solve():
-                sink.overwrite(rows, r, j, outputs, residuals, variance)
-                refitted.append(Refitted(r, j, rows, *features))
+        limit = max(solved.size, len(solved.moments.S) + 1)
+        for some, large in _rounds(lost.get((r, j), []), limit, others):
+            work = _Round(solved, machines, r, j, some, large)
+            for one, residuals, variance in work.solve():
+                sink.overwrite(one.rows, r, j, work.outputs, residuals, variance)
+                refitted.append(one)
             others.run(work.guard.check)
     return refitted
 
@@ -257,33 +258,31 @@ class _Round:
     """
 
     def __init__(
-        self, solved: "StreamFit", reg: Tensor, outputs: slice, sets: list[Tensor], large: bool
+        self, solved: "StreamFit", machines: Machines, r: int, j: int, sets: list[Tensor], large: bool
     ) -> None:
-        self.solved, self.reg, self.outputs, self.rows, self.large = solved, reg, outputs, sets, large
+        self.solved, self.r, self.j, self.rows, self.large = solved, r, j, sets, large
+        self.reg, self.outputs = machines.regs[r, j], machines.outputs_of(j)
         n, p, self.bias = solved.stream.n, len(solved.moments.S), solved.moments.centre
         assert n is not None
         self.guard = Guard(solved.function)
         self.number = torch.full((n,), -1, dtype=torch.int32, device="cpu")  # which set a row is in
         for k, rows in enumerate(sets):
             self.number[rows] = k
-        columns = p + self.bias + solved.moments.T[:, outputs].shape[1]
+        columns = p + self.bias + solved.moments.T[:, self.outputs].shape[1]
         self.outside = solved.moments.S.new_zeros(columns, columns)
         if solved.others.rank == 0:  # the penalty counts once, whatever the number of processes
-            self.outside.diagonal()[:p] = reg.sqrt()
+            self.outside.diagonal()[:p] = self.reg.sqrt()
         # From the mean of all rows to that of the rows in no set.
         self.origin = torch.zeros_like(self.outside[:1, : p + self.bias])
 
     def _read(self, part: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`.
-
-        Targets are about their mean: what is small beside it keeps its digits for a tiny penalty.
-        """
-        expansion, moments = self.solved.expansion, self.solved.moments
-        X = expansion.features(expansion.columns(part.X)).sub_(moments.mean_z).mT
+        """Features (b, p'), square roots of weights (b, 1) and targets (b, c) as in `_Left`."""
+        features, Y = self.solved.about_means(part)
+        X = features.mT
         if self.bias:
             X = torch.cat([X, torch.ones_like(X[:, :1])], -1)
         root = part.weight.double().sqrt().unsqueeze(-1)
-        return X - self.origin, root, (part.Y.double() - moments.mean_y)[:, self.outputs]
+        return X - self.origin, root, Y[:, self.outputs]
 
     def _move_origin(self) -> None:
         """Find the mean of the rows in no set."""
@@ -296,7 +295,7 @@ class _Round:
                 near = _heaviest(X, zeta)
             if near is not None:
                 sums += zeta.mT @ (X - near)
-        self.origin = _mean(sums, True) if near is None else near + _mean(sums, True)
+        self.origin = _mean(sums) if near is None else near + _mean(sums)
 
     def _pass(self) -> list[Tensor]:
         """The triangle of the rows in no set; the others with the numbers of their sets."""
@@ -324,8 +323,8 @@ class _Round:
         outside, number, X, root, Y = everyone
         return _Left(triangle(outside), X, root, Y, self.bias), number, first
 
-    def solve(self) -> Iterator[tuple[Any, ...]]:
-        """Rows (s,) of this process, residuals (s, c), variances (s, 1), then the fields of `Refitted`."""
+    def solve(self) -> Iterator[tuple[Refitted, Tensor, Tensor]]:
+        """The sets of this process, refitted, with their residuals (s, c) and variances (s, 1)."""
         left, number, first = self._gather()
         for k, rows in enumerate(self.rows, first):
             inside = number == k
@@ -338,6 +337,6 @@ class _Round:
             half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
             variance = self.reg * (half.square().sum(0).unsqueeze(-1) + 1 / zeta)
             spread = torch.linalg.solve_triangular(F, half, upper=True)
-            order = rows if self.large else rows.sort().values  # that of the passes
-            given = ((X + self.origin).mT, zeta[:, 0], Y, (self.origin, mean), coef, spread)
-            yield order, Y - V @ coef, variance, *given
+            features, centre = (X + self.origin).mT, (self.origin, mean)
+            one = Refitted(self.r, self.j, rows, features, zeta[:, 0], Y, centre, coef, spread)
+            yield one, Y - V @ coef, variance

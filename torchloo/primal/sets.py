@@ -14,7 +14,7 @@ from torch import Tensor
 from torchloo.clusters import PaddedSets, Partition
 from torchloo.panels import add_symmetric, mirrored
 from torchloo.primal.block import Block
-from torchloo.primal.leaving_out import leave_out_large, leave_out_small, root_of_rest, rows_of_large
+from torchloo.primal.leaving_out import leave_out, root_of_rest, rows_of_large
 from torchloo.primal.machines import LARGE, ImpreciseError, Machines, ProblemsApartError
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.seen import checksum
@@ -47,19 +47,15 @@ def _visits(visit: "_Visit", partition: Partition) -> None:
     stream = visit.solved.stream
     stream.spool(visit.solved.function, visit.solved.blocks("spooling"))
     assert stream.n is not None
-    partition = partition.padded(stream.n, visit.f.numel())
-    small, large = partition.split(max(visit.size, visit.f.shape[-1]))
+    largest = max(visit.size, visit.f.shape[-1])
     with stream.bar("clusters") as bar:
-        for group in small.groups:
-            for sets in group.split(max(1, visit.size // group.shape[1])):
-                padded = PaddedSets(sets, stream.n)
+        for sets in partition.padded(stream.n, visit.f.numel()).chunks(visit.size):
+            padded = PaddedSets(sets, stream.n)
+            if sets.shape[1] > largest:
+                visit.large(padded.rows)
+            else:
                 visit.small(padded)
-                bar.update(len(padded.rows))
-        for group in large.groups:
-            for sets in group.split(1):
-                rows = PaddedSets(sets, stream.n)[0]
-                visit.large(rows)
-                bar.update(len(rows))
+            bar.update(len(padded.rows))
     visit.find_lost()
     if not stream.lasting:
         visit.solved.moments.seen.require_all(visit.solved.function, visit.read)
@@ -83,20 +79,19 @@ class _Visit:
 
     def __init__(self, solved: "StreamFit", machines: Machines, sink: Sink) -> None:
         self.solved, self.machines, self.sink = solved, machines, sink
-        self.size = solved.stream.block or solved.size
+        self.size = solved.size
         self.lost: Lost = {}
         self.apart: set[int] = set()  # numbers of the problems of a batch that have lost sets
         self._judged: list[tuple[Tensor, int, Callable[[int], Tensor], bool]] = []
         self.read = torch.zeros(3, dtype=torch.int64, device="cpu")  # checksums of all rows written so far
-        self.f = solved.with_bias(machines.f)  # (..., R, c', p')
+        self.f = machines.f_with_bias  # (..., R, c', p')
         self.worst = self.f.new_zeros(())  # the largest 1 / (1 - h) of all sets but those that are lost
         self.has_large = False  # whether some leverage is large
 
     def _read(self, rows: Tensor) -> tuple[Block, Tensor, Tensor, Tensor]:
         """Rows (b,): the block, U (..., p', b), residuals (..., R, c, b) and weights (..., b)."""
         part = self.solved.stream.take(self.solved.function, rows)
-        ones = self.solved.moments.centre
-        U = self.machines.rotated(part.X, fold=False, ones=ones).double()
+        U = self.machines.rotated(part.X, fold=False, ones=True).double()
         e = self.machines.residuals(U[..., : self.machines.rotation.shape[-1], :], part)
         return part, U, e, part.weight.double()
 
@@ -161,15 +156,10 @@ class _Visit:
         own = regs.shape[-1] > 1
         e_L = sets.laid_out(e[..., some, :, :])  # (..., r, c, g, s)
         e_L = e_L.unsqueeze(-1) if own else e_L.movedim(-3, -1).unsqueeze(-4)  # (..., r, c', g, s, c / c')
-        few = sets.shape[1] <= f.shape[-1]
-        if few:
-            r_L, inverse, lost = leave_out_small(B, scale, e_L, least)
-        else:
-            unit = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device)
-            r_L, inverse, lost = leave_out_large(B, scale, e_L, least, unit)
+        r_L, inverse, lost = leave_out(B, scale, e_L, least)
         if self.solved.expansion.factor is not None:
             lost = lost | self._differs(B, scale, inverse)
-        self._judged.append((lost, first, sets.__getitem__, few))
+        self._judged.append((lost, first, sets.__getitem__, sets.shape[1] <= f.shape[-1]))
         self._weigh(inverse * scale.square())
         r_L = r_L[..., 0] if own else r_L.squeeze(-4).movedim(-1, -3)  # (..., r, c, g, s)
         return sets.taken(r_L), regs.unsqueeze(-1) * sets.taken(inverse[..., 0])

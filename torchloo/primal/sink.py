@@ -62,8 +62,8 @@ class Sink:
         dtype: torch.dtype,
         device: torch.device,
         folder: str | Path | None,
-        known: tuple[Tensor, Tensor] | None = None,
-        with_outputs: bool = True,
+        known: tuple[Tensor, Tensor] | None,
+        with_outputs: bool,
     ) -> None:
         *several, n, c = shape
         self._function, self._device = function, device
@@ -121,18 +121,11 @@ class Sink:
         """Residuals (s, c) and variances (s, 1) of refitted rows, for one regularisation, j its variance."""
         to, dtype = self.residuals.device, self.residuals.dtype
         rows, e = rows.to(to), residuals.to(to, dtype)
-        columns = torch.arange(self.residuals.shape[-1], device=to)[outputs]
-        index = (r, rows.unsqueeze(-1), columns)
-        self.residuals[index] = e
+        self.residuals[r, rows, outputs] = e
         if self.outputs is not None:
-            self.outputs[index] = self.targets[index[1:]] - e
+            self.outputs[r, rows, outputs] = self.targets[rows, outputs] - e
         self.variance[r, rows, j] = variance[:, 0].to(to, dtype)
         self.refitted[r, rows] = True
-
-    @property
-    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Residuals (R, n, c), variance (R, n, c'), refitted (R, n), targets (n, c), weight (n,), outputs."""
-        return self.residuals, self.variance, self.refitted, self.targets, self.weight, self.outputs
 
     def __enter__(self) -> Self:
         return self

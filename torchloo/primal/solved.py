@@ -12,7 +12,7 @@ with rows that are to be refitted leave the batch and are solved one by one.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -37,11 +37,11 @@ from torchloo.primal.machines import (
     path_machines,
     transposed,
 )
-from torchloo.primal.moments import Moments
+from torchloo.primal.moments import Moments, shares
 from torchloo.primal.refit import Lost, Refitted, refit
 from torchloo.primal.sets import leave_out_sets
 from torchloo.primal.sink import Sink, require_folders
-from torchloo.primal.whole import Known, Normal, centred, spread_of
+from torchloo.primal.whole import Known, spread_of
 from torchloo.problem import Regs
 
 __all__ = ["MachineOfFeatures", "StreamFit"]
@@ -274,12 +274,19 @@ class StreamFit:
         *batch, p, c = moments.T.shape
         R = moments.S.new_zeros(*batch, p + c, p + c)
         for part in self.blocks("orthogonal factor"):
-            D = moments.rows
-            if D is None:
-                D = self.expansion.features(self.expansion.columns(part.X)).sub_(moments.mean_z)
-            rows = torch.cat([D.mT, part.Y.double() - moments.mean_y], -1)
+            features, Y = self.about_means(part, moments.rows)
+            rows = torch.cat([features.mT, Y], -1)
             R = triangle(torch.cat([R, rows * part.weight.double().sqrt().unsqueeze(-1)], -2))
         return R
+
+    def about_means(self, part: Block, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Features (..., p, b) and targets (..., b, c) of a block about their means, in float64.
+
+        What is small beside a mean keeps its digits for a tiny penalty. The features may be known already.
+        """
+        if features is None:
+            features = self.expansion.features(self.expansion.columns(part.X)).sub_(self.moments.mean_z)
+        return features, part.Y.double() - self.moments.mean_y
 
     def checked_for(self, machine: MachineOfFeatures) -> Self:
         """The same, if it is this machine that was solved, as it is now."""
@@ -423,12 +430,6 @@ class StreamFit:
                 self.moments.seen.require_same(self.function, part)
             yield part
 
-    def with_bias(self, f: Tensor) -> Tensor:
-        """f (..., R, c', p) of Note [rotated features], and that of the bias, if there is one."""
-        if not self.moments.centre:
-            return f
-        return torch.cat([f, self.moments.per_weight.unsqueeze(-1).expand_as(f[..., :1])], -1)
-
     @in_full_precision
     def leave_out(
         self, clusters: object | None = None, out: str | Path | None = None, flat: bool | None = None
@@ -448,31 +449,34 @@ class StreamFit:
         if clusters is not None:
             partition = self.others.run(lambda: self._partition(clusters))
             require_own(self.function, self.others, partition)
+        (_, targets, weight), outputs = self.stream.graph, None
         try:
-            residuals, variance, refitted, targets, weight, outputs = self._fields(partition, out)
+            parts, sink = self._fields(partition, out)
         except ProblemsApartError as apart:
-            residuals, variance, refitted = self._one_by_one(partition, apart.numbers)
-            targets, weight, outputs = None, None, None
-        _, Y, zeta = self.stream.graph
-        targets, weight = targets if Y is None else Y, weight if zeta is None else zeta
+            parts = self._one_by_one(partition, apart.numbers)
+        else:
+            outputs = sink.outputs
+            if targets is None:
+                targets, weight = sink.targets, sink.weight
         assert targets is not None
         assert weight is not None
         if self.stream.batch:
             targets, weight = (t.unflatten(0, self.stream.batch) for t in (targets, weight))
-        parts = (self._shaped(residuals, 2), self._shaped(variance, 2), self._shaped(refitted, 1))
+        residuals, variance, refitted = parts
+        shaped = (self._shaped(residuals, 2), self._shaped(variance, 2), self._shaped(refitted, 1))
         labels = None if partition is None else partition.labels
         outputs = None if outputs is None else self._shaped(outputs, 2)
-        return assemble(targets, weight, labels, parts, flat, outputs)
+        return assemble(targets, weight, labels, shaped, flat, outputs)
 
     def _one_by_one(self, partition: Partition | None, apart: list[int]) -> list[Tensor]:
         """Residuals, variances and refitted rows of a batch, some problems of which are solved apart."""
         others = [k for k in range(len(self.regs)) if k not in set(apart)]
-        parts = [self._of(k)._fields(partition, None)[:3] for k in apart]
+        parts = [self._of(k)._fields(partition)[0] for k in apart]
         found = [torch.stack(part) for part in zip(*parts, strict=True)]
         if others:
             rest = self._of(torch.tensor(others, device=self.regs.device))
             try:
-                fields = list(rest._fields(partition, None)[:3])
+                fields, _ = rest._fields(partition)
             except ProblemsApartError as more:  # without the worst of them, they are solved another way
                 fields = rest._one_by_one(partition, more.numbers)
             found = [torch.cat(pair) for pair in zip(found, fields, strict=True)]
@@ -491,23 +495,25 @@ class StreamFit:
         return twin
 
     def _fields(
-        self, partition: Partition | None, out: str | Path | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The fields of a Sink, with a graph where there is one; targets and weights unless in memory."""
+        self, partition: Partition | None, out: str | Path | None = None
+    ) -> tuple[list[Tensor], Sink]:
+        """Residuals, variances and refitted rows, with a graph where there is one, and what was written."""
         machines = self._solve() if partition is None else self._machine
         inputs = (self.regs, *self.stream.graph, *self.expansion.tensors)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         if len(set(self.others.gather(wanted))) > 1:
             raise ValueError(f"{self.function}: either all processes or none must ask for gradients")
         self.wants_graph = out is None and wanted
+        with torch.no_grad():
+            sink, refitted = self._leave_all_out(machines, partition, out)
+        parts = [sink.residuals, sink.variance, sink.refitted]
         if self.wants_graph:
             alive = [t.clone() if t is not None and t.is_inference() else t for t in inputs]
-            return HeldOutRows.apply(self, machines, partition, *alive)
-        with torch.no_grad():
-            return self.run(machines, partition, out)[0].fields
+            parts[:2] = HeldOutRows.apply(self, machines, partition, sink, refitted, *alive)
+        return parts, sink
 
-    def run(
-        self, machines: Machines, partition: Partition | None, out: str | Path | None = None
+    def _leave_all_out(
+        self, machines: Machines, partition: Partition | None, out: str | Path | None
     ) -> tuple[Sink, list[Refitted]]:
         """All passes that leave rows or sets out: what they wrote, and what was refitted."""
         n = self.stream.n
@@ -527,33 +533,9 @@ class StreamFit:
 
     @in_full_precision
     @torch.no_grad()
-    def known(self, some: slice | None = None) -> Known:
+    def known(self, some: slice = slice(None), batch: Sequence[int] | None = None) -> Known:
         """The values of the solution, for operations on all rows at once; see `Known.of`."""
-        return Known.of(self.refined(self._machine), self.stream.batch, some)
-
-    def whole(
-        self,
-        partition: Partition | None,
-        regs: Tensor,
-        X: Tensor,
-        Y: Tensor,
-        weight: Tensor,
-        tensors: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Residuals (..., R, n, c) and variances of all rows at once, by differentiable operations."""
-        guard = Guard(self.function)
-        Z, bias = self.expansion.whole(X, tensors), self.moments.centre
-        shifted, _ = centred(Z, weight.double(), bias)
-        sets = partition or Partition.single(Y.shape[-2], X.device)
-        groups = Partition(tuple(rows.to(X.device) for rows in sets.groups))
-        normal = Normal.of(shifted, weight, bias)
-        regs = regs.double().movedim(-2, 0)  # (R, ..., c')
-        batch = weight.shape[:-1]
-        known = Known.of(self.refined(self._machine), batch, slice(None))
-        of = normal.along(regs, Y.double(), known, lambda form: form.held_out(groups, guard)[:2])
-        guard.check()
-        residuals, variances = (part.to(Y.dtype).movedim(0, -3) for part in of)
-        return residuals, variances
+        return Known.of(self.refined(self._machine), self.stream.batch if batch is None else batch, some)
 
     def _partition(self, clusters: object) -> Partition:
         n = self.stream.n
@@ -615,7 +597,7 @@ class StreamFit:
         per_weight, self.kept = self.moments.per_weight.unsqueeze(-1), []
         for part in self.blocks("leave-one-out"):
             zeta = part.zeta
-            U = self._rotated(machines, part, self.moments.centre, again=not self.wants_graph)
+            U = self._rotated(machines, part, ones=True, again=not self.wants_graph)
             u = U[..., : machines.rotation.shape[-1], :]
             self._keep(U)
             e = machines.residuals(u, part)
@@ -671,16 +653,14 @@ class StreamFit:
         assert seen.worst is not None
         most = seen.worst[0] * length + seen.worst[1] * shift.abs()
         change = machines.outputs(seen.u, step) + shift.unsqueeze(-1)  # (..., R, c, b)
-        for_all, for_last = _SETTLED[self.dtype]
-        settled = (most <= for_all * machines.spread).all()
-        return settled & ((change / seen.one).abs().amax(-1) <= for_last * machines.spread).all()
+        (for_all, for_last), spread = _SETTLED[self.dtype], self.moments.spread
+        settled = (most <= for_all * spread).all()
+        return settled & ((change / seen.one).abs().amax(-1) <= for_last * spread).all()
 
 
 def _mean(columns: Tensor, part: Block) -> Tensor:
     """The weighted mean (..., p, 1) of the columns (..., p, b) of a block."""
-    zeta = part.weight.double().unsqueeze(-1)
-    share = zeta / zeta.sum(-2, keepdim=True)
-    return columns @ share.to(columns.dtype)
+    return columns @ shares(part.weight.double()).unsqueeze(-1).to(columns.dtype)
 
 
 def _settings(machine: MachineOfFeatures) -> dict[str, Tensor]:

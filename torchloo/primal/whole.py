@@ -44,8 +44,9 @@ from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
-from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out_large, leave_out_small
+from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out
 from torchloo.primal.machines import Machines
+from torchloo.primal.moments import shares
 from torchloo.primal.refit import refit_at_once
 
 __all__ = ["Known", "Normal", "Primal", "centred", "ridge_penalty", "spread_of"]
@@ -127,19 +128,15 @@ class Known(NamedTuple):
     """p, (..., p, c)."""
 
     @classmethod
-    def of(cls, machines: Machines, batch: Sequence[int], some: slice | None = None) -> "Known":
-        """Those of regularisations, (R, *batch), or (R, c, *batch) of single outputs; all, or some of them.
-
-        Of the only one, (*batch), if `some` is None.
-        """
-        T, least, coef = machines.whitening(some), machines.least, machines.coefficients()
-        least, coef = least[..., some or slice(None), :], coef[..., some or slice(None), :, :]
+    def of(cls, machines: Machines, batch: Sequence[int], some: slice) -> "Known":
+        """Those of some regularisations, (R, *batch), or (R, c, *batch) of single outputs."""
+        T, least = machines.whitening(some), machines.least[..., some, :]
+        coef = machines.coefficients()[..., some, :, :]
         if least.shape[-1] > 1:
             coef = coef.movedim(-1, -2).unsqueeze(-1)  # (..., R, c, p, 1)
         else:
             T, least = T.squeeze(-3), least.squeeze(-1)
-        parts = (_in_front(T, 2, batch), _in_front(least, 0, batch), _in_front(coef, 2, batch))
-        return cls(*(part[0] for part in parts)) if some is None else cls(*parts)
+        return cls(_in_front(T, 2, batch), _in_front(least, 0, batch), _in_front(coef, 2, batch))
 
 
 def _in_front(values: Tensor, own: int, batch: Sequence[int]) -> Tensor:
@@ -167,7 +164,7 @@ class Normal:
     def of(cls, Z: Tensor, weight: Tensor, bias: bool) -> "Normal":
         """Those of features (..., n, p) and weights (..., n), in float64."""
         Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
-        mean = _share(root) @ Z if bias else None
+        mean = _mean(root, Z) if bias else None
         return cls(root * (Z if mean is None else Z - mean), root, mean, Z)
 
     @property
@@ -217,15 +214,14 @@ class Normal:
         return [part.movedim(1, -1)[..., 0, :] if per_output else part for part in parts]
 
 
-def _share(root: Tensor) -> Tensor:
-    """Weights (..., 1, n) that sum to 1, from square roots (..., n, 1)."""
-    zeta = root.square()
-    return (zeta / zeta.sum(-2, keepdim=True)).mT
+def _mean(root: Tensor, rows: Tensor) -> Tensor:
+    """Weighted mean (..., 1, p) of rows (..., n, p), from square roots (..., n, 1) of the weights."""
+    return shares(root.square().mT) @ rows
 
 
 def _about_mean(Y: Tensor, normal: Normal) -> tuple[Tensor, Tensor]:
     """Targets about their weighted mean, and the mean (..., 1, c), which is zero without a bias."""
-    mean = torch.zeros_like(Y[..., :1, :]) if normal.mean is None else _share(normal.root) @ Y
+    mean = torch.zeros_like(Y[..., :1, :]) if normal.mean is None else _mean(normal.root, Y)
     return Y if normal.mean is None else Y - mean, mean
 
 
@@ -309,8 +305,8 @@ class Primal:
         normal = self.normal
         B, root = self._whitened(normal.V), normal.root
         if self.has_bias:
-            B = torch.cat([B, _expanded(root * normal.per_weight.sqrt(), B)], -1)
-        return B, _expanded(root, B), self.dual * self.noise
+            B = torch.cat([B, (root * normal.per_weight.sqrt()).expand_as(B[..., :1])], -1)
+        return B, root.expand_as(B[..., :1]), self.dual * self.noise
 
     def _whitened(self, rows: Tensor) -> Tensor:
         """Rows (..., m, p) times T^T."""
@@ -333,7 +329,8 @@ class Primal:
 
         def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
             B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
-            return self._refitted([rows], [self._without(B_L, scale_L, e_L, total)], guard)[0]
+            found = leave_out(B_L, scale_L, e_L, self.least.unsqueeze(-1), total)
+            return self._refitted([rows], [found], guard)[0]
 
         B, scale, e = self._rows
         r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
@@ -346,7 +343,8 @@ class Primal:
         partition = partition.padded(n, B.numel() // n)  # rows of zeros, of which nothing is left out
         total = self._total(B) if partition.groups[-1].shape[-1] > p else None
         gathered = zip(*map(partition.gather, (B, scale, e), (0.0, 1.0, 0.0)), strict=True)
-        found = [self._without(B_L, scale_L, e_L, total) for B_L, scale_L, e_L in gathered]
+        least = self.least.unsqueeze(-1)
+        found = [leave_out(B_L, scale_L, e_L, least, total) for B_L, scale_L, e_L in gathered]
         found = self._refitted(partition.groups, found, guard)
         residuals, inverses, lost = map(list, zip(*found, strict=True))
         marks = [flag[..., None, None].expand_as(t) for flag, t in zip(lost, inverses, strict=True)]
@@ -354,16 +352,9 @@ class Primal:
         return r, inverse * self.reg[..., None, None], refitted[..., 0]
 
     def _total(self, B: Tensor) -> Tensor:
-        """T C T^T as it is found; see `leave_out_large`."""
+        """T C T^T as it is found; see `leave_out`."""
         penalty = self._whitened(self._whitened(self.R).mT)
         return torch.nn.functional.pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
-
-    def _without(self, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> LeftOut:
-        """Sets of one size, (..., g, s, p), (..., g, s, 1) and (..., g, s, c); Note [leaving sets out]."""
-        least = self.least.unsqueeze(-1)
-        if total is None or B.shape[-2] <= B.shape[-1]:
-            return leave_out_small(B, scale, e, least)
-        return leave_out_large(B, scale, e, least, total)
 
     def _refitted(self, groups: Sequence[Tensor], found: list[LeftOut], guard: Guard) -> list[LeftOut]:
         """What was found of sets (g, s) of each group, where 1 - h is lost by Note [refits by triangles].
@@ -396,7 +387,7 @@ class Primal:
         Z, root, R = (own(t) for t in (self.normal.Z, self.normal.root, self.R))
         return refit_at_once(Z, R, root, own(_about_mean(self.Y, self.normal)[0]), sets, self.has_bias, guard)
 
-    def with_targets(self, Y: Tensor, guard: Guard) -> "Primal":
+    def with_targets(self, Y: Tensor) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
         coef, offset, dual = _solved(self.normal, self.R, self.reg, self.factor, Y)
         return replace(self, Y=Y, coef=coef, offset=offset, dual=dual)
@@ -421,8 +412,7 @@ class Primal:
 
     def spread(self) -> Tensor:
         """S (..., p', p + 1) with the variance |S (z, 1)|^2 at features z."""
-        unit = torch.eye(self.R.shape[-1], dtype=self.R.dtype, device=self.R.device).expand_as(self.R)
-        return spread_of(self._whitened(unit).mT, self.reg, self.normal.mean, self.normal.per_weight)
+        return spread_of(self.whitening, self.reg, self.normal.mean, self.normal.per_weight)
 
 
 def spread_of(T: Tensor, reg: Tensor, mean: Tensor | None, per_weight: Tensor) -> Tensor:
@@ -432,11 +422,6 @@ def spread_of(T: Tensor, reg: Tensor, mean: Tensor | None, per_weight: Tensor) -
         last = torch.cat([-T @ mean.mT, per_weight.sqrt().expand_as(last[..., :1, :])], -2)
         T = torch.cat([T, torch.zeros_like(T[..., :1, :])], -2)
     return reg.sqrt()[..., None, None] * torch.cat([T, last], -1)
-
-
-def _expanded(column: Tensor, like: Tensor) -> Tensor:
-    """A column (..., n, 1) with the axes that a tensor (*, ..., n, p) has in front."""
-    return column.expand(*like.shape[:-1], 1)
 
 
 def ridge_penalty(reg: Tensor, like: Tensor) -> Tensor:

@@ -41,13 +41,11 @@ from torchloo.blocks import Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.dual import add_product, congruence
 from torchloo.guards import Guard
+from torchloo.leave_out_sets import Parts
 from torchloo.precision import full_precision
+from torchloo.primal.moments import shares
 
-__all__ = ["Parts", "Spectral", "Step", "shares", "spectral"]
-
-Parts = tuple[Tensor, Tensor, Tensor]
-"""Held-out residuals (R, ..., n, c), variances of that shape, and refitted rows (R, ..., n)."""
-
+__all__ = ["Spectral", "Step", "spectral"]
 
 # Rows of B that are squared, or scaled, at once: few enough to stay in the cache of a CPU.
 _AT_ONCE, _SCALED = 512, 128
@@ -58,11 +56,6 @@ def _times(rows: Tensor, matrix: Tensor) -> Tensor:
     together = rows.movedim(0, -3)
     product = together.flatten(-3, -2) @ matrix
     return product.unflatten(-2, together.shape[-3:-1]).movedim(-3, 0)
-
-
-def shares(weight: Tensor) -> Tensor:
-    """Weights (..., n) divided by their sum, so that products with them are weighted means."""
-    return weight / weight.sum(-1, keepdim=True)
 
 
 def _centred_kernel(K: Tensor, weight: Tensor) -> Tensor:
@@ -285,6 +278,7 @@ class Spectral(NamedTuple):
     ) -> Parts:
         """Held-out parts for the regularisations (R, ..., 1), or (R, ..., c) with one for each output.
 
+        Variances (R, ..., n, c) have the shape of the residuals.
         `gathered` and `step` are the results of these methods, the step for these regularisations.
         """
         groups, n = partition.groups, self.Y.shape[-2]

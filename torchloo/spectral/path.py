@@ -14,16 +14,17 @@ from torchloo.blocks import NOT_DEFINITE
 from torchloo.clusters import Partition
 from torchloo.dual import Dual, dual
 from torchloo.guards import Guard, values_visible
-from torchloo.leave_out_sets import LeaveOutSets
+from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
 from torchloo.primal.front import solve_by_passes
+from torchloo.primal.moments import shares
 from torchloo.primal.solved import StreamFit
 from torchloo.primal.whole import Normal, Primal, centred
 from torchloo.problem import Problem, Regs, check_dual, check_features
 from torchloo.representation import CentredFeatures, KernelRows
 from torchloo.smoothers import Fit, solve_dual, solve_features
-from torchloo.spectral.form import Parts, Spectral, Step, shares, spectral
+from torchloo.spectral.form import Spectral, Step, spectral
 
 __all__ = ["from_features", "from_kernel_matrix"]
 
@@ -42,7 +43,8 @@ _TOGETHER = 2**20
 class Path:
     """Solved machines with several regularisations, like `Dual` and `Primal` for one.
 
-    All results have an axis R in front of all others, unless `axis` is False and R is 1.
+    All results have an axis R in front of all others, unless `axis` is False and R is 1. They are those of
+    the forms that `along` comes to.
     """
 
     problem: Problem
@@ -52,6 +54,10 @@ class Path:
 
     def _shaped(self, values: Tensor) -> Tensor:
         return values if self.axis else values[0]
+
+    def _all_shaped(self, parts: Parts) -> Parts:
+        r, variance, refitted = parts
+        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
 
     @property
     def noise(self) -> Tensor:
@@ -79,47 +85,27 @@ class Path:
 
     def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., n, c), and which rows (..., n) were refitted."""
-        r, variance, refitted = self.along_regs(partition, guard)
-        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
+        return self._all_shaped(self.along_regs(partition, guard))
 
     def left_out(self, sets: LeaveOutSets, guard: Guard) -> Parts:
         """Held-out residuals and variances (..., m, c) of rows to predict, and the refitted ones (..., m)."""
-        r, variance, refitted = self.each().parts(lambda form: form.left_out(sets, guard))
-        return self._shaped(r), self._shaped(variance), self._shaped(refitted)
-
-    def each(self) -> "Forms":
-        """All regularisations with a form of their own."""
-        raise NotImplementedError
-
-    def coefficients(self) -> Tensor:
-        """a (R, ..., n, c)."""
-        raise NotImplementedError
-
-    def biases(self) -> Tensor:
-        """b (R, ..., c)."""
-        raise NotImplementedError
-
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        """Blocks of P, (R, ..., c', g, s, s) for each size."""
-        raise NotImplementedError
-
-    def along_regs(self, partition: Partition, guard: Guard) -> Parts:
-        """Held-out parts of all R."""
-        raise NotImplementedError
-
-
-@dataclass
-class Forms(Path):
-    """Regularisations that each have a form of their own, and the concatenation of their results."""
+        return self._all_shaped(self.parts(lambda form: form.left_out(sets, guard)))
 
     def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
         """The results of a function for every form, tensors (..., c), as (R, ..., c) each."""
         raise NotImplementedError
 
     def coefficients(self) -> Tensor:
+        """a (R, ..., n, c)."""
         return self.along(lambda form: (form.dual,))[0]
 
+    def biases(self) -> Tensor:
+        """b (R, ..., c)."""
+        return self.along(lambda form: (form.bias,))[0]
+
     def blocks_of(self, partition: Partition) -> list[Tensor]:
+        """Blocks of P, (R, ..., c', g, s, s) for each size."""
+
         def blocks_of_form(form: Dual | Primal) -> tuple[Tensor, ...]:
             _, blocks = form.blocks(partition)
             return tuple(block.unsqueeze(-1) for block in blocks)
@@ -127,10 +113,8 @@ class Forms(Path):
         return [block.movedim(-1, -4) for block in self.along(blocks_of_form)]
 
     def along_regs(self, partition: Partition, guard: Guard) -> Parts:
+        """Held-out parts of all R."""
         return self.parts(lambda form: form.held_out(partition, guard))
-
-    def each(self) -> "Forms":
-        return self
 
     def parts(self, of_form: Callable[..., Parts]) -> Parts:
         """Held-out parts of all R from those of each form."""
@@ -144,7 +128,7 @@ class Forms(Path):
 
 
 @dataclass
-class Each(Forms):
+class Each(Path):
     """A dual form for each regularisation, and for each output that has its own."""
 
     form_of: Callable[[Tensor, Tensor], Dual]
@@ -170,9 +154,6 @@ class Each(Forms):
             by_output = [of(form) for form in forms]
             by_reg.append([torch.cat(parts, -1) for parts in zip(*by_output, strict=True)])
         return [torch.stack(parts) for parts in zip(*by_reg, strict=True)]
-
-    def biases(self) -> Tensor:
-        return self.along(lambda form: (form.bias,))[0]
 
 
 @dataclass
@@ -224,11 +205,8 @@ class Decomposed(Path):
         found = [(self.form.bias_of(a, self.problem.Y),) for a in self._served]
         return self._joined(found, lambda each: (each.biases(),))[0]
 
-    def blocks_of(self, partition: Partition) -> list[Tensor]:
-        return self.others.blocks_of(partition)
-
-    def each(self) -> Each:
-        return self.others
+    def along(self, of: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        return self.others.along(of)
 
     def along_regs(self, partition: Partition, guard: Guard) -> Parts:
         served, _ = self._split(self.regs)
@@ -338,7 +316,7 @@ def from_kernel_matrix(
     """
     if not isinstance(reg, Regs):
         return solve_dual(guard, K, Y, reg, weight, bias)
-    problem = check_dual(guard, K, Y, reg.unit, weight)
+    problem = check_dual(guard, K, Y, reg, weight)
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     with full_precision(K):
         form = _path(problem, problem.expand(K), None, regs, reg.path, bias)
@@ -357,10 +335,10 @@ def from_features(
     Differentiable to every order. Cost n d^2 + d^3, and n d for each regularisation (n d^2 with a graph);
     memory n d + d^2 numbers for each regularisation.
     """
+    problem = check_features(guard, Z, Y, reg, weight)
     if not isinstance(reg, Regs):
-        return solve_features(guard, Z, Y, reg, weight, bias)
+        return solve_features(problem, Z, bias)
     n, d = Z.shape[-2:]
-    problem = check_features(guard, Z, Y, reg.unit, weight)
     regs = reg.checked(guard, Y.shape[-1], Y, problem.reg.ndim)
     zeta = problem.weight.double()
     with full_precision(Z):
@@ -379,7 +357,7 @@ def from_features(
 
 
 @dataclass
-class ByFeatures(Forms):
+class ByFeatures(Path):
     """Machines with fewer features than rows: the regularisations are one more axis of the primal form."""
 
     normal: Normal
