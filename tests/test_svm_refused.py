@@ -7,7 +7,7 @@ import torch
 from svm_problems import rbf, toy
 
 import torchloo as tl
-from torchloo.svm import svm, svm_lco, svm_loo
+from torchloo.svm import RESOLVED_BY, svm, svm_lco, svm_loo
 from torchloo.svm.path import unlearn
 
 
@@ -105,3 +105,21 @@ def test_wrong_options_are_named():
     least = float(torch.linalg.eigvalsh(K)[0])
     with pytest.raises(ValueError, match=f"svm_loo: K must be .* its smallest eigenvalue is {least:.3g};"):
         svm_loo(K, y, 1.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"values": False}, {"method": "smo"}], ids=["auto", "errors", "smo"])
+def test_nothing_comes_back_of_rows_that_are_not_asked_for(options):
+    X, y = toy(5, n=40)
+    K, asked = rbf(X).requires_grad_(), torch.arange(40) % 3 == 0
+    every, some = svm_loo(K, y, 1.0, **options), svm_loo(K, y, 1.0, rows=asked, **options)
+    for name in ("outputs", "errors", "certified", "resolved_by", "unstable"):
+        torch.testing.assert_close(getattr(some, name)[asked], getattr(every, name)[asked])
+    assert bool(some.outputs[~asked].isnan().all())
+    assert not bool((some.errors | some.certified | some.unstable)[~asked].any())
+    assert set(some.resolved_by[~asked].tolist()) == {RESOLVED_BY.index("not asked for")}
+    assert "not asked for" in str(some)
+    with pytest.raises(ValueError, match="error_rate: outputs must be finite"):
+        tl.criteria.error_rate(some)
+    if not options:
+        given, received = (torch.autograd.grad(held.outputs[asked].sum(), K)[0] for held in (every, some))
+        torch.testing.assert_close(received, given)

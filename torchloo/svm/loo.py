@@ -46,7 +46,7 @@ def svm_loo(
         method: "auto", "path" or "smo".
         values: decision values; else outputs are the labels +-1.
         epsilon: violation of optimality at which method "smo" stops.
-        rows: boolean (n,), the rows that are asked for; what comes back of the others has no meaning.
+        rows: boolean (n,), the rows that are asked for; outputs of the others are NaN.
         smo: variants of method "smo"; None: SMOOptions().
 
     Returns:
@@ -104,7 +104,7 @@ def leave_one_out(
         return leave_one_out_by_smo(K, y, box, fit, values, epsilon, variant, rows)
 
     outcomes = in_stacks(by_smo if method == "smo" else by_path, K, y, box, trace)
-    return assembled(K, y, box, weight, outcomes, values=values)
+    return assembled(K, y, box, weight, outcomes, values=values, asked=rows)
 
 
 def _check_rows(function: str, rows: Tensor, n: int) -> None:

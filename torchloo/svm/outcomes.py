@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchloo.memory import keep_freed_memory
 from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import Exact, RowOutcome, Solved, SVMProblem
-from torchloo.svm.result import SVMHeldOut, rounded
+from torchloo.svm.result import UNASKED, SVMHeldOut, rounded
 from torchloo.svm.stacked import may_look
 
 __all__ = ["Stack", "assembled", "by_groups", "in_stacks", "stacks"]
@@ -121,8 +121,12 @@ def assembled(
     outcomes: list[RowOutcome],
     clusters: Tensor | None = None,
     values: bool = True,
+    asked: Tensor | None = None,
 ) -> SVMHeldOut:
-    """The outcomes of all stacks in the shape of y (..., n), outputs with their gradients."""
+    """The outcomes of all stacks in the shape of y (..., n), outputs with their gradients.
+
+    Nothing comes back of rows that are not `asked` for (n,).
+    """
     *fields, machines = zip(*outcomes, strict=True)
     f, certified, by, iterations, columns, newton = (torch.cat(field).reshape(y.shape) for field in fields)
     f = rounded(f, K.dtype)
@@ -130,4 +134,6 @@ def assembled(
         numbers = torch.arange(box.numel() // y.shape[-1], device=K.device)
         own = numbers.split([len(part.outputs) for part in outcomes])
         f = outputs_with_gradient(K, box, f, _among(own, machines))
+    if asked is not None:
+        f, certified, by = f.where(asked, torch.nan), certified & asked, by.where(asked, UNASKED)
     return SVMHeldOut.build(y, weight, f, certified, by, iterations, columns, newton, clusters, values)

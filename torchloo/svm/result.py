@@ -19,8 +19,9 @@ RESOLVED_BY = (
     "epsilon-KKT",
     "one class left",
     "not solved: out of rounds",
+    "not asked for",
 )
-UNUSED, ERRS, JOACHIMS, NORM, PATH, REFIT, BOUND, BALL, KKT, ONE_CLASS, CUT = range(len(RESOLVED_BY))
+UNUSED, ERRS, JOACHIMS, NORM, PATH, REFIT, BOUND, BALL, KKT, ONE_CLASS, CUT, UNASKED = range(len(RESOLVED_BY))
 
 
 def rounded(outputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,7 +39,10 @@ class SVMHeldOut(NamedTuple):
     """
 
     outputs: Tensor
-    """Decision value at row i of the machine that never saw it; labels where values=False, (..., n)."""
+    """Decision value at row i of the machine that never saw it; labels where values=False, (..., n).
+
+    NaN for rows that were not asked for; `errors`, `certified` and `unstable` are then all false.
+    """
 
     residuals: Tensor
     """targets - outputs, (..., n)."""
@@ -110,7 +114,7 @@ class SVMHeldOut(NamedTuple):
         values: bool = True,
     ) -> "SVMHeldOut":
         """The fields that follow from the others filled in; all (..., n), or but for weight (..., n, c)."""
-        anew = resolved_by == REFIT
+        anew, asked = resolved_by == REFIT, resolved_by != UNASKED
         return cls(
             outputs=outputs,
             residuals=y - outputs,
@@ -119,10 +123,10 @@ class SVMHeldOut(NamedTuple):
             clusters=clusters,
             variance=torch.full_like(outputs, torch.nan),
             refitted=anew.any(-1) if y.ndim > weight.ndim else anew,
-            errors=(outputs >= 0) != (y > 0),
+            errors=((outputs >= 0) != (y > 0)) & asked,
             certified=certified,
             resolved_by=resolved_by,
-            unstable=~certified,
+            unstable=~certified & asked,
             iterations=iterations,
             kernel_columns=columns,
             newton_steps=newton,
