@@ -136,6 +136,26 @@ def test_whether_float32_serves_is_read_once_at_the_end():
     assert counting.synchronisations == 1
 
 
+def test_of_several_blocks_an_accelerator_is_waited_for_as_often_as_of_one(monkeypatch):
+    """A CPU, which waits for nothing, looks at the first block too: float64 then begins early."""
+    from torchloo import guards
+    from torchloo.primal.machines import Expansion
+
+    X, y, weight = rows()
+    monkeypatch.setattr(Expansion, "size", 64)
+    looks = {}
+    for free in ({"cpu"}, set()):
+        monkeypatch.setattr(guards, "_READ_AT_NO_COST", free)
+        for name in ("lssvm", "sparse"):
+            with torch.no_grad(), Counting() as counting:
+                held_out = MACHINES[name](1.0, 0.0).loo(X, y, weight)
+            looks[name, len(free)] = counting.synchronisations
+            assert bool(held_out.outputs.isfinite().all())
+    assert looks["lssvm", 0] == 1
+    assert looks["sparse", 0] == 2  # its basis is looked at before anything is computed
+    assert looks["lssvm", 1] == 2
+
+
 @pytest.mark.parametrize("name", ["lssvm", "sparse"])
 def test_values_that_are_not_finite_are_named_before_anything_is_done_again(name):
     X, y, weight = rows()

@@ -9,7 +9,8 @@ from svm_problems import rbf, toy
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchloo.svm import RESOLVED_BY, outcomes, stacked, svm_lco, svm_loo
+from torchloo import guards
+from torchloo.svm import RESOLVED_BY, outcomes, svm_lco, svm_loo
 from torchloo.svm.outcomes import in_stacks, stacks
 from torchloo.svm.path import follow, loo_path, unlearn
 from torchloo.svm.path.state import Ends
@@ -136,7 +137,7 @@ def test_problems_of_several_sizes_and_ranks_are_solved_as_each_alone(values):
 @pytest.mark.parametrize("clusters", [None, torch.arange(60) % 7])
 def test_the_backward_of_a_batch_waits_little_more_than_that_of_its_costliest_problem(monkeypatch, clusters):
     """As on an accelerator: on a CPU equations are solved in parts that fit its cache."""
-    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
+    monkeypatch.setattr(guards, "_READ_AT_NO_COST", set())
     K, y, C = _grid(60, 4, 4)
 
     def counted(k, bound):
@@ -200,7 +201,7 @@ def test_on_an_accelerator_paths_wait_once_in_eight_rounds_and_end_where_they_wo
     X, y = toy(44, n=80, noise=1.0)
     K = rbf(X, 0.8)
     expected, rounds, _ = _followed(K, y, C, stop_at_error)
-    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
+    monkeypatch.setattr(guards, "_READ_AT_NO_COST", set())
     ends, more, waits = _followed(K, y, C, stop_at_error)
     assert rounds <= more < rounds + 8  # rounds past the end change nothing
     assert waits <= more / 8 + 2  # one at the start, one at the end
@@ -218,7 +219,7 @@ def test_paths_that_wait_for_a_singular_pivot_end_where_they_would(monkeypatch):
     monkeypatch.setattr(follow, "begin_swap", lambda *args: swaps.append(1) or begin(*args))
     expected = svm_loo(X @ X.T, y, 1.0)
     assert swaps
-    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
+    monkeypatch.setattr(guards, "_READ_AT_NO_COST", set())
     swaps.clear()
     held = svm_loo(X @ X.T, y, 1.0)
     assert swaps

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchloo as tl
-from torchloo.svm import stacked, svm, svm_lco, svm_loo
+from torchloo import guards
+from torchloo.svm import svm, svm_lco, svm_loo
 from torchloo.svm.arguments import Caller
 from torchloo.svm.fit import trained
 from torchloo.svm.proof.certify import value_bound
@@ -474,7 +475,7 @@ def test_where_the_host_must_wait_it_does_so_once_a_round(options, monkeypatch):
         return smo(K, labels, box, torch.zeros_like(box), 1e-3, table, options, rule)
 
     usual = solve()
-    monkeypatch.setattr(stacked, "_READ_AT_NO_COST", set())
+    monkeypatch.setattr(guards, "_READ_AT_NO_COST", set())
     with Counting() as count:
         end = solve()
     assert count.synchronisations == rounds["looks"] > 3

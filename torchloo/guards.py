@@ -20,6 +20,7 @@ __all__ = [
     "full_dtype",
     "host_labels",
     "is_whole",
+    "may_look",
     "on_host",
     "require_floating",
     "require_inputs",
@@ -30,6 +31,7 @@ __all__ = [
 
 _FLOATING = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)
+_READ_AT_NO_COST = {"cpu"}
 
 
 def values_visible(*tensors: Tensor) -> bool:
@@ -45,6 +47,11 @@ def values_visible(*tensors: Tensor) -> bool:
         if t.is_meta or isinstance(t, FakeTensor) or torch._C._functorch.is_legacy_batchedtensor(t):
             return False
     return True
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values of x can be read without waiting, as on a CPU, but not on an accelerator."""
+    return x.device.type in _READ_AT_NO_COST
 
 
 def warn_of_cut_graph(reason: str, *inputs: object, stacklevel: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchloo.clusters import Partition
 from torchloo.factors import SINGLE, condition, triangle
-from torchloo.guards import Guard, full_dtype, require_inputs
+from torchloo.guards import Guard, full_dtype, may_look, require_inputs
 from torchloo.held_out import HeldOut, assemble
 from torchloo.precision import in_full_precision
 from torchloo.primal.backward import KEPT, HeldOutRows
@@ -237,13 +237,13 @@ class StreamFit:
     def _is_imprecise(self, moments: Moments) -> bool:
         """Whether the first of several blocks shows that float32 products will not do for all of them.
 
-        Only a CPU asks: an accelerator would be waited for.
+        Only where that can be read at no cost; elsewhere it is found out at the end.
         """
         n = self.stream.n or moments.count
         several = self.stream.n is None or n > moments.count
         if self.expansion.kind == torch.float64 or not several or self.others.count > 1:
             return False
-        if moments.S.device.type != "cpu" or not self._given_regs.numel():  # an error for later
+        if not may_look(moments.S) or not self._given_regs.numel():  # an error for later
             return False
         C = moments.S * (n / moments.count)
         C.diagonal(dim1=-2, dim2=-1).add_(self._given_regs.detach().min().to(C))

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchloo.guards import may_look
 from torchloo.svm.records import SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
-from torchloo.svm.stacked import block_of, may_look, set_of
+from torchloo.svm.stacked import block_of, set_of
 from torchloo.svm.tolerances import SINGULAR, at_bound, is_free
 
 __all__ = ["Deferred", "HeldOutMachines", "in_parts_of_rows", "matrix_numbers", "outputs_with_gradient"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from torchloo.guards import may_look
 from torchloo.memory import keep_freed_memory
 from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import Exact, RowOutcome, Solved, SVMProblem
 from torchloo.svm.result import UNASKED, SVMHeldOut, rounded
-from torchloo.svm.stacked import may_look
 
 __all__ = ["Stack", "assembled", "by_groups", "in_stacks", "stacks"]
 

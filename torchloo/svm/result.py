@@ -72,7 +72,7 @@ class SVMHeldOut(NamedTuple):
     """
 
     resolved_by: Tensor
-    """Index into RESOLVED_BY, (..., n)."""
+    """Index into RESOLVED_BY, (..., n). Check 1 also settles a row whose copies can hold its coefficient."""
 
     unstable: Tensor
     """Not certified: rounding (method smo: epsilon) may have changed the sign, (..., n) bool."""

@@ -8,13 +8,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from torchloo.guards import may_look
+
 __all__ = [
     "Tables",
     "block_of",
     "columns_of",
     "dot",
     "entries",
-    "may_look",
     "rounds_per_look",
     "rows_of",
     "set_of",
@@ -24,17 +25,11 @@ __all__ = [
     "weighted_rows",
 ]
 
-_READ_AT_NO_COST = {"cpu"}
 _ROUNDS = 8  # of a loop on an accelerator between two looks at values
 _LARGE = 200  # columns of matrices of which each is worth a product of its own, where sizes may be read
 _TOGETHER = 2**18  # numbers of solutions of several problems worked on at once: more leave a CPU's cache
 _LARGEST = 2**20  # the same for solutions of one problem, and on an accelerator
 _SMALL = 400  # entries of matrices: up to so many `torch.bmm` has loops of its own
-
-
-def may_look(x: Tensor) -> bool:
-    """Whether values of x can be read without waiting."""
-    return x.device.type in _READ_AT_NO_COST
 
 
 def rounds_per_look(x: Tensor) -> int:

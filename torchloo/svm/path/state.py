@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.svm.stacked import may_look
+from torchloo.guards import may_look
 
 if TYPE_CHECKING:
     from torchloo.svm.path.tableau import Tableau

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from torchloo.guards import may_look
 from torchloo.svm import result as code
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState
-from torchloo.svm.stacked import block_of, may_look, subset
+from torchloo.svm.stacked import block_of, subset
 from torchloo.svm.tolerances import EXACT
 
 __all__ = ["DualBound", "ceiling", "primal_objective"]

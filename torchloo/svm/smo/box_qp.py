@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchloo.svm.stacked import may_look, subset
+from torchloo.guards import may_look
+from torchloo.svm.stacked import subset
 from torchloo.svm.tolerances import NEAR_BOUND, POLISH_RIDGE, RIDGE, ROUNDING, SHORT_OF_BOUND, TINY
 
 __all__ = ["box_qp"]

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchloo.svm.stacked import Tables, block_of, columns_of, may_look, rows_of, subset
+from torchloo.guards import may_look
+from torchloo.svm.stacked import Tables, block_of, columns_of, rows_of, subset
 from torchloo.svm.tolerances import BALANCED, ROUGH_RIDGE, SHORT, is_free
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from torchloo.guards import may_look
 from torchloo.svm.smo.box_qp import box_qp
-from torchloo.svm.stacked import block_of, entries, may_look, subset
+from torchloo.svm.stacked import block_of, entries, subset
 from torchloo.svm.tolerances import TINY
 
 if TYPE_CHECKING:
