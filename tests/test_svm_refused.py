@@ -7,7 +7,7 @@ import torch
 from svm_problems import rbf, toy
 
 import torchloo as tl
-from torchloo.svm import RESOLVED_BY, svm, svm_lco, svm_loo
+from torchloo.svm import RESOLVED_BY, fit, svm, svm_lco, svm_loo
 from torchloo.svm.path import unlearn
 
 
@@ -123,3 +123,22 @@ def test_nothing_comes_back_of_rows_that_are_not_asked_for(options):
     if not options:
         given, received = (torch.autograd.grad(held.outputs[asked].sum(), K)[0] for held in (every, some))
         torch.testing.assert_close(received, given)
+
+
+def test_problems_that_one_solution_would_fail_are_solved_in_halves(monkeypatch):
+    solve, sizes = fit.solve_exactly, []
+
+    def failing(problem):
+        sizes.append(len(problem.y))
+        if len(problem.y) > 1:
+            raise torch.linalg.LinAlgError("not converged")
+        return solve(problem)
+
+    X, y = toy(6, n=20)
+    K, C = rbf(X), torch.tensor([0.1, 1.0, 10.0]).double()
+    expected = svm(K, y, C)
+    monkeypatch.setattr(fit, "solve_exactly", failing)
+    received = svm(K, y, C)
+    assert sorted(sizes) == [1, 1, 1, 2, 3]
+    for name in ("coef", "bias", "outputs"):
+        torch.testing.assert_close(getattr(received, name), getattr(expected, name))
