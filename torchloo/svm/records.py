@@ -1,7 +1,7 @@
 """The records that a row goes through on its way from `svm_loo` to an `SVMHeldOut`, in this order.
 
 Each holds a stack of machines of one size: the problems, merged and scaled; their exact full machines; the
-ends of the paths of single rows; and the outcome for each row.
+ends of the paths of single rows; and the outcome for each row. `Targets` says what paths are to lower.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
