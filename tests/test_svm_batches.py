@@ -227,6 +227,29 @@ def test_paths_that_wait_for_a_singular_pivot_end_where_they_would(monkeypatch):
     assert torch.equal(held.certified, expected.certified)
 
 
+@pytest.mark.parametrize("values", [True, False])
+def test_on_an_accelerator_large_problems_are_solved_together(monkeypatch, values):
+    """As on an accelerator: on a CPU each kernel matrix of 1,150 rows is a stack of its own."""
+    X, y = toy(40, n=1150, noise=1.0)
+    K = torch.stack([rbf(X, scale) for scale in (0.5, 1.0, 2.0)])
+    C, alone = torch.tensor([1.0, 3.0, 10.0]).double(), []
+    expected = svm_loo(K, y, C, values=values)
+    monkeypatch.setattr(guards, "_READ_AT_NO_COST", set())
+    assert len(list(stacks(K, y.expand(3, -1), y.expand(3, -1) + 2, most=3))) == 1
+    with torch.no_grad():
+        for k, bound in zip(K, C, strict=True):
+            with Counting() as counting:
+                svm_loo(k, y, bound, values=values)
+            alone.append((counting.operations, counting.synchronisations))
+        with Counting() as counting:
+            held = svm_loo(K, y, C, values=values)
+    operations, synchronisations = (max(column) for column in zip(*alone, strict=True))
+    assert counting.operations <= 3 * operations
+    assert counting.synchronisations <= 2 * synchronisations
+    assert_close(held.outputs, expected.outputs, rtol=1e-6, atol=1e-6)
+    assert torch.equal(held.certified, expected.certified)
+
+
 def test_products_of_few_solutions_are_not_padded_to_those_of_all():
     generator = torch.Generator().manual_seed(3)
     table = torch.repeat_interleave(torch.arange(4), torch.tensor([50, 1, 0, 7]))

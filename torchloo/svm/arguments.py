@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchloo.guards import Guard, broadcast_shapes, require_floating, values_visible
+from torchloo.svm.stacked import at_once
 from torchloo.svm.tolerances import ASYMMETRY, FEW_DIGITS
 
 __all__ = ["Caller", "batch_of", "checked", "indefinite"]
@@ -92,7 +93,7 @@ def _check_weight(guard: Guard, caller: Caller, K: Tensor, weight: Tensor) -> No
 
 def _is_symmetric(K: Tensor) -> Tensor:
     """Whether each K (B, n, n) is symmetric but for rounding, (B,); by blocks, which is faster."""
-    n, size = K.shape[-1], max(1, _BLOCK // (len(K) * K.shape[-1]))
+    n, size = K.shape[-1], max(1, at_once(K, _BLOCK) // (len(K) * K.shape[-1]))
     blocks = (K[:, i : i + size, i:] - K[:, i:, i : i + size].mT for i in range(0, n, size))
     apart = torch.stack([block.abs_().amax((1, 2)) for block in blocks]).amax(0)
     return apart <= ASYMMETRY * K.diagonal(dim1=1, dim2=2).abs().amax(1)

@@ -21,17 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.guards import may_look
 from torchloo.svm.records import SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
-from torchloo.svm.stacked import block_of, set_of
+from torchloo.svm.stacked import at_once, block_of, set_of
 from torchloo.svm.tolerances import SINGULAR, at_bound, is_free
 
 __all__ = ["Deferred", "HeldOutMachines", "in_parts_of_rows", "matrix_numbers", "outputs_with_gradient"]
 
-_ROWS = (
-    2**20
-)  # entries of the rows of machines that are entered at once; of their equations on an accelerator
+_ROWS = 2**20  # entries of the rows of machines that are entered at once
 _TOGETHER = 2**18  # entries of the equations of machines that are solved at once: more leave a CPU's cache
 
 
@@ -64,7 +61,7 @@ class HeldOutMachines:
         n = self.coef.shape[1]
         group = torch.arange(n, device=rows.device) if group is None else group
         by_machine = which.argsort(stable=True)
-        for part in by_machine.split(max(1, _ROWS // n)) if rows.numel() else ():
+        for part in by_machine.split(max(1, at_once(rows, _ROWS) // n)) if rows.numel() else ():
             machines, own = which[part].unique(return_inverse=True)
             self._enter(rows[part], own, table[machines], alpha[machines], box[machines], group)
 
@@ -117,7 +114,7 @@ class Deferred:
 def in_parts_of_rows(problem: SVMProblem) -> Iterator[slice]:
     """Some of the problems at a time, so that arrays (T n, n) are small."""
     size, n = problem.variable.shape
-    each = max(1, _ROWS // n**2)
+    each = max(1, at_once(problem.K, _ROWS) // n**2)
     return (slice(first, min(first + each, size)) for first in range(0, size, each))
 
 
@@ -171,7 +168,7 @@ def _that_fit(free: Tensor, targets: int) -> tuple[Tensor, ...]:
     if not len(machines):
         return ()
     largest = int(count.max())
-    together = _TOGETHER if may_look(free) else _ROWS
+    together = at_once(free, _TOGETHER)
     return machines.split(max(1, together // (largest * max(largest, targets))))
 
 

@@ -20,6 +20,7 @@ from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
 from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
 from torchloo.svm.solve.smaller import left_of, solve_smaller
+from torchloo.svm.stacked import at_once
 from torchloo.svm.tolerances import CLOSE, ROUNDING, is_free
 
 __all__ = ["leave_clusters_out", "svm_lco"]
@@ -185,7 +186,7 @@ def _judged(
     held = Held.of(problem, table, alpha, boxes, torch.zeros_like(table))
     bias, _ = held_out_bias(held)
     outputs, proved = [], []
-    each = max(1, _TOGETHER // alpha.shape[1])
+    each = max(1, at_once(alpha, _TOGETHER) // alpha.shape[1])
     for own, variables in zip(machine.split(each), target.split(each), strict=True):
         its = held.take(own)._replace(target=variables)
         f = its.of_target(its.u) + bias[own]

@@ -14,6 +14,7 @@ from torchloo.memory import keep_freed_memory
 from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import Exact, RowOutcome, Solved, SVMProblem
 from torchloo.svm.result import UNASKED, SVMHeldOut, rounded
+from torchloo.svm.stacked import at_once
 
 __all__ = ["Stack", "assembled", "by_groups", "in_stacks", "stacks"]
 
@@ -72,9 +73,9 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int) -> Iterator[Stack]:
     labels, boxes = y.detach().reshape(-1, n), box.detach().reshape(-1, n)
     number = matrix_numbers(K, y.shape[:-1]).tolist()
     first = 0
-    fit = max(1, _TOGETHER // n**2)
-    machines = max(1, min(_SHARING * fit, _WORK // n**3, most))
-    for last in _ends(number, fit, machines):
+    fit = max(1, at_once(K, _TOGETHER) // n**2)
+    machines = max(1, min(_SHARING * fit, _WORK // n**3)) if may_look(K) else fit
+    for last in _ends(number, fit, min(machines, most)):
         begin, end = number[first], number[last - 1] + 1
         kernel = None
         if end - begin < last - first:

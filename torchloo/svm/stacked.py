@@ -12,6 +12,7 @@ from torchloo.guards import may_look
 
 __all__ = [
     "Tables",
+    "at_once",
     "block_of",
     "columns_of",
     "dot",
@@ -26,15 +27,22 @@ __all__ = [
 ]
 
 _ROUNDS = 8  # of a loop on an accelerator between two looks at values
+_ELSEWHERE = 2**25  # numbers worked on at once on an accelerator: a few GiB, with all that they lead to
 _LARGE = 200  # columns of matrices of which each is worth a product of its own, where sizes may be read
 _TOGETHER = 2**18  # numbers of solutions of several problems worked on at once: more leave a CPU's cache
-_LARGEST = 2**20  # the same for solutions of one problem, and on an accelerator
+_LARGEST = 2**20  # the same for solutions of one problem
+_FEW = 2**14  # places for solutions in tables of stacked problems that cost less than to wait
 _SMALL = 400  # entries of matrices: up to so many `torch.bmm` has loops of its own
 
 
 def rounds_per_look(x: Tensor) -> int:
     """After how many rounds a loop over x may look at values again."""
     return 1 if may_look(x) else _ROUNDS
+
+
+def at_once(x: Tensor, numbers: int) -> int:
+    """How many numbers like x to work on at once: so many on a CPU, as suits its cache, else all that may."""
+    return numbers if may_look(x) else _ELSEWHERE
 
 
 def take_rows(x: Tensor, rows: Tensor | slice) -> Tensor:
@@ -154,12 +162,13 @@ class Tables:
     def _padded(self) -> tuple[int, Tensor]:
         """How many solutions a problem has at most, and places (N,) in a table of so many for each problem.
 
-        Where that number is not known and cannot be had without waiting, that of all solutions.
+        Where that number is not known and cannot be had without waiting, that of all if there are few.
         """
         table = self.table
         rank = torch.arange(len(table), device=table.device) - torch.searchsorted(table, table)
         most = len(table) if self._most is None else self._most
-        if may_look(table) and len(table):
+        too_many = self._most is None and most * self.count > _FEW
+        if len(table) and (may_look(table) or too_many):
             most = int(rank.max()) + 1
         return most, rank + table * most
 
@@ -167,8 +176,7 @@ class Tables:
         """Some of the problems, and their solutions, that are worked on at once at `width` numbers each."""
         parts: list[tuple[slice, slice]] = []
         begin = first = last = 0
-        most = max(1, _LARGEST // width)
-        together = max(1, _TOGETHER // width) if may_look(self.table) else most
+        most, together = (max(1, at_once(self.table, numbers) // width) for numbers in (_LARGEST, _TOGETHER))
         if len(self.table) <= (most if self.count == 1 else together):
             return [(slice(0, self.count), slice(0, len(self.table)))]
         for t, size in enumerate(self.sizes.tolist()):

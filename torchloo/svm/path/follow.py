@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchloo.svm.path.roles import Shared, Turn, begin_swap, end_swap
 from torchloo.svm.path.state import Base, Ends, Paths
-from torchloo.svm.stacked import times_vector, weighted_rows
+from torchloo.svm.stacked import at_once, times_vector, weighted_rows
 from torchloo.svm.tolerances import FLAT, ROUNDING
 
 __all__ = ["follow"]
@@ -65,7 +65,7 @@ def follow(
     row, target = base.tableau.find(table, variable)
     most_events = 200 + shared.width if most_events is None else most_events
     ended: list[Ends] = []
-    most = max(1, _BLOCK // shared.width)
+    most = max(1, at_once(room, _BLOCK) // shared.width)
     numbers = torch.arange(len(target), device=target.device).split(most)
     blocks: Iterator[Paths] = (
         _start(shared, base.distance, x, table[x], row[x], target[x], room[x]) for x in numbers

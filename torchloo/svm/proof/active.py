@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from torchloo.svm.proof.certify import Held, gap_ball_sign, held_out_bias
 from torchloo.svm.solve.systems import Bordered, bordered_matrix, in_parts
-from torchloo.svm.stacked import Tables, columns_of, rows_of, set_of, times_vector
+from torchloo.svm.stacked import Tables, at_once, columns_of, rows_of, set_of, times_vector
 from torchloo.svm.tolerances import IS_INVERSE, is_free
 
 __all__ = ["judged", "proved_sign", "sign_by_active_set", "value_error"]
@@ -87,7 +87,7 @@ def value_error(K: Tensor, held: Held, bias: Tensor) -> Tensor:
     box, d, y = (x.expand_as(miss) for x in (held.weight(), held.rounding, held.y))
     free = is_free(held.alpha, box)
     most_free = max(1, int(free.sum(1).max()))
-    each = max(1, _TOGETHER // (held.u.shape[1] * most_free))
+    each = max(1, at_once(K, _TOGETHER) // (held.u.shape[1] * most_free))
     fields = (free, y, d, held.alpha, box, miss, rounding, imbalance)
     parts = zip(tables.table.split(each), *(x.split(each) for x in fields), strict=True)
     return torch.cat([_of_sets(K, *part) for part in parts]) + (held.u - lead - rest).abs()

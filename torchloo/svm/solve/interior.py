@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchloo.guards import may_look
 from torchloo.svm.solve.low_rank import low_rank_factors
 from torchloo.svm.solve.newton import Interior, Iterate, Number
 from torchloo.svm.solve.systems import Dense, LowRank, Rough
@@ -25,15 +26,15 @@ _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known t
 def first_solutions(K: Tensor, y: Tensor, box: Tensor, kernel: Tensor | None = None) -> Interior:
     """Interior points of B machines with K (B, m, m), or `kernel` (B,) of several K, y and box (B, m).
 
-    Those whose K has low rank by its factor; large K one after another, on the variables that a third of
-    them finds interesting.
+    Those whose K has low rank by its factor. On a CPU large K one after another, on the variables that a
+    third of them finds interesting; on an accelerator all at once, so that it is waited for less often.
     """
     B, m = box.shape
     which = list(range(B)) if kernel is None else kernel.tolist()
     factors: list[Tensor | None] = [None] * len(K)
     if m > _WORTH_FACTORING:
         factors = low_rank_factors(K)
-    if B == 1 or m > _WORTH_SAMPLING:
+    if may_look(K) and (B == 1 or m > _WORTH_SAMPLING):
         parts = zip(which, y, box, strict=True)
         return _stack([_one_solution(K[g], labels, own, factors[g]) for g, labels, own in parts])
     systems = _systems(K, factors, which)

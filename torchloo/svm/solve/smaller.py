@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchloo.svm.records import Exact, SVMProblem
 from torchloo.svm.solve.exact import solve_exactly
-from torchloo.svm.stacked import block_of
+from torchloo.svm.stacked import at_once, block_of
 from torchloo.svm.tolerances import NOTHING
 
 __all__ = ["left_of", "solve_smaller"]
@@ -40,7 +40,7 @@ def solve_smaller(
         solve: solves problems on the variables (R, v) that are left of the machines (R,); default anew.
     """
     alpha, size = near.clone(), (boxes > 0).sum(1)
-    most = max(1, _TOGETHER // boxes.shape[1] ** 2)
+    most = max(1, at_once(boxes, _TOGETHER) // boxes.shape[1] ** 2)
     parts = [part for s in size.unique() for part in (size == s).nonzero()[:, 0].split(most)]
     while parts:
         rows = parts.pop()
