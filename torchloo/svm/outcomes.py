@@ -14,13 +14,14 @@ from torchloo.memory import keep_freed_memory
 from torchloo.svm.gradient import Deferred, matrix_numbers, outputs_with_gradient
 from torchloo.svm.records import Exact, RowOutcome, Solved, SVMProblem
 from torchloo.svm.result import UNASKED, SVMHeldOut, rounded
-from torchloo.svm.stacked import at_once
 
 __all__ = ["Stack", "assembled", "by_groups", "in_stacks", "stacks"]
 
-_TOGETHER = 2**20  # entries of the kernel matrices of a stack
+_TOGETHER = 2**20  # entries of the kernel matrices of a stack, on a CPU
 _SHARING = 8  # problems of a stack for each kernel matrix that fits
 _WORK = 2**30  # cubes of rows of a stack: the larger problems are, the less they gain from others beside them
+_EQUATIONS = 96  # of the system that each row of a problem may have on an accelerator
+_SYSTEMS = 2**27  # entries of the systems of all rows of a stack there
 _WORTH_THREADS = 2**18  # entries of all kernel matrices
 _THREADS = 4  # two take 0.76 of the time of one, so that half of it is the interpreter's: more gain little
 
@@ -73,15 +74,23 @@ def stacks(K: Tensor, y: Tensor, box: Tensor, most: int) -> Iterator[Stack]:
     labels, boxes = y.detach().reshape(-1, n), box.detach().reshape(-1, n)
     number = matrix_numbers(K, y.shape[:-1]).tolist()
     first = 0
-    fit = max(1, at_once(K, _TOGETHER) // n**2)
-    machines = max(1, min(_SHARING * fit, _WORK // n**3)) if may_look(K) else fit
-    for last in _ends(number, fit, min(machines, most)):
+    for last in _ends(number, *_room_of_stacks(K, most)):
         begin, end = number[first], number[last - 1] + 1
         kernel = None
         if end - begin < last - first:
             kernel = torch.tensor(number[first:last], device=K.device) - begin
         yield matrices[begin:end], labels[first:last].double(), boxes[first:last].double(), kernel
         first = last
+
+
+def _room_of_stacks(K: Tensor, most: int) -> tuple[int, int]:
+    """How many kernel matrices and machines a stack may have; of these, at most so many."""
+    n = K.shape[-1]
+    if may_look(K):
+        matrices = max(1, _TOGETHER // n**2)
+        return matrices, max(1, min(_SHARING * matrices, _WORK // n**3, most))
+    machines = max(1, min(_SYSTEMS // (n * min(n, _EQUATIONS) ** 2), most))
+    return machines, machines
 
 
 def _ends(number: list[int], matrices: int, machines: int) -> Iterator[int]:
