@@ -60,7 +60,8 @@ def solve_smaller(
 
 
 def _restricted(problem: SVMProblem, table: Tensor, boxes: Tensor, V: Tensor) -> SVMProblem:
-    """Problems (R,) of a table on the variables V (R, v) only, with boxes (R, m)."""
+    """Problems (R,) of a table on the variables V (R, v) only, each a row, with boxes (R, m)."""
     K = block_of(problem.K, V, which=problem.kernels(table).table)
-    its = SVMProblem._make([K, *(x.index_select(0, table) for x in problem[1:-1]), None])
-    return its._replace(y=its.y.gather(1, V), box=boxes.gather(1, V))
+    y, rounding = (x.index_select(0, table).gather(1, V) for x in (problem.y, problem.rounding))
+    box, variable = boxes.gather(1, V), torch.arange(V.shape[1], device=V.device).expand_as(V)
+    return SVMProblem(K, y, box, box, variable, problem.scale[table], rounding)
