@@ -198,6 +198,11 @@ def interrupted():
     return tl.distributed.validate(machine, X, y, splits, **options).table
 
 
+def twice(machine, X, Y):
+    loss = tl.criteria.press(tl.distributed.loo(machine, X, Y)).sum()
+    torch.autograd.grad(loss, machine.log_reg, create_graph=True)
+
+
 def with_graph(wanted, call):
     with torch.set_grad_enabled(wanted):
         return call()
@@ -320,6 +325,7 @@ def errors():
         **calls(X, Y, second),
         "parameters": message(lambda: tl.distributed.sum_gradients([torch.ones(2 + second)])),
         "share": message(lambda: tl.distributed.share(fails, range(4))),
+        "twice": message(lambda: twice(make(), X, Y)),
         "graph": message(lambda: with_graph(second, lambda: tl.distributed.loo(make(), X, Y))),
     }
 

@@ -305,6 +305,33 @@ def test_second_derivatives_in_memory_are_those_of_all_rows_at_once(name):
     assert_close(received, expected)
 
 
+def from_rows(X):
+    """Targets and weights that are functions of the rows."""
+    return X[:, :2].sin(), X[:, 2].exp()
+
+
+@pytest.mark.parametrize(
+    ("machine", "others"),
+    [
+        (tl.SparseLSSVM(tl.kernels.RBF(2.0), 0.1, basis=7), lambda X: rows()[1:]),
+        (tl.SparseLSSVM(tl.kernels.RBF(2.0), 0.1, basis=tl.basis.pivoted(7)), from_rows),
+        (tl.LSSVM(tl.kernels.Linear(), 0.1), from_rows),
+    ],
+    ids=["basis", "selected basis, targets and weights", "targets and weights"],
+)
+@every_set
+def test_what_is_computed_from_the_rows_counts_once_in_gradients_with_a_graph(machine, others, clusters):
+    X = rows()[0].requires_grad_()
+
+    def gradient(create_graph):
+        Y, weight = others(X)
+        held_out = machine.held_out(X, Y, clusters, weight)
+        loss = tl.criteria.press(held_out).sum() + held_out.variance.sum()
+        return torch.autograd.grad(loss, X, create_graph=create_graph)[0]
+
+    assert_close(gradient(create_graph=True), gradient(create_graph=False))
+
+
 def batch_of_problems(shape, bad):
     """Problems (*shape, n, d) of their own; those with the numbers `bad` have rows that must be refitted."""
     count = math.prod(shape)

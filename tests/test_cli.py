@@ -12,7 +12,7 @@ import pytest
 from command import require_one_line_error, run
 
 import torchloo as tl
-from torchloo.cli import demo
+from torchloo.cli import bench, demo
 from torchloo.cli.shell import new_folder, write
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -56,6 +56,10 @@ def test_demo_writes_into_the_current_folder_and_shows_no_bar_when_told(tmp_path
         (["dance"], "invalid choice: 'dance'"),
         (["demo", "--steps", "0"], "must be a positive integer, got '0'"),
         (["demo", "--steps", "many"], "must be a positive integer, got 'many'"),
+        (
+            ["select", "t.csv", "--target", "y", "--seed", str(2**64)],
+            "--seed: must be a non-negative integer below",
+        ),
         (["demo", "--out", "nowhere/picture.png"], "folder 'nowhere' does not exist"),
         (["demo", "--out", "picture.txt"], "must end in .png"),
         (["demo", "--out", "folder.png"], "must be a file, got the folder"),
@@ -101,6 +105,26 @@ def test_an_interrupt_ends_without_a_traceback(tmp_path, capsys, monkeypatch):
     assert run(*QUICK, "--out", str(tmp_path / "picture.png")) == 130
     assert capsys.readouterr().err.splitlines() == ["torchloo demo: interrupted"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_benchmark_that_does_not_fit_into_memory_ends_in_one_line(capsys, monkeypatch):
+    def fail(n, seed=0, device="cpu"):
+        raise RuntimeError(f"can't allocate memory: you tried to allocate {8 * n * n} bytes\n(details)")
+
+    monkeypatch.setattr(bench, "kernel_matrix", fail)
+    assert run("bench", "--rows", "1000000", "--no-progress") == 2
+    expected = "can't allocate memory: you tried to allocate 8000000000000 bytes"
+    assert capsys.readouterr().err == f"torchloo bench: error: --rows 1000000: {expected}\n"
+
+
+def test_output_that_is_not_read_to_its_end_leaves_no_traceback():
+    """As of `torchloo bench | head -0`."""
+    command = [sys.executable, "-m", "torchloo", "bench", "--rows", "9", "--repeats", "1", "--no-progress"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 # Signals that the tests' own parent ignores, as nohup does, are ignored by a child unless it says otherwise.

@@ -227,6 +227,7 @@ def test_an_interrupted_process_gives_the_splits_it_came_to(results):
         ("path with weights", "TypeError: .*a stream includes y and weight", None),
         ("parameters", "ValueError: .*shapes and dtypes of parameters must be the same", None),
         ("share", "RuntimeError: .*process 1 failed with KeyError: 'item 3'", "KeyError: 'item 3'"),
+        ("twice", "RuntimeError: .*that processes share have derivatives of order one only", None),
         ("graph", "ValueError: .*either all processes or none must ask for gradients", None),
     ],
 )  # fmt: skip

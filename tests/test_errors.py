@@ -136,6 +136,31 @@ BAD = [
     ),
     ("no clusters", lambda g: lco(g, None), TypeError, "clusters must be integer labels"),
     (
+        "clusters of text",
+        lambda g: lco(g, list("ababab")),
+        TypeError,
+        r"clusters must be integer labels, got <U1; number them, e.g. np.unique\(clusters, ",
+    ),
+    ("classes of text", lambda g: tl.one_vs_rest(["a", "b"]), TypeError, "labels must be integer"),
+    (
+        "known classes of text",
+        lambda g: tl.LSSVM(RBF(), classes=["a", "b"]),
+        TypeError,
+        "LSSVM: classes must be integer labels, got <U1; number them",
+    ),
+    (
+        "probe of text",
+        lambda g: tl.probe(g["X"], list("ababab"), progress=False),
+        TypeError,
+        "probe: labels must be integer labels, got <U1; number them",
+    ),
+    (
+        "probe by groups of text",
+        lambda g: tl.probe(g["X"], g["y"], groups=list("ababab"), progress=False),
+        TypeError,
+        "probe: groups must be integer labels, got <U1; number them",
+    ),
+    (
         "labels 0 and 1",
         lambda g: F.kfd(g["K"], (g["y"][:, None] + 1) / 2, 1.0),
         ValueError,

@@ -59,6 +59,19 @@ def test_lso_equals_delete_and_refit(case, sets, weighted, c, batch, chunked, mo
 
 
 @every_smoother
+def test_lso_has_gradients_under_transforms_of_torch_func(case):
+    X, Y, weight = problem(N, c=1)
+    y = case.targets(Y)[..., 0]
+    pairs = tl.splits.h_block(torch.arange(N), 2)  # of tensors
+
+    def loss(weight):
+        return case.make(0.1).lso(X, y, pairs, weight).residuals.square().sum()
+
+    received = torch.func.grad(loss)(weight)
+    assert_close(received, torch.autograd.grad(loss(weight.requires_grad_()), weight)[0])
+
+
+@every_smoother
 @pytest.mark.parametrize("reg", [1e-5, 1e3])
 def test_duplicate_rows_and_bad_conditioning(case, reg):
     X, Y, weight = problem(N, seed=3)

@@ -278,7 +278,7 @@ def test_bad_values_are_named():
     bad[3, 1] = torch.nan
     with pytest.raises(ValueError, match="X must be finite"):
         probe(bad, LABELS)
-    with pytest.raises(ValueError, match="clusters must hold one label for each"):
+    with pytest.raises(ValueError, match="groups must hold one label for each"):
         probe(X, LABELS, groups=[0, 1])
     with pytest.raises(ValueError, match="weight must be positive"):
         probe(X, LABELS, weight=-torch.ones(30))

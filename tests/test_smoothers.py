@@ -552,12 +552,14 @@ def test_features_are_evaluated_once():
 
 
 def test_path_says_that_it_is_differentiable_once():
-    K = spd(5, 10.0).requires_grad_()
-    regs = torch.logspace(-1, 1, 12, dtype=torch.float64)
-    outputs = tl.LSSVM(tl.kernels.Precomputed()).path(K, randn(5, 1), regs).outputs
-    (first,) = torch.autograd.grad(outputs.square().sum(), K, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    """Also where a derivative comes to the parameter of a kernel by its second derivative alone."""
+    X, y = randn(5, 2), randn(5, seed=1)
+    machine = tl.LSSVM(tl.kernels.RBF(1.0))
+    outputs = machine.path(X, y, torch.logspace(-1, 1, 12, dtype=torch.float64)).outputs
+    parameter = machine.kernel.log_lengthscale
+    (first,) = torch.autograd.grad(outputs.square().sum(), parameter, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivatives of order one only"):
+        torch.autograd.grad(first, parameter)
 
 
 @st.composite

@@ -5,6 +5,7 @@ import torch
 from svm_problems import rbf, toy
 from torch.testing import assert_close
 
+import torchloo as tl
 from torchloo.svm import svm, svm_lco, svm_loo
 
 
@@ -74,3 +75,14 @@ def test_a_copy_that_leaves_takes_the_only_free_variable_to_its_bound():
         in_K = (refitted(K + step, 0.5) - refitted(K - step, 0.5)) @ direction / 2
     assert_close(C_bar, in_C, rtol=1e-6, atol=1e-6)
     assert_close((K_bar * step).sum() / h, in_K / h, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["kernel.log_lengthscale", "log_C"])
+def test_second_derivatives_are_refused(name):
+    X, y = toy(2, n=20)
+    machine = tl.SVC(tl.kernels.RBF(1.0))
+    parameter = machine.get_parameter(name)
+    for held in (machine.loo(X, y), machine.lco(X, y, torch.arange(20) % 5)):
+        (first,) = torch.autograd.grad(held.outputs.square().sum(), parameter, create_graph=True)
+        with pytest.raises(RuntimeError, match="derivatives of order one only"):
+            torch.autograd.grad(first, parameter)

@@ -142,3 +142,11 @@ def test_problems_that_one_solution_would_fail_are_solved_in_halves(monkeypatch)
     assert sorted(sizes) == [1, 1, 1, 2, 3]
     for name in ("coef", "bias", "outputs"):
         torch.testing.assert_close(getattr(received, name), getattr(expected, name))
+
+
+def test_an_error_says_which_box_bound_of_a_batch_has_no_solution():
+    X, y = toy(7, n=30, noise=0.3)
+    machine = tl.SVC(tl.kernels.Linear(), C=torch.tensor([1.0, 1e12, 0.1]).double())
+    weight = torch.ones_like(y).index_fill(0, torch.tensor([3]), 2.0)
+    with pytest.raises(ValueError, match=r"no solution found, .* at a box bound of 2e\+12; scale the inputs"):
+        machine.loo(1e6 * X, y, weight)

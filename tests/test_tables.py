@@ -278,6 +278,22 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, name, content, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [("5,6", "line 13 has 2 of 3 fields; "), ('"5, 6"', "line 13 has 1 of 3 fields; "), ("5,6,", "")],
+)
+def test_a_line_with_too_few_fields_is_named_where_values_are_missing(tmp_path, row, line):
+    rows = [f"{i},{i % 3},{i * i % 7}" for i in range(11)]
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(["a,b,y", *rows, row]) + "\n")
+    table = read_table(path)[0]
+    with pytest.raises(
+        TableError, match=f"1 in column 'y', the first in row 12(| .and in 1 more columns.); {line}fill"
+    ):
+        prepare(table, Roles("y"))
+    assert len(prepare(table, Roles("y"), missing="drop").y) == 11
+
+
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     with pytest.raises(TableError, match="does not exist"):
         read_table(tmp_path / "none.csv")

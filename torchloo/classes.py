@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchloo.guards import Guard, values_visible
+from torchloo.guards import Guard, refuse_text, values_visible
 
 __all__ = [
     "as_classes",
@@ -51,7 +51,7 @@ def one_vs_rest(labels: Any, classes: Any = None, *, dtype: torch.dtype | None =
     >>> one_vs_rest(torch.tensor([True, False])).T
     tensor([[ 1., -1.]])
     """
-    labels = _as_tensor(labels)
+    labels = _as_tensor("one_vs_rest", labels=labels)
     if not is_label(labels):
         raise TypeError(
             f"one_vs_rest: labels must be integers or bools, got {labels.dtype}; convert them, e.g. "
@@ -78,13 +78,15 @@ def is_label(y: object) -> bool:
     return isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex())
 
 
-def _as_tensor(values: Any) -> Tensor:
+def _as_tensor(function: str, **labels: Any) -> Tensor:
+    refuse_text(function, **labels)
+    (values,) = labels.values()
     return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
 
 
 def as_classes(function: str, classes: Any) -> Tensor:
     """The argument `classes` as a tensor (c,): two or more different labels."""
-    given = _as_tensor(classes).detach().clone()
+    given = _as_tensor(function, classes=classes).detach().clone()
     if not is_label(given):
         raise TypeError(f"{function}: classes must be integers or bools, got {given.dtype}")
     repeated = given.ndim == 1 and values_visible(given) and len(given.unique()) < len(given)

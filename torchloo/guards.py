@@ -22,6 +22,7 @@ __all__ = [
     "is_whole",
     "may_look",
     "on_host",
+    "refuse_text",
     "require_floating",
     "require_inputs",
     "values_visible",
@@ -139,15 +140,27 @@ def on_host(values: object) -> np.ndarray:
         return values.detach().cpu().numpy()
 
 
+def refuse_text(function: str, **labels: object) -> None:
+    """Raise TypeError where labels, other than tensors, are text or other objects."""
+    for name, values in labels.items():
+        if not isinstance(values, Tensor) and (dtype := np.asarray(values).dtype).kind in "USTO":
+            raise TypeError(
+                f"{function}: {name} must be integer labels, got {dtype}; number them, e.g. "
+                f"np.unique({name}, return_inverse=True)[1]"
+            )
+
+
 def host_labels(function: str, clusters: object, rows: int, name: str = "clusters") -> np.ndarray:
     """Labels of rows as an int64 array (n,), on the host, since shapes depend on them."""
     try:
         labels = on_host(clusters)
     except ValueError:
         raise TypeError(f"{function}: {name} must be integer labels (n,), got a ragged list") from None
+    if clusters is None:
+        raise TypeError(f"{function}: {name} must be integer labels, got None; use loo")
+    refuse_text(function, **{name: labels})
     if labels.dtype.kind not in "iu":
-        received = "None; use loo" if clusters is None else labels.dtype
-        raise TypeError(f"{function}: {name} must be integer labels, got {received}")
+        raise TypeError(f"{function}: {name} must be integer labels, got {labels.dtype}")
     if labels.shape != (rows,):
         raise ValueError(
             f"{function}: {name} must hold one label for each of the {rows} rows, got shape {labels.shape}"

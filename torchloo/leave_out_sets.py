@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchloo.blocks import Root, solve_blocks
 from torchloo.clusters import by_size
-from torchloo.guards import Guard, values_visible
+from torchloo.guards import Guard, on_host, values_visible
 
 __all__ = ["LeaveOutSets", "Parts", "leave_out_by_annihilator"]
 
@@ -148,7 +148,7 @@ def _flat(function: str, pairs: Iterable[Any]) -> tuple[_Rows, _Rows]:
 
 
 def _integers(rows: Any) -> np.ndarray:
-    array = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
+    array = on_host(rows)
     if (array.size and array.dtype.kind not in "iu") or array.ndim > 1:
         raise TypeError(f"expected integers (s,), got {array.dtype} of shape {array.shape}")
     return array.reshape(-1)

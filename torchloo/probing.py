@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchloo import criteria
 from torchloo.classes import is_label, require_two
-from torchloo.guards import full_dtype
+from torchloo.guards import full_dtype, host_labels, refuse_text
 from torchloo.held_out import HeldOut
 from torchloo.kernels import Linear
 from torchloo.lssvm import LSSVM
@@ -92,6 +92,8 @@ def probe(
     n = rows.stream.n
     first = rows.stream.sample("probe", _SAMPLE)
     assert n is not None
+    if groups is not None:
+        groups = host_labels("probe", groups, n, "groups")
     all_regs = _usual_regs(n, first) if regs is None else _given_regs(regs)
     regs_at_once = max(1, _TOGETHER // (n * first.Y.shape[1]))
     with torch.no_grad():
@@ -151,6 +153,7 @@ def _given(features: Any, labels: Any, weight: Any, progress: bool) -> _Rows:
         raise TypeError("probe: labels must be classes or numbers, one for each row of features, got None")
     if X.ndim != 2 or len(X) < 3 or not X.shape[1]:
         raise ValueError(f"probe: features must be (n, d) with at least 3 rows, got shape {tuple(X.shape)}")
+    refuse_text("probe", labels=labels)
     sample = _as_tensor(X[:1]).detach()
     if not sample.is_floating_point():
         raise TypeError(f"probe: features must be floating-point numbers, got {sample.dtype}")

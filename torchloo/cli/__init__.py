@@ -3,6 +3,7 @@
 Each subcommand is a module: `add` declares its arguments, `run` does its work.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,16 +16,21 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 0 done, 2 wrong use, 130 interrupted."""
+    """Run one subcommand; its exit code: 0 done, 2 wrong use, 130 interrupted, 141 output closed."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
     except (UserError, TableError) as error:
         print(f"torchloo {args.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"torchloo {args.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `torchloo select ... | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
 
 
 def _parser() -> Parser:

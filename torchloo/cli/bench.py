@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import torchloo as tl
 from torchloo.cli.predict import require_device
-from torchloo.cli.shell import UserError, add_device, add_progress, count, table
+from torchloo.cli.shell import UserError, add_device, add_progress, count, first_line, table
 
 __all__ = ["add", "best_times", "kernel_matrix", "loo", "loo_with_gradient", "run", "targets", "train"]
 
@@ -126,6 +126,16 @@ def run(args: argparse.Namespace) -> int:
     if args.rows < 3:
         raise UserError(f"--rows must be at least 3, got {args.rows}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.device}, float64", flush=True)
+    try:
+        rows = _timings(args)
+    except (RuntimeError, MemoryError) as error:
+        raise UserError(f"--rows {args.rows}: {first_line(error)}") from error
+    print(f"\n{table(rows)}")
+    return 0
+
+
+def _timings(args: argparse.Namespace) -> list[list[str]]:
+    """The rows of the table."""
     rows = [["", "first (s)", "second (s)", "ratio"]]
     comparisons = list(_comparisons(args.rows, args.device))
     turns = len(comparisons) * (args.repeats + 1)
@@ -136,8 +146,7 @@ def run(args: argparse.Namespace) -> int:
             over = times["over"] * comparison.factor
             under = times["under"]
             rows.append([comparison.what, f"{over:.4f}", f"{under:.4f}", f"{over / under:.1f}"])
-    print(f"\n{table(rows)}")
-    return 0
+    return rows
 
 
 def _comparisons(n: int, device: str) -> Iterator[_Comparison]:

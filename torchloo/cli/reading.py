@@ -1,5 +1,7 @@
 """Read tables from CSV, Parquet and .npz files, with checks."""
 
+import contextlib
+import csv
 import importlib
 import re
 import zipfile
@@ -94,6 +96,8 @@ def _csv(path: Path, text: Collection[str], decimals: Mapping[str, str]) -> tupl
     _require_distinct(path, [str(name).strip() for name in names])
     frame, marks, number_notes = with_numbers(frame, as_text, text, separator, decimals)
     frame.attrs["decimals"] = marks
+    if frame.iloc[:, -1].isna().any():  # as in every line with too few fields
+        frame.attrs["short"] = _short_line(path, encoding, separator)
     frame, index_notes = _without_row_numbers(frame)
     return frame, notes + number_notes + index_notes
 
@@ -104,6 +108,18 @@ def _separator(path: Path, encoding: str) -> str:
         first = next(filter(str.strip, file), "")
     outside = re.sub(r'"[^"]*"', "", first)  # ignore separators within quotes
     return max(",;\t|", key=outside.count)
+
+
+def _short_line(path: Path, encoding: str, separator: str) -> str:
+    """The first line with fewer fields than the header has names, in words; "" if there is none."""
+    expected = 0
+    with path.open(encoding=encoding, newline="") as file, contextlib.suppress(csv.Error):
+        lines = csv.reader(file, delimiter=separator, skipinitialspace=True)
+        for fields in lines:
+            expected = expected or len(fields)
+            if len(fields) < expected and any(map(str.strip, fields)):
+                return f"line {lines.line_num} has {len(fields)} of {expected} fields"
+    return ""
 
 
 def _stripped(frame: "pd.DataFrame") -> "pd.DataFrame":

@@ -260,9 +260,10 @@ def require_complete(frame: "pd.DataFrame", names: list[str], remedy: str) -> No
     if bad:
         name, flags = next(iter(bad.items()))
         others = f" (and in {len(bad) - 1} more columns)" if len(bad) > 1 else ""
+        short = f"; {line}" if (line := frame.attrs.get("short")) else ""
         raise TableError(
             f"missing values: {int(flags.sum())} in column {name!r}, the first in row "
-            f"{row_number(frame, int(flags.argmax()))}{others}; {remedy}"
+            f"{row_number(frame, int(flags.argmax()))}{others}{short}; {remedy}"
         )
     for name in names:
         if frame[name].dtype.kind != "f":

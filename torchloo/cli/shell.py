@@ -115,9 +115,9 @@ def add_progress(parser: Any) -> None:
 
 
 def whole(text: str) -> int:
-    """A non-negative integer argument."""
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a non-negative integer, got {text!r}")
+    """A non-negative integer argument that fits into 64 bits, as a seed has to."""
+    if not text.isascii() or not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be a non-negative integer below 2^63, got {text!r}")
     return int(text)
 
 

@@ -114,7 +114,15 @@ def _by_autograd(
     vbar: Tensor | None,
 ) -> list[Tensor | None]:
     """The same by differentiable operations on all rows at once, for derivatives of higher order."""
+    # Views: no path leads from one to another, as from a basis to the rows that it was taken from.
+    with torch.enable_grad():
+        inputs = [t if t is None or not t.requires_grad else t.view_as(t) for t in inputs]
     regs, X, Y, weight, *tensors = inputs
+    if solved.others.count > 1:  # each of which has some of the rows
+        raise RuntimeError(
+            f"{solved.function}: held-out rows that processes share have derivatives of order one only; take "
+            "the gradient without create_graph=True"
+        )
     if X is None or Y is None or weight is None:
         raise RuntimeError(
             f"{solved.function}: held-out rows of a stream have derivatives of order one only; give the "

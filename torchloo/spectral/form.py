@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
+from torchloo.autograd import once_differentiable
 from torchloo.blocks import Root, solve_blocks
 from torchloo.clusters import Partition
 from torchloo.dual import add_product, congruence
@@ -154,13 +155,15 @@ class _DualPath(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        _, weight, regs, Y, w, B, ctx.bias, _, _, *groups = inputs
-        ctx.save_for_backward(weight, regs, Y, w, B, *groups)
+        K, weight, regs, Y, w, B, ctx.bias, _, _, *groups = inputs
+        ctx.save_for_backward(K, weight, regs, Y, w, B, *groups)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, abar: Tensor, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        weight, regs, Y, w, B, *groups = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], abar: Tensor, *cotangents: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        _, weight, regs, Y, w, B, *groups = saved
         partition = Partition(tuple(groups))
         D = [(block + block.mT) / 2 for block in cotangents]  # (R, ..., c', g, s, s)
         with full_precision(Y):

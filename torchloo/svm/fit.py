@@ -222,15 +222,18 @@ def _solve_definite(source: _Source, problem: SVMProblem) -> list[Solved]:
     open_ones = (~full.optimal).nonzero()[:, 0]
     if open_ones.numel():
         source.take(open_ones).require_semidefinite()
-    _require_solved(source.caller, float(relative_gap(problem, full).max()))
+    _require_solved(source.caller, problem, relative_gap(problem, full))
     return [(every, problem, full)]
 
 
-def _require_solved(caller: Caller, gap: float) -> None:
-    """A warning where the relative duality gap is not small; an error where it is large."""
+def _require_solved(caller: Caller, problem: SVMProblem, gaps: Tensor) -> None:
+    """A warning where a relative duality gap (B,) is not small; an error where it is large."""
+    worst = int(gaps.argmax())  # NaN counts as the largest
+    gap = float(gaps[worst])
     if gap <= CLOSE:
         return
-    found = f"the relative duality gap is {gap:.3g}"
+    largest = float(problem.row_box[worst].amax() / problem.scale[worst])
+    found = f"the relative duality gap is {gap:.3g} at a box bound of {largest:.4g}"
     remedy = f"scale the inputs, use a smaller C or add to the diagonal of {caller.matrix}"
     if not gap <= USEFUL:  # nor NaN
         raise ValueError(f"{caller.function}: no solution found, {found}; {remedy}")

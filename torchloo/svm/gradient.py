@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchloo.autograd import once_differentiable
 from torchloo.svm.records import SVMProblem
 from torchloo.svm.solve.systems import Bordered, bordered_matrix
 from torchloo.svm.stacked import at_once, block_of, set_of
@@ -211,13 +212,14 @@ class _HeldOutOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, K: Tensor, box: Tensor, outputs: Tensor, machines: list[Deferred]) -> Tensor:
+        ctx.save_for_backward(K, box)
         ctx.machines, ctx.dtype, ctx.shape = machines, K.dtype, K.shape
         ctx.numbers = matrix_numbers(K, box.shape[:-1]).to(K.device)
         return outputs.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         n = grad.shape[-1]
         rows = grad.double().reshape(-1, n)
         K_bar, box_bar = rows.new_zeros(ctx.shape).view(-1, n, n), torch.empty_like(rows)

@@ -52,7 +52,7 @@ def svm_lco(
 
     Returns:
         SVMHeldOut, certified where the duality gap or the active set proves the sign. Outputs of "auto" are
-        differentiable in K, C and weight (Note [gradient]). Cost: one training, and a warm one for
+        differentiable once in K, C and weight (Note [gradient]). Cost: one training, and a warm one for
         each cluster. Memory about 6 n^2.
     """
     return leave_clusters_out(Caller("svm_lco"), K, y, C, weight, clusters, method, epsilon)

@@ -50,7 +50,7 @@ def svm_loo(
         smo: variants of method "smo"; None: SMOOptions().
 
     Returns:
-        SVMHeldOut. Outputs of "auto" and "path" with values are differentiable in K, C and weight
+        SVMHeldOut. Outputs of "auto" and "path" with values are differentiable once in K, C, weight
         (Note [gradient]). Cost: one training, 2 n^2 s for s free support vectors, and about
         10 n k flops for each support vector; the backward adds a factorisation of the free set for each.
         Memory about 6 n^2, and 7 n^2 for the backward.

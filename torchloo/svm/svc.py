@@ -35,7 +35,7 @@ class SVC(KernelMachine):
     problems. A weight multiplies C row by row, which is how classes get a C of their own:
     weight=torch.where(y > 0, 3.0, 1.0).to(X) makes errors on +1 three times as costly, and
     weight=tl.balanced_weight(y) those of all classes together equally costly.
-    Decision values of leave-one-out are differentiable in X, C, weight and the parameters of the kernel;
+    Decision values of leave-one-out are differentiable once in X, C, weight and parameters of the kernel;
     the coefficients themselves are not.
 
     Certificates are of the machine on the rows as they are, Note [rounding of K] in certify.py: kernels of
