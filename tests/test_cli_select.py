@@ -341,6 +341,13 @@ def test_wrong_use_ends_in_one_line_and_writes_nothing(folder, capsys, options, 
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_target_of_another_length_than_the_rows_of_an_archive_is_named(folder, capsys):
+    np.savez("data.npz", X=np.eye(30, 2), y=np.arange(29.0))
+    assert run("select", "data.npz", "--target", "y", "--out", "out", *QUICK) == 2
+    assert "no column 'y'" in (error := capsys.readouterr().err)
+    assert "arrays without 30 rows are ignored: 'y'" in error
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

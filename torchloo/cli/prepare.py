@@ -173,7 +173,10 @@ def _require_roles(frame: "pd.DataFrame", roles: Roles) -> None:
     given = [(option, name) for option, name in named.items() if name is not None]
     for k, (option, name) in enumerate(given):
         if name not in frame.columns:
-            raise TableError(f"{option}: no column {name!r}; the table has {listed(list(frame.columns), 12)}")
+            ignored = f"; {note}" if (note := frame.attrs.get("ignored")) else ""
+            raise TableError(
+                f"{option}: no column {name!r}; the table has {listed(list(frame.columns), 12)}{ignored}"
+            )
         for earlier, other in given[:k]:
             if other == name:
                 options = f"{earlier.split()[0]} and {option.split()[0]}"

@@ -196,7 +196,9 @@ def _npz(path: Path) -> tuple["pd.DataFrame", list[str]]:
             columns[column] = values
     ignored = sorted(set(arrays) - {"feature_names"} - set(used))
     notes = [f"arrays without {n} rows are ignored: {listed(ignored)}"] if ignored else []
-    return pandas().DataFrame(columns), notes
+    frame = pandas().DataFrame(columns)
+    frame.attrs["ignored"] = "".join(notes)
+    return frame, notes
 
 
 def _columns_of(name: str, array: np.ndarray, names: np.ndarray | None) -> list[tuple[str, np.ndarray]]:

@@ -168,7 +168,9 @@ def _pair_problem(
     """A guard, P (..., c, n, n) without a copy for each output, and targets and dual (..., c, n)."""
     if not hasattr(fit, "annihilator"):
         got = type(fit).__name__
-        raise TypeError(f"{function}: fit must be a Fit, as returned by solve(X, y), got {got}")
+        raise TypeError(
+            f"{function}: fit must be a Fit of a least-squares machine, as returned by solve(X, y), got {got}"
+        )
     P = fit.annihilator()  # (..., n, n) or (..., c, n, n)
     a = fit.dual.mT  # (..., c, n)
     require_floating(function, dual=a, targets=fit.targets, annihilator=P)
