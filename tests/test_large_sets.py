@@ -11,6 +11,8 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo import clusters as partitions
+from torchloo.guards import Guard
+from torchloo.primal.front import solve_by_passes
 
 F = tl.functional
 
@@ -130,6 +132,16 @@ def test_sets_whose_leverage_is_one_are_refitted_and_marked(label, monkeypatch):
         result = F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
         assert result.refitted.nonzero()[:, 0].tolist() == CLUSTERS.eq(label).nonzero()[:, 0].tolist()
         assert relative(result.outputs, expected) <= 1e-8
+
+
+def test_refits_by_passes_know_a_penalty_that_is_not_the_identity():
+    Z, Y, R, weight = lone_feature(8)
+    one = torch.ones((), dtype=torch.float64)
+    solved = solve_by_passes(Guard("ridge"), Z, weight, Y, one, bias=False, penalty=R)
+    received, expected = solved.leave_out(CLUSTERS), F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
+    assert received.refitted.equal(CLUSTERS.eq(8))
+    assert_close(received.outputs, expected.outputs, rtol=1e-9, atol=1e-10)
+    assert_close(received.variance, expected.variance, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("chunk", [1 << 23, 2 * (9 + 2 * ROWS), 1])

@@ -36,18 +36,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.nn.functional import pad
 
 from torchloo.autograd import apply, in_forward_mode
 from torchloo.clusters import Partition
-from torchloo.factors import inverse_factor, trusted, with_derivatives
+from torchloo.factors import inverse_factor, root_of, trusted, with_derivatives
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
+from torchloo.primal.collective import Peers
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out
 from torchloo.primal.machines import Machines
 from torchloo.primal.moments import shares
-from torchloo.primal.refit import refit_at_once
+from torchloo.primal.refit import Learning, machines_without
 
 __all__ = ["Known", "Normal", "Primal", "centred", "ridge_penalty", "spread_of"]
 
@@ -354,7 +356,7 @@ class Primal:
     def _total(self, B: Tensor) -> Tensor:
         """T C T^T as it is found; see `leave_out`."""
         penalty = self._whitened(self._whitened(self.R).mT)
-        return torch.nn.functional.pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
+        return pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
 
     def _refitted(self, groups: Sequence[Tensor], found: list[LeftOut], guard: Guard) -> list[LeftOut]:
         """What was found of sets (g, s) of each group, where 1 - h is lost by Note [refits by triangles].
@@ -379,13 +381,37 @@ class Primal:
         return refitted
 
     def _refit(self, problem: tuple[int, ...], sets: list[Tensor], guard: Guard) -> tuple[Tensor, Tensor]:
-        """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of sets of rows of one of the problems."""
+        """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of sets of rows of one of the problems.
+
+        Differentiable to every order: a step of refinement, by the factor with its derivatives, goes to the
+        solution from anywhere; its value is not used, as the normal equations know it less well.
+        """
 
         def own(t: Tensor) -> Tensor:
             return t[problem[len(problem) - (t.ndim - 2) :]]
 
-        Z, root, R = (own(t) for t in (self.normal.Z, self.normal.root, self.R))
-        return refit_at_once(Z, R, root, own(_about_mean(self.Y, self.normal)[0]), sets, self.has_bias, guard)
+        normal, bias = self.normal, self.has_bias
+        X, root, Y = (own(t) for t in (normal.Z, normal.root, _about_mean(self.Y, normal)[0]))
+        X, R = pad(X, (0, bias), value=1.0), pad(own(self.R), (0, bias, 0, bias))
+        unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (X, R, root, Y))
+        with torch.no_grad():
+            penalty = pad(root_of(R, guard), (0, Y.shape[-1]))
+        learning = Learning(lambda: [(0, X, root, Y)], len(X), penalty, bias, Peers(), guard)
+        residuals, inverses = [], []
+        for (rows, *_, (origin, mean), p), F in machines_without(learning, sets):
+            T = torch.linalg.solve_triangular(F.mT, unit, upper=False)
+            V_L = X[rows] - origin - mean
+            e = Y[rows] - V_L @ p
+            if wanted:
+                V = root.index_fill(0, rows, 0.0) * (X - (origin + mean))
+                T = with_derivatives(T, R + V.mT @ V)
+                gradient = V.mT @ (root * Y - V @ p) - R @ p
+                e = e - V_L @ _solve(T, gradient - gradient.detach())
+            half = T @ V_L.mT  # (p', s)
+            residuals.append(e)
+            inverses.append(1 / root[rows].square() + half.square().sum(0).unsqueeze(-1))
+        return torch.cat(residuals), torch.cat(inverses)
 
     def with_targets(self, Y: Tensor) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
