@@ -169,6 +169,25 @@ def test_lost_large_sets_have_finite_exact_gradients():
     assert torch.autograd.gradcheck(along, inputs, atol=1e-5, fast_mode=True)
 
 
+def test_variances_of_refitted_sets_have_exact_gradients_in_the_weights_of_other_rows():
+    """They are large by a direction of features of which the other rows know nothing."""
+    Z, Y, R, weight = lone_feature(8)
+    R[2, 2] = 1e-9
+    Q = torch.linalg.qr(randn(3, 3, seed=6)).Q
+    weight.requires_grad_()
+    result = F.ridge(Z @ Q, Y, Q.T @ R @ Q, weight).held_out(CLUSTERS)
+    inside = CLUSTERS.eq(8)
+    assert result.refitted.equal(inside)
+    received = torch.autograd.grad(result.variance[inside, 0].sum(), weight)[0][~inside]
+    known = Z[:, :2]
+    C = torch.eye(2, dtype=torch.float64) + known[~inside].T @ (
+        weight[~inside].unsqueeze(-1) * known[~inside]
+    )
+    variance = (known[inside] @ torch.linalg.inv(C) * known[inside]).sum()
+    expected = torch.autograd.grad(variance, weight)[0][~inside]
+    assert relative(received, expected) <= 1e-5
+
+
 def test_without_a_penalty_a_feature_of_one_large_set_only_is_refused():
     Z, Y, _, weight = lone_feature(8)
     with pytest.raises(ValueError, match="ridge: the regularised matrix is not positive definite"):

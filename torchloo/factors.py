@@ -170,14 +170,13 @@ def root_of(R: Tensor, guard: Guard) -> Tensor:
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 
 
-def with_derivatives(T: Tensor, C: Tensor) -> Tensor:
+def with_derivatives(T: Tensor, whitened: Tensor) -> Tensor:
     """T (..., p, p) with the derivatives of the inverse of the Cholesky factor of C.
 
-    T is a more accurate value of that inverse; the value of C itself is not used.
+    T is a more accurate value of that inverse; of T C T^T, which is given, only the derivatives are used.
     """
-    if not C.requires_grad:
+    if not whitened.requires_grad:
         return T
-    change = T @ C @ T.mT
-    unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
-    step = torch.linalg.cholesky(unit + (change - change.detach()))
+    unit = torch.eye(T.shape[-1], dtype=T.dtype, device=T.device)
+    step = torch.linalg.cholesky(unit + (whitened - whitened.detach()))
     return torch.linalg.solve_triangular(step, T.expand_as(step), upper=False)

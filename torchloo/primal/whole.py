@@ -285,7 +285,8 @@ class Primal:
         if not (self.is_value and torch.is_grad_enabled() and (V.requires_grad or R.requires_grad)):
             return self.factor
         if not self._found:
-            self._found.append(with_derivatives(self.factor, self.normal.gram + R))
+            T = self.factor
+            self._found.append(with_derivatives(T, T @ (self.normal.gram + R) @ T.mT))
         return self._found[0]
 
     @property
@@ -405,7 +406,8 @@ class Primal:
             e = Y[rows] - V_L @ p
             if wanted:
                 V = root.index_fill(0, rows, 0.0) * (X - (origin + mean))
-                T = with_derivatives(T, R + V.mT @ V)
+                B = V @ T.mT  # not V^T V, by which T^T G T for a cotangent G would cancel
+                T = with_derivatives(T, T @ R @ T.mT + B.mT @ B)
                 gradient = V.mT @ (root * Y - V @ p) - R @ p
                 e = e - V_L @ _solve(T, gradient - gradient.detach())
             half = T @ V_L.mT  # (p', s)
