@@ -169,6 +169,23 @@ def test_lost_large_sets_have_finite_exact_gradients():
     assert torch.autograd.gradcheck(along, inputs, atol=1e-5, fast_mode=True)
 
 
+def test_a_float32_penalty_may_be_indefinite_by_the_rounding_of_float32():
+    Z, Y, _, weight = lone_feature(8)
+    Q = torch.linalg.qr(randn(3, 3, seed=9)).Q
+    R = (Q.T @ torch.diag(torch.tensor([1.0, 0.0, 1e-5], dtype=torch.float64)) @ Q).float()
+    R = (R + R.T) / 2
+    w, V = torch.linalg.eigh(R.double())
+    assert w[0] < -1e-9
+    given = [t.float() for t in (Z @ Q, Y, R, weight)]
+    single = F.ridge(*given).held_out(CLUSTERS)
+    assert single.refitted.equal(CLUSTERS.eq(8))
+    Z, Y, _, weight = (t.double() for t in given)
+    expected = F.ridge(Z, Y, V * w.clamp(min=0) @ V.T, weight).held_out(CLUSTERS)
+    assert relative(single.outputs.double(), expected.outputs) <= 1e-5
+    with pytest.raises(ValueError, match="ridge: R must be positive semi-definite"):
+        F.ridge(Z, Y, R.double(), weight).held_out(CLUSTERS)
+
+
 def test_variances_of_refitted_sets_have_exact_gradients_in_the_weights_of_other_rows():
     """They are large by a direction of features of which the other rows know nothing."""
     Z, Y, R, weight = lone_feature(8)

@@ -161,11 +161,11 @@ def triangle(rows: Tensor) -> Tensor:
     return torch.linalg.qr(rows.take_along_dim(longest_first, -2), mode="r").R
 
 
-def root_of(R: Tensor, guard: Guard) -> Tensor:
-    """B (..., p, p) with B^T B = R, a penalty."""
+def root_of(R: Tensor, guard: Guard, dtype: torch.dtype) -> Tensor:
+    """B (..., p, p) with B^T B = R, a penalty in float64 that came in a dtype."""
     w, Q = torch.linalg.eigh(R)
     largest = w.abs().amax(-1, keepdim=True)
-    rounding = w.shape[-1] * torch.finfo(w.dtype).eps * largest
+    rounding = w.shape[-1] * torch.finfo(dtype).eps * largest
     guard.require(w >= -rounding, "R must be positive semi-definite")
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 

@@ -193,7 +193,7 @@ def _learning(solved: "StreamFit", machines: Machines, r: int, j: int) -> Learni
     n, moments, guard = solved.stream.n, solved.moments, Guard(solved.function)
     outputs, bias = machines.outputs_of(j), moments.centre
     assert n is not None
-    root = machines.regs[r, j].sqrt() * solved.expansion.penalty_root(guard, moments.S)
+    root = machines.regs[r, j].sqrt() * solved.expansion.penalty_root(guard, moments)
     penalty = pad(root, (0, bias + moments.T[:, outputs].shape[1], 0, bias))
 
     def parts() -> Iterator[Part]:

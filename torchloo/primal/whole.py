@@ -161,13 +161,15 @@ class Normal:
     """Weighted mean of the features, (..., 1, p); None without a bias."""
     Z: Tensor
     """The features themselves, (..., n, p)."""
+    dtype: torch.dtype
+    """That in which they came, and a penalty with them."""
 
     @classmethod
     def of(cls, Z: Tensor, weight: Tensor, bias: bool) -> "Normal":
         """Those of features (..., n, p) and weights (..., n), in float64."""
-        Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
+        dtype, Z, root = Z.dtype, Z.double(), weight.double().sqrt().unsqueeze(-1)
         mean = _mean(root, Z) if bias else None
-        return cls(root * (Z if mean is None else Z - mean), root, mean, Z)
+        return cls(root * (Z if mean is None else Z - mean), root, mean, Z, dtype)
 
     @property
     def gram(self) -> Tensor:
@@ -397,7 +399,7 @@ class Primal:
         unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (X, R, root, Y))
         with torch.no_grad():
-            penalty = pad(root_of(R, guard), (0, Y.shape[-1]))
+            penalty = pad(root_of(R, guard, normal.dtype), (0, Y.shape[-1]))
         learning = Learning(lambda: [(0, X, root, Y)], len(X), penalty, bias, Peers(), guard)
         residuals, inverses = [], []
         for (rows, *_, (origin, mean), p), F in machines_without(learning, sets):
