@@ -170,13 +170,14 @@ def root_of(R: Tensor, guard: Guard, dtype: torch.dtype) -> Tensor:
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 
 
-def with_derivatives(T: Tensor, whitened: Tensor) -> Tensor:
+def with_derivatives(T: Tensor, C: Tensor) -> Tensor:
     """T (..., p, p) with the derivatives of the inverse of the Cholesky factor of C.
 
-    T is a more accurate value of that inverse; of T C T^T, which is given, only the derivatives are used.
+    T is a more accurate value of that inverse; the value of C itself is not used.
     """
-    if not whitened.requires_grad:
+    if not C.requires_grad:
         return T
-    unit = torch.eye(T.shape[-1], dtype=T.dtype, device=T.device)
-    step = torch.linalg.cholesky(unit + (whitened - whitened.detach()))
+    change = T @ C @ T.mT
+    unit = torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
+    step = torch.linalg.cholesky(unit + (change - change.detach()))
     return torch.linalg.solve_triangular(step, T.expand_as(step), upper=False)

@@ -252,6 +252,25 @@ def _solved(
     return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
+def _with_derivatives(
+    V: Tensor, R: Tensor, Y: Tensor, V_L: Tensor, F: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """p and the squares of F^{-T} V_L^T, (p', s), of a refit: their values, with derivatives of every order.
+
+    By Note [thin backward] for p and for C^{-1} V_L^T, or C^{-1} F^T if the set has more rows than features.
+    """
+    unit = torch.eye(len(F), dtype=F.dtype, device=F.device)
+    T, half = (torch.linalg.solve_triangular(F.mT, B, upper=False) for B in (unit, V_L.mT))
+    c, large = p.shape[-1], len(V_L) > len(F)
+    right = F.mT if large else V_L.mT
+    known = torch.cat([p, _solve(T, right.detach())], -1)
+    targets = pad(Y, (0, right.shape[-1]))
+    found = apply(_Coefficients, V, R, targets, pad(right, (c, 0)), T, known)
+    p, H = found[:, :c], found[:, c:]
+    squares = half * (F @ (H @ half if large else H))
+    return p, half.detach().square() + squares - squares.detach()
+
+
 @dataclass(frozen=True)
 class Primal:
     """A factorised primal problem: its solution, and P by blocks on demand.
@@ -287,8 +306,7 @@ class Primal:
         if not (self.is_value and torch.is_grad_enabled() and (V.requires_grad or R.requires_grad)):
             return self.factor
         if not self._found:
-            T = self.factor
-            self._found.append(with_derivatives(T, T @ (self.normal.gram + R) @ T.mT))
+            self._found.append(with_derivatives(self.factor, self.normal.gram + R))
         return self._found[0]
 
     @property
@@ -384,11 +402,7 @@ class Primal:
         return refitted
 
     def _refit(self, problem: tuple[int, ...], sets: list[Tensor], guard: Guard) -> tuple[Tensor, Tensor]:
-        """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of sets of rows of one of the problems.
-
-        Differentiable to every order: a step of refinement, by the factor with its derivatives, goes to the
-        solution from anywhere; its value is not used, as the normal equations know it less well.
-        """
+        """Held-out residuals (l, c) and diag(P_LL^{-1}), (l, 1), of sets of rows of one of the problems."""
 
         def own(t: Tensor) -> Tensor:
             return t[problem[len(problem) - (t.ndim - 2) :]]
@@ -396,25 +410,20 @@ class Primal:
         normal, bias = self.normal, self.has_bias
         X, root, Y = (own(t) for t in (normal.Z, normal.root, _about_mean(self.Y, normal)[0]))
         X, R = pad(X, (0, bias), value=1.0), pad(own(self.R), (0, bias, 0, bias))
-        unit = torch.eye(len(R), dtype=R.dtype, device=R.device)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (X, R, root, Y))
         with torch.no_grad():
             penalty = pad(root_of(R, guard, normal.dtype), (0, Y.shape[-1]))
         learning = Learning(lambda: [(0, X, root, Y)], len(X), penalty, bias, Peers(), guard)
         residuals, inverses = [], []
         for (rows, *_, (origin, mean), p), F in machines_without(learning, sets):
-            T = torch.linalg.solve_triangular(F.mT, unit, upper=False)
             V_L = X[rows] - origin - mean
-            e = Y[rows] - V_L @ p
             if wanted:
                 V = root.index_fill(0, rows, 0.0) * (X - (origin + mean))
-                B = V @ T.mT  # not V^T V, by which T^T G T for a cotangent G would cancel
-                T = with_derivatives(T, T @ R @ T.mT + B.mT @ B)
-                gradient = V.mT @ (root * Y - V @ p) - R @ p
-                e = e - V_L @ _solve(T, gradient - gradient.detach())
-            half = T @ V_L.mT  # (p', s)
-            residuals.append(e)
-            inverses.append(1 / root[rows].square() + half.square().sum(0).unsqueeze(-1))
+                p, squares = _with_derivatives(V, R, root * Y, V_L, F, p)
+            else:
+                squares = torch.linalg.solve_triangular(F.mT, V_L.mT, upper=False).square()
+            residuals.append(Y[rows] - V_L @ p)
+            inverses.append(1 / root[rows].square() + squares.sum(0).unsqueeze(-1))
         return torch.cat(residuals), torch.cat(inverses)
 
     def with_targets(self, Y: Tensor) -> "Primal":
