@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchloo.blocks import NOT_DEFINITE
-from torchloo.factors import triangle
+from torchloo.factors import least_squares, triangle
 from torchloo.guards import Guard
 from torchloo.primal.block import Block
 from torchloo.primal.collective import Peers
@@ -302,8 +301,5 @@ class _Round:
             inner, outer = zeta.mT @ (X - mean), ones.mT @ (outside[:, :p] - ones * mean)
             mean = mean + _mean(inner + outer)
             outside[:, : p - 1] -= ones * mean[:, :-1]
-        F = triangle(torch.cat([outside, root * torch.cat([X - mean, Y], -1)]))
-        F, d = F[:p, :p], F[:p, p:]
-        limit = p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=0)
-        self.learning.guard.require(F.diagonal().abs() > limit, NOT_DEFINITE)
-        return mean, F, torch.linalg.solve_triangular(F, d, upper=True)
+        rows = torch.cat([outside, root * torch.cat([X - mean, Y], -1)])
+        return mean, *least_squares(rows, p, self.learning.guard)
