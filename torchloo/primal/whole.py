@@ -408,8 +408,9 @@ class Primal:
             return t[problem[len(problem) - (t.ndim - 2) :]]
 
         normal, bias = self.normal, self.has_bias
-        X, root, Y = (own(t) for t in (normal.Z, normal.root, _about_mean(self.Y, normal)[0]))
-        X, R = pad(X, (0, bias), value=1.0), pad(own(self.R), (0, bias, 0, bias))
+        Z, root, Y, R = (own(t) for t in (normal.Z, normal.root, self.Y, self.R))
+        X, R = pad(Z, (0, bias), value=1.0), pad(R, (0, bias, 0, bias))
+        Y = Y - _mean(root, Y) if bias else Y
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (X, R, root, Y))
         with torch.no_grad():
             penalty = pad(root_of(R, guard, normal.dtype), (0, Y.shape[-1]))
