@@ -178,9 +178,8 @@ def refit(solved: "StreamFit", machines: Machines, sink: Sink, lost: Lost) -> li
                     one = one._replace(X=X - one.centre[0], root=root, Y=Y)
                 V = one.X - one.centre[1]
                 half = torch.linalg.solve_triangular(F.mT, V.mT, upper=False)
-                inverse = half.square().sum(0).unsqueeze(-1) + 1 / one.root.square()
-                fields = one.Y - V @ one.coef, machines.regs[r, j] * inverse
-                sink.overwrite(one.rows, r, j, outputs, *fields)
+                variance = machines.regs[r, j] * (1 / one.root.square() + half.square().sum(0).unsqueeze(-1))
+                sink.overwrite(one.rows, r, j, outputs, one.Y - V @ one.coef, variance)
                 spread = torch.linalg.solve_triangular(F, half, upper=True)
                 refitted.append(Refitted(r, j, one, spread))
             others.run(learning.guard.check)
@@ -194,11 +193,8 @@ def _learning(solved: "StreamFit", machines: Machines, r: int, j: int) -> Learni
     assert n is not None
     root = machines.regs[r, j].sqrt() * solved.expansion.penalty_root(guard, moments)
     penalty = pad(root, (0, bias + moments.T[:, outputs].shape[1], 0, bias))
-
-    def parts() -> Iterator[Part]:
-        return (_read(solved, part, outputs) for part in solved.blocks("refits"))
-
-    return Learning(parts, n, penalty, bias, solved.others, guard)
+    given = (n, penalty, bias, solved.others, guard)
+    return Learning(lambda: (_read(solved, part, outputs) for part in solved.blocks("refits")), *given)
 
 
 def _read(solved: "StreamFit", part: Block, outputs: slice) -> Part:
