@@ -350,21 +350,21 @@ class Primal:
         Of sets that may overlap. Cost n p^2, and s p min(s, p) for each set; memory 4 n p numbers.
         """
 
-        def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
+        def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> Parts:
             B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
             found = leave_out(B_L, scale_L, e_L, self.least.unsqueeze(-1), total)
             return self._refitted([rows], [found], guard)[0]
 
         B, scale, e = self._rows
-        r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
+        r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B, sets.groups))
         return r, inverse * self.reg[..., None, None], refitted
 
     def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted."""
         B, scale, e = self._rows
-        n, p = B.shape[-2:]
+        n = B.shape[-2]
         partition = partition.padded(n, B.numel() // n)  # rows of zeros, of which nothing is left out
-        total = self._total(B) if partition.groups[-1].shape[-1] > p else None
+        total = self._total(B, partition.groups)
         gathered = zip(*map(partition.gather, (B, scale, e), (0.0, 1.0, 0.0)), strict=True)
         least = self.least.unsqueeze(-1)
         found = [leave_out(B_L, scale_L, e_L, least, total) for B_L, scale_L, e_L in gathered]
@@ -374,8 +374,10 @@ class Primal:
         r, inverse, refitted = (partition.scatter(part, n) for part in (residuals, inverses, marks))
         return r, inverse * self.reg[..., None, None], refitted[..., 0]
 
-    def _total(self, B: Tensor) -> Tensor:
-        """T C T^T as it is found; see `leave_out`."""
+    def _total(self, B: Tensor, groups: Sequence[Tensor]) -> Tensor | None:
+        """T C T^T as it is found; None if no set of groups (g, s), by size, is large; see `leave_out`."""
+        if groups[-1].shape[-1] <= B.shape[-1]:
+            return None
         penalty = self._whitened(self._whitened(self.R).mT)
         return pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
 
