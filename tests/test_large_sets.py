@@ -1,5 +1,7 @@
 """Sets of more rows than features, of many sizes: exact, with all gradients, and in one pass."""
 
+from dataclasses import replace
+
 import mpmath
 import pytest
 import reference
@@ -155,6 +157,29 @@ def test_lost_sets_of_several_sizes_are_refitted_in_chunks(chunk, monkeypatch):
     assert refitted.refitted.all()
     assert_close(refitted.residuals, plain.residuals, rtol=1e-9, atol=1e-10)
     assert_close(refitted.variance, plain.variance, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_refits_have_the_derivatives_of_the_closed_form(bias, monkeypatch):
+    """Of sets of all sizes, to second order; with a bound of 1 on 1 - h everything is refitted."""
+    Z, Y, _, weight = problem()
+    machine = (tl.LSSVM if bias else tl.RLS)(tl.kernels.Linear(), 0.3)
+    inputs = [t.requires_grad_() for t in (Z, Y, weight, machine.log_reg)]
+    along = [(7 * t.detach()).cos() for t in inputs]
+
+    def derivatives():
+        found = replace(machine.solve(Z, Y, weight), rows=None).held_out(CLUSTERS)
+        loss = found.residuals.square().sum() + found.variance.log().sum()
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        second = torch.autograd.grad(first, inputs, along)
+        return found.refitted, [*first, *second]
+
+    _, expected = derivatives()
+    monkeypatch.setattr("torchloo.factors._REFIT_BELOW", 1.0)
+    refitted, received = derivatives()
+    assert refitted.all()
+    for a, b in zip(received, expected, strict=True):
+        assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_lost_large_sets_have_finite_exact_gradients():
