@@ -6,7 +6,8 @@ other rows is badly conditioned. It is never formed. A QR factorisation of the w
 [sqrt(zeta) (z, y)] and of a root of the penalty leaves a triangle [F d; 0 .], with F^T F = C_L and
 coefficients F^{-1} d, and squares no condition. The triangle of the rows in no set is found block by block,
 once for all sets; each of these adds the rows of the others to it. Then
-P_LL^{-1} = Omega_L^{-1} + Z_L C_L^{-1} Z_L^T.
+P_LL^{-1} = Omega_L^{-1} + Z_L C_L^{-1} Z_L^T. Rows in memory are a single block; whole.py adds derivatives of
+every order to what is found of them.
 
 A bias is one more feature, which is 1. Features are taken about the mean of the rows that are left to learn
 from: about another point, such as the mean of all rows where L outweighs the others, a feature that these
