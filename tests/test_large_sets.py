@@ -1,5 +1,7 @@
 """Sets of more rows than features, of many sizes: exact, with all gradients, and in one pass."""
 
+from dataclasses import replace
+
 import mpmath
 import pytest
 import reference
@@ -11,6 +13,8 @@ from torch.testing import assert_close
 
 import torchloo as tl
 from torchloo import clusters as partitions
+from torchloo.guards import Guard
+from torchloo.primal.front import solve_by_passes
 
 F = tl.functional
 
@@ -132,6 +136,16 @@ def test_sets_whose_leverage_is_one_are_refitted_and_marked(label, monkeypatch):
         assert relative(result.outputs, expected) <= 1e-8
 
 
+def test_refits_by_passes_know_a_penalty_that_is_not_the_identity():
+    Z, Y, R, weight = lone_feature(8)
+    one = torch.ones((), dtype=torch.float64)
+    solved = solve_by_passes(Guard("ridge"), Z, weight, Y, one, bias=False, penalty=R)
+    received, expected = solved.leave_out(CLUSTERS), F.ridge(Z, Y, R, weight).held_out(CLUSTERS)
+    assert received.refitted.equal(CLUSTERS.eq(8))
+    assert_close(received.outputs, expected.outputs, rtol=1e-9, atol=1e-10)
+    assert_close(received.variance, expected.variance, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("chunk", [1 << 23, 2 * (9 + 2 * ROWS), 1])
 def test_lost_sets_of_several_sizes_are_refitted_in_chunks(chunk, monkeypatch):
     """Without the bound on 1 - h nothing would be lost; with a bound of 1 everything is."""
@@ -145,6 +159,29 @@ def test_lost_sets_of_several_sizes_are_refitted_in_chunks(chunk, monkeypatch):
     assert_close(refitted.variance, plain.variance, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_refits_have_the_derivatives_of_the_closed_form(bias, monkeypatch):
+    """Of sets of all sizes, to second order; with a bound of 1 on 1 - h everything is refitted."""
+    Z, Y, _, weight = problem()
+    machine = (tl.LSSVM if bias else tl.RLS)(tl.kernels.Linear(), 0.3)
+    inputs = [t.requires_grad_() for t in (Z, Y, weight, machine.log_reg)]
+    along = [(7 * t.detach()).cos() for t in inputs]
+
+    def derivatives():
+        found = replace(machine.solve(Z, Y, weight), rows=None).held_out(CLUSTERS)
+        loss = found.residuals.square().sum() + found.variance.log().sum()
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        second = torch.autograd.grad(first, inputs, along)
+        return found.refitted, [*first, *second]
+
+    _, expected = derivatives()
+    monkeypatch.setattr("torchloo.factors._REFIT_BELOW", 1.0)
+    refitted, received = derivatives()
+    assert refitted.all()
+    for a, b in zip(received, expected, strict=True):
+        assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 def test_lost_large_sets_have_finite_exact_gradients():
     Z, Y, R, weight = lone_feature(8)
     base = Z.clone()
@@ -155,6 +192,42 @@ def test_lost_large_sets_have_finite_exact_gradients():
         return F.ridge(base + (Z - base) * mask, Y, R, weight).held_out(CLUSTERS).outputs
 
     assert torch.autograd.gradcheck(along, inputs, atol=1e-5, fast_mode=True)
+
+
+def test_a_float32_penalty_may_be_indefinite_by_the_rounding_of_float32():
+    Z, Y, _, weight = lone_feature(8)
+    Q = torch.linalg.qr(randn(3, 3, seed=9)).Q
+    R = (Q.T @ torch.diag(torch.tensor([1.0, 0.0, 1e-5], dtype=torch.float64)) @ Q).float()
+    R = (R + R.T) / 2
+    w, V = torch.linalg.eigh(R.double())
+    assert w[0] < -1e-9
+    given = [t.float() for t in (Z @ Q, Y, R, weight)]
+    single = F.ridge(*given).held_out(CLUSTERS)
+    assert single.refitted.equal(CLUSTERS.eq(8))
+    Z, Y, _, weight = (t.double() for t in given)
+    expected = F.ridge(Z, Y, V * w.clamp(min=0) @ V.T, weight).held_out(CLUSTERS)
+    assert relative(single.outputs.double(), expected.outputs) <= 1e-5
+    with pytest.raises(ValueError, match="ridge: R must be positive semi-definite"):
+        F.ridge(Z, Y, R.double(), weight).held_out(CLUSTERS)
+
+
+def test_variances_of_refitted_sets_have_exact_gradients_in_the_weights_of_other_rows():
+    """They are large by a direction of features of which the other rows know nothing."""
+    Z, Y, R, weight = lone_feature(8)
+    R[2, 2] = 1e-9
+    Q = torch.linalg.qr(randn(3, 3, seed=6)).Q
+    weight.requires_grad_()
+    result = F.ridge(Z @ Q, Y, Q.T @ R @ Q, weight).held_out(CLUSTERS)
+    inside = CLUSTERS.eq(8)
+    assert result.refitted.equal(inside)
+    received = torch.autograd.grad(result.variance[inside, 0].sum(), weight)[0][~inside]
+    known = Z[:, :2]
+    C = torch.eye(2, dtype=torch.float64) + known[~inside].T @ (
+        weight[~inside].unsqueeze(-1) * known[~inside]
+    )
+    variance = (known[inside] @ torch.linalg.inv(C) * known[inside]).sum()
+    expected = torch.autograd.grad(variance, weight)[0][~inside]
+    assert relative(received, expected) <= 1e-5
 
 
 def test_without_a_penalty_a_feature_of_one_large_set_only_is_refused():

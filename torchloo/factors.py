@@ -18,6 +18,7 @@ __all__ = [
     "condition",
     "inverse_factor",
     "inverse_factor_of",
+    "least_squares",
     "lower_factor",
     "root_of",
     "triangle",
@@ -100,15 +101,10 @@ def inverse_factor_of(R: Tensor, d: Tensor, B: Tensor, guard: Guard) -> tuple[Te
     """
     p = R.shape[-1]
     penalty = torch.nn.functional.pad(B.expand_as(R), (0, d.shape[-1]))
-    R = triangle(torch.cat([torch.cat([R, d], -1), penalty], -2))
-    R, d = R[..., :p, :p], R[..., :p, p:]
-    pivots = R.diagonal(dim1=-2, dim2=-1)
-    limit = p * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(R, dim=-2)
-    guard.require(pivots.abs() > limit, NOT_DEFINITE)
-    L = (pivots.sign().unsqueeze(-1) * R).mT
+    F, coefficients = least_squares(torch.cat([torch.cat([R, d], -1), penalty], -2), p, guard)
+    L = (F.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-1) * F).mT
     unit = torch.eye(p, dtype=L.dtype, device=L.device)
     T = torch.linalg.solve_triangular(L, unit.expand_as(L), upper=False)
-    coefficients = torch.linalg.solve_triangular(R, d, upper=True)
     return T, trusted(condition(L, T).sqrt()), coefficients
 
 
@@ -161,11 +157,20 @@ def triangle(rows: Tensor) -> Tensor:
     return torch.linalg.qr(rows.take_along_dim(longest_first, -2), mode="r").R
 
 
-def root_of(R: Tensor, guard: Guard) -> Tensor:
-    """B (..., p, p) with B^T B = R, a penalty."""
+def least_squares(rows: Tensor, p: int, guard: Guard) -> tuple[Tensor, Tensor]:
+    """F (..., p, p) with F^T F = B^T B, and the x (..., p, c) of least |D - B x|, for rows [B D]."""
+    R = triangle(rows)
+    F, d = R[..., :p, :p], R[..., :p, p:]
+    limit = p * torch.finfo(F.dtype).eps * torch.linalg.vector_norm(F, dim=-2)
+    guard.require(F.diagonal(dim1=-2, dim2=-1).abs() > limit, NOT_DEFINITE)
+    return F, torch.linalg.solve_triangular(F, d, upper=True)
+
+
+def root_of(R: Tensor, guard: Guard, dtype: torch.dtype) -> Tensor:
+    """B (..., p, p) with B^T B = R, a penalty in float64 that came in a dtype."""
     w, Q = torch.linalg.eigh(R)
     largest = w.abs().amax(-1, keepdim=True)
-    rounding = w.shape[-1] * torch.finfo(w.dtype).eps * largest
+    rounding = w.shape[-1] * torch.finfo(dtype).eps * largest
     guard.require(w >= -rounding, "R must be positive semi-definite")
     return w.clamp(min=0).sqrt().unsqueeze(-1) * Q.mT
 

@@ -69,7 +69,9 @@ class LeaveOutSets:
         self._place = np.sort(place)  # (m,), where the rows to predict are among all rows of all groups
         self._back = torch.from_numpy(place.argsort(kind="stable").argsort()).to(device)
 
-    def leave_out(self, matrix: Tensor, width: int, one: Callable[..., Parts], *given: Tensor) -> Parts:
+    def leave_out(
+        self, matrix: Tensor, width: int, one: Callable[..., Parts], *given: Tensor | None
+    ) -> Parts:
         """The rows to predict, from the results of a function for sets (g, s) of one size, a few at a time.
 
         Args:
@@ -80,7 +82,7 @@ class LeaveOutSets:
             given: tensors of the graph.
         """
 
-        def predicted(rows: Tensor, wanted: Tensor, *given: Tensor) -> Parts:
+        def predicted(rows: Tensor, wanted: Tensor, *given: Tensor | None) -> Parts:
             r, variance, refitted = one(rows, *given)
             marks = refitted[..., None, None].expand_as(variance)
 

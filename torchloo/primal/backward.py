@@ -186,15 +186,16 @@ class _Refit:
 
     def __init__(self, work: "_Backward", one: Refitted) -> None:
         machines, p = work.machines, len(work.machines.rotation)
-        self.r, self.j, self.rows, self.zeta = one.r, one.j, one.rows, one.zeta
-        self.outputs = machines.outputs_of(one.j)
-        U = torch.cat([machines.rotation @ one.X[:p], one.X[p:]])
-        e = one.Y - U.mT @ work.q[one.r, self.outputs].mT  # (s, c)
-        self.a = one.zeta.unsqueeze(-1) * e
-        _, rbar, inverse, by_variance = work.cotangents(one.rows)
+        self.r, self.j, (self.rows, X, root, Y, centre, coef) = one.r, one.j, one.machine
+        self.outputs, self.zeta = machines.outputs_of(one.j), root[:, 0].square()
+        z = (X + centre[0]).mT  # (p', s)
+        U = torch.cat([machines.rotation @ z[:p], z[p:]])
+        e = Y - U.mT @ work.q[one.r, self.outputs].mT  # (s, c)
+        self.a = root.square() * e
+        _, rbar, inverse, by_variance = work.cotangents(self.rows)
         g = torch.zeros_like(inverse) if by_variance is None else by_variance
         self.rbar, g = rbar[one.r, self.outputs].mT, g[one.r, one.j]  # (s, c), (s,)
-        self.effect = Effect(one.j, one.centre, one.coef, one.spread @ self.rbar, one.spread, g)
+        self.effect = Effect(one.j, centre, coef, one.spread @ self.rbar, one.spread, g)
 
 
 def _inverse_blocks(

@@ -195,11 +195,12 @@ class Expansion:
         """Coefficients (..., R, c, p) times the penalty."""
         return coef if self.penalty is None else together(coef, self.penalty)
 
-    def penalty_root(self, guard: Guard, like: Tensor) -> Tensor:
-        """B (..., p, p) with B^T B the penalty, on the device of a matrix (p, p)."""
+    def penalty_root(self, guard: Guard, moments: Moments) -> Tensor:
+        """B (..., p, p) with B^T B the penalty, on the device of the moments of the rows."""
         if self.penalty is not None:
-            return root_of(self.penalty, guard)
-        return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+            return root_of(self.penalty, guard, moments.dtype)
+        S = moments.S
+        return torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
 
     @property
     def has_changed(self) -> bool:
@@ -478,7 +479,9 @@ def one_machine(
     if _is_well_conditioned(guard, machines, estimate[..., None, None], ILL_CONDITIONED):
         return machines
     R, d = triangle()
-    rotation, least, coef = inverse_factor_of(R, d, regs.sqrt() * expansion.penalty_root(guard, C), guard)
+    rotation, least, coef = inverse_factor_of(
+        R, d, regs.sqrt() * expansion.penalty_root(guard, moments), guard
+    )
     q = torch.linalg.solve_triangular(rotation.mT, coef, upper=True).mT.unsqueeze(-3)
     machines = _machines(expansion, moments, rotation, True, f, regs, q)
     machines.refined = machines.moved = True  # the normal equations know the coefficients less well

@@ -36,18 +36,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.nn.functional import pad
 
 from torchloo.autograd import apply, in_forward_mode
 from torchloo.clusters import Partition
-from torchloo.factors import inverse_factor, trusted, with_derivatives
+from torchloo.factors import inverse_factor, root_of, trusted, with_derivatives
 from torchloo.guards import Guard, values_visible
 from torchloo.leave_out_sets import LeaveOutSets, Parts
 from torchloo.panels import inner_products
 from torchloo.precision import full_precision
+from torchloo.primal.collective import Peers
 from torchloo.primal.leaving_out import LeftOut, block_of_rest, leave_out
 from torchloo.primal.machines import Machines
 from torchloo.primal.moments import shares
-from torchloo.primal.refit import refit_at_once
+from torchloo.primal.refit import Learning, machines_without
 
 __all__ = ["Known", "Normal", "Primal", "centred", "ridge_penalty", "spread_of"]
 
@@ -159,13 +161,15 @@ class Normal:
     """Weighted mean of the features, (..., 1, p); None without a bias."""
     Z: Tensor
     """The features themselves, (..., n, p)."""
+    dtype: torch.dtype
+    """That in which they came, and a penalty with them."""
 
     @classmethod
     def of(cls, Z: Tensor, weight: Tensor, bias: bool) -> "Normal":
         """Those of features (..., n, p) and weights (..., n), in float64."""
-        Z, root = Z.double(), weight.double().sqrt().unsqueeze(-1)
+        dtype, Z, root = Z.dtype, Z.double(), weight.double().sqrt().unsqueeze(-1)
         mean = _mean(root, Z) if bias else None
-        return cls(root * (Z if mean is None else Z - mean), root, mean, Z)
+        return cls(root * (Z if mean is None else Z - mean), root, mean, Z, dtype)
 
     @property
     def gram(self) -> Tensor:
@@ -248,6 +252,25 @@ def _solved(
     return p, offset[..., 0, :], root * e / reg[..., None, None]
 
 
+def _with_derivatives(
+    V: Tensor, R: Tensor, Y: Tensor, V_L: Tensor, F: Tensor, p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """p and the squares of F^{-T} V_L^T, (p', s), of a refit: their values, with derivatives of every order.
+
+    By Note [thin backward] for p and for C^{-1} V_L^T, or C^{-1} F^T if the set has more rows than features.
+    """
+    unit = torch.eye(len(F), dtype=F.dtype, device=F.device)
+    T, half = (torch.linalg.solve_triangular(F.mT, B, upper=False) for B in (unit, V_L.mT))
+    c, large = p.shape[-1], len(V_L) > len(F)
+    right = F.mT if large else V_L.mT
+    known = torch.cat([p, _solve(T, right.detach())], -1)
+    targets = pad(Y, (0, right.shape[-1]))
+    found = apply(_Coefficients, V, R, targets, pad(right, (c, 0)), T, known)
+    p, H = found[:, :c], found[:, c:]
+    squares = half * (F @ (H @ half if large else H))
+    return p, half.detach().square() + squares - squares.detach()
+
+
 @dataclass(frozen=True)
 class Primal:
     """A factorised primal problem: its solution, and P by blocks on demand.
@@ -327,21 +350,21 @@ class Primal:
         Of sets that may overlap. Cost n p^2, and s p min(s, p) for each set; memory 4 n p numbers.
         """
 
-        def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor) -> Parts:
+        def one(rows: Tensor, B: Tensor, scale: Tensor, e: Tensor, total: Tensor | None) -> Parts:
             B_L, scale_L, e_L = (t[..., rows, :] for t in (B, scale, e))
             found = leave_out(B_L, scale_L, e_L, self.least.unsqueeze(-1), total)
             return self._refitted([rows], [found], guard)[0]
 
         B, scale, e = self._rows
-        r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B))
+        r, inverse, refitted = sets.leave_out(B, B.shape[-1], one, B, scale, e, self._total(B, sets.groups))
         return r, inverse * self.reg[..., None, None], refitted
 
     def held_out(self, partition: Partition, guard: Guard) -> Parts:
         """Held-out residuals (..., n, c), variances (..., n, 1), and which rows (..., n) were refitted."""
         B, scale, e = self._rows
-        n, p = B.shape[-2:]
+        n = B.shape[-2]
         partition = partition.padded(n, B.numel() // n)  # rows of zeros, of which nothing is left out
-        total = self._total(B) if partition.groups[-1].shape[-1] > p else None
+        total = self._total(B, partition.groups)
         gathered = zip(*map(partition.gather, (B, scale, e), (0.0, 1.0, 0.0)), strict=True)
         least = self.least.unsqueeze(-1)
         found = [leave_out(B_L, scale_L, e_L, least, total) for B_L, scale_L, e_L in gathered]
@@ -351,10 +374,12 @@ class Primal:
         r, inverse, refitted = (partition.scatter(part, n) for part in (residuals, inverses, marks))
         return r, inverse * self.reg[..., None, None], refitted[..., 0]
 
-    def _total(self, B: Tensor) -> Tensor:
-        """T C T^T as it is found; see `leave_out`."""
+    def _total(self, B: Tensor, groups: Sequence[Tensor]) -> Tensor | None:
+        """T C T^T as it is found; None if no set of groups (g, s), by size, is large; see `leave_out`."""
+        if groups[-1].shape[-1] <= B.shape[-1]:
+            return None
         penalty = self._whitened(self._whitened(self.R).mT)
-        return torch.nn.functional.pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
+        return pad(penalty, (0, self.has_bias, 0, self.has_bias)) + B.mT @ B
 
     def _refitted(self, groups: Sequence[Tensor], found: list[LeftOut], guard: Guard) -> list[LeftOut]:
         """What was found of sets (g, s) of each group, where 1 - h is lost by Note [refits by triangles].
@@ -384,8 +409,25 @@ class Primal:
         def own(t: Tensor) -> Tensor:
             return t[problem[len(problem) - (t.ndim - 2) :]]
 
-        Z, root, R = (own(t) for t in (self.normal.Z, self.normal.root, self.R))
-        return refit_at_once(Z, R, root, own(_about_mean(self.Y, self.normal)[0]), sets, self.has_bias, guard)
+        normal, bias = self.normal, self.has_bias
+        Z, root, Y, R = (own(t) for t in (normal.Z, normal.root, self.Y, self.R))
+        X, R = pad(Z, (0, bias), value=1.0), pad(R, (0, bias, 0, bias))
+        Y = Y - _mean(root, Y) if bias else Y
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (X, R, root, Y))
+        with torch.no_grad():
+            penalty = pad(root_of(R, guard, normal.dtype), (0, Y.shape[-1]))
+        learning = Learning(lambda: [(0, X, root, Y)], len(X), penalty, bias, Peers(), guard)
+        residuals, inverses = [], []
+        for (rows, *_, (origin, mean), p), F in machines_without(learning, sets):
+            V_L = X[rows] - origin - mean
+            if wanted:
+                V = root.index_fill(0, rows, 0.0) * (X - (origin + mean))
+                p, squares = _with_derivatives(V, R, root * Y, V_L, F, p)
+            else:
+                squares = torch.linalg.solve_triangular(F.mT, V_L.mT, upper=False).square()
+            residuals.append(Y[rows] - V_L @ p)
+            inverses.append(1 / root[rows].square() + squares.sum(0).unsqueeze(-1))
+        return torch.cat(residuals), torch.cat(inverses)
 
     def with_targets(self, Y: Tensor) -> "Primal":
         """The same factorisation with other targets (..., n, c')."""
