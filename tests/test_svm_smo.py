@@ -23,11 +23,11 @@ from torchloo.svm.proof.checks import sufficiency_checks
 from torchloo.svm.result import BALL, BOUND, CUT, KKT, UNUSED
 from torchloo.svm.smo import loo_smo
 from torchloo.svm.smo.bound import DualBound
-from torchloo.svm.smo.box_qp import box_qp
 from torchloo.svm.smo.free_newton import FreeSets
 from torchloo.svm.smo.loo_smo import leave_one_out_by_smo, seed_without
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
+from torchloo.svm.smo.working_sets import solve_within
 from torchloo.svm.solve.low_rank import in_double
 from torchloo.svm.stacked import Tables
 
@@ -98,7 +98,8 @@ def test_the_inner_solver_satisfies_its_optimality_conditions(seed, q, rank):
     u[:, 0] = 0
     a = torch.randn(3, q, generator=g, dtype=torch.float64).sign()
     start = u * torch.rand(3, q, generator=g, dtype=torch.float64)
-    x = box_qp(Q, c, u, start, a)
+    K, F = Q * a[:, :, None] * a[:, None], a * ((Q @ start[:, :, None])[:, :, 0] + c)
+    x = solve_within(K, a, u, start, F)
     assert bool(((x >= 0) & (x <= u)).all())
     gradient = (Q @ x[:, :, None])[:, :, 0] + c
     scale = 1e-6 * (1 + c.abs().max())
@@ -110,6 +111,21 @@ def test_the_inner_solver_satisfies_its_optimality_conditions(seed, q, rank):
         most = float(slope[falls].max()) if bool(falls.any()) else -torch.inf
         assert most - least <= scale, (most - least, scale)
         assert_close((a[k] * x[k]).sum(), (a[k, 1:] * start[k, 1:]).sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 12), st.floats(-4, 8))
+def test_the_inner_solver_keeps_to_the_boxes_and_the_equality(seed, q, rank, C):
+    """Also where rounding lets no interior point come near: boxes of 1e8, starts far from the optimum."""
+    g = torch.Generator().manual_seed(seed)
+    factor = torch.randn(3, q, rank, generator=g, dtype=torch.float64)
+    box = 10 ** (C + torch.randn(3, q, generator=g, dtype=torch.float64))
+    box[:, 0] = 0
+    y = torch.randn(3, q, generator=g, dtype=torch.float64).sign()
+    start = box * torch.rand(3, q, generator=g, dtype=torch.float64)
+    alpha = solve_within(factor @ factor.mT, y, box, start, torch.randn(3, q, generator=g).double())
+    assert bool(((alpha >= 0) & (alpha <= box)).all())
+    assert bool((((alpha - start) * y).sum(1).abs() <= 1e-9 * box.amax(1)).all())
 
 
 @pytest.mark.parametrize(("kernel", "C"), [("rbf", 100.0), ("linear", 10.0)])

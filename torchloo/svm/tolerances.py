@@ -26,14 +26,11 @@ __all__ = [
     "LEAST",
     "LONGER",
     "MISSING",
-    "NEAR_BOUND",
     "NEAR_MARGIN",
     "NEGATIVE",
     "NOTHING",
     "PERTURBATION",
-    "POLISH_RIDGE",
     "REFINED",
-    "RIDGE",
     "RIDGES",
     "ROUGH_RIDGE",
     "ROUNDING",
@@ -70,7 +67,7 @@ SETTLED = 30.0  # a multiplier so many times the distance to its bound has won
 SHORT_OF_BOUND = 0.995  # of the step of an interior point to the nearest bound
 
 # Rounding, relative to the largest of the numbers that are compared.
-ROUNDING = 1e-12  # what it may do to decision values, and to the residuals of an interior point
+ROUNDING = 1e-12  # what it may do to decision values
 UNIT = 1e-15  # to a sum of boxes
 REFINED = 1e-10  # to margins of free variables before they are refined
 FLAT = 1e-11  # to rates
@@ -81,7 +78,6 @@ FEW_DIGITS = torch.finfo(torch.float64).tiny  # below, numbers have lost digits
 TINY = 1e-12  # so near a bound they are there; and the least curvature along a pair
 NOTHING = 1e-9  # what rounding may leave of a box once its rows are gone
 AT_BOUND = 1e-7  # of the largest coefficient if that is less: where rounding has moved solutions off a bound
-NEAR_BOUND = 1e-4  # of the largest box: nothing farther from a bound is put there
 SMALL_BOX = 1e-6  # boxes for which all these are too coarse
 WIDEST = 1e3  # boxes beyond which a perturbation grows no more
 
@@ -104,8 +100,6 @@ IS_INVERSE = 0.5  # of the norm of I - R M
 
 # What is added to a diagonal entry of a matrix, where it does not change what is solved or is refined away.
 RIDGES = 1e-15, 1e-13  # where rounding has made K indefinite, in turn
-RIDGE = 1e-13  # where a factor needs it to be definite
-POLISH_RIDGE = 1e-10  # where nothing but the ridge keeps it so
 ROUGH_RIDGE = 1e-8  # where directions are enough
 
 # Moves off all ties.

@@ -9,9 +9,9 @@ product with the kernel columns that changed.
 
 Among the q a few second-order pairs find out which variables are free; a few Newton steps on the whole free
 set, Note [free sets], then do what pairs take thousands of steps for. Each goes to the maximum on its line or
-to the first bound. What has not come nearer for some rounds is solved among the q by Note [inner interior
-point], as is everything where no Newton steps are wanted. That alone stalls where more variables are free
-than the q: diabetis, RBF, C = 100, with 131 free variables took 42 s, and 0.3 s with Newton steps.
+to the first bound. What has not come nearer for some rounds is solved among the q by the interior point of
+Note [Newton step], as is everything where no Newton steps are wanted. That alone stalls where more variables
+are free than the q: diabetis, RBF, C = 100, with 131 free variables took 42 s, and 0.3 s with Newton steps.
 With working=2 a round is one step on the most violating pair, the SMO of Keerthi et al. 2001 that BOUND uses.
 """
 

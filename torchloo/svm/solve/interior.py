@@ -19,6 +19,7 @@ _WORTH_SAMPLING = 1100  # variables: below, the plain interior point is as fast
 _WORTH_SHRINKING = 300  # live variables
 _WORTH_LEAVING = 100  # the same of several machines
 _STEPS = 60  # of Newton at most
+_UNSEEN_STEPS = 20  # as many as nearly all machines need, where all must go on
 _ROUGH_STEPS = 10  # beyond which float32 is what holds a machine up
 _PATIENCE = 8  # steps that may fail to lower the gap before rounding is known to hold it up
 
@@ -109,7 +110,15 @@ def _by_sample(K: Tensor, y: Tensor, box: Tensor) -> Interior:
         live |= margin < NEAR_MARGIN / 3
 
 
-def interior_point(system: Dense | LowRank, y: Tensor, box: Tensor, gap: float = CLEAR) -> Interior:
+def interior_point(
+    system: Dense | LowRank,
+    y: Tensor,
+    box: Tensor,
+    gap: float = CLEAR,
+    pull: Tensor | None = None,
+    total: Tensor | None = None,
+    look: bool = True,
+) -> Interior:
     """Solve one SVM dual, or several, to a relative gap by Mehrotra's predictor and corrector.
 
         max sum alpha - 1/2 |sum alpha_i y_i phi_i|^2,  y^T alpha = 0,  0 <= alpha <= box
@@ -127,17 +136,19 @@ def interior_point(system: Dense | LowRank, y: Tensor, box: Tensor, gap: float =
         y: labels, (m,) or (B, m).
         box: upper bounds, (m,) or (B, m).
         gap: relative duality gap to stop at.
+        pull, total: what variables that are held add to u = K (alpha * y), (B, m), and to y^T alpha, (B, 1).
+        look: whether values may be read; else all machines take the same number of steps.
 
     Cost m^3 / 3 a step, or m p^2 for K of rank p; less once variables have settled. Memory: one
     copy of K, or of the factor for each machine. Reference: Fine and Scheinberg 2001.
     """
-    point, whole = Iterate.start(y, box), None
-    live = _Live.every(point)
-    rough = Rough(system) if box.ndim > 1 and box.shape[1] > _WORTH_FACTORING else None
-    for number in range(_STEPS):
+    point, whole = Iterate.start(y, box, held=pull is not None), None
+    live = _Live.every(point, pull, total)
+    rough = Rough(system) if look and box.ndim > 1 and box.shape[1] > _WORTH_FACTORING else None
+    for number in range(_STEPS if look else _UNSEEN_STEPS):
         point.look(system, live.pull, live.total)
         point.stuck = point.solved(gap)
-        left = live.machine if point.single else (~point.stuck[:, 0]).nonzero()[:, 0]
+        left = live.machine if point.single or not look else (~point.stuck[:, 0]).nonzero()[:, 0]
         if point.stuck is True or not left.numel():
             break
         if 2 * left.numel() <= live.machine.numel():
@@ -147,7 +158,7 @@ def interior_point(system: Dense | LowRank, y: Tensor, box: Tensor, gap: float =
         if rough is not None and (number >= _ROUGH_STEPS or not point.far_from(SINGLE)):
             rough = None
         point.step(rough or system)
-        if live.variable.shape[-1] <= (_WORTH_SHRINKING if point.single else _WORTH_LEAVING):
+        if not look or live.variable.shape[-1] <= (_WORTH_SHRINKING if point.single else _WORTH_LEAVING):
             continue
         gone, at_bound = point.settled(live.total)
         most = int((~gone).sum(-1).max())
@@ -190,12 +201,13 @@ class _Live(NamedTuple):
     """To y^T alpha."""
 
     @classmethod
-    def every(cls, point: Iterate) -> "_Live":
-        """All."""
+    def every(cls, point: Iterate, pull: Tensor | None, total: Number | None) -> "_Live":
+        """All; some that are held may add to u and to y^T alpha."""
         sizes = len(point.box) if point.box.ndim > 1 else 1, point.box.shape[-1]
         machine, variable = (torch.arange(size, device=point.box.device) for size in sizes)
-        none = 0.0 if point.single else torch.zeros_like(point.bias)
-        return cls(machine, variable.expand_as(point.box), None, none)
+        if total is None:
+            total = 0.0 if point.single else torch.zeros_like(point.bias)
+        return cls(machine, variable.expand_as(point.box), pull, total)
 
     def take(self, rows: Tensor) -> "_Live":
         """Those of the machines at `rows`."""

@@ -62,10 +62,13 @@ def _solved(L: Tensor, rhs: Tensor) -> Tensor:
 
 
 class Dense:
-    """Solves (K + diag(theta)) x = rhs by Cholesky, for K (m, m) or several, (B, m, m)."""
+    """Solves (K + diag(theta)) x = rhs by Cholesky, for K (m, m) or several, (B, m, m).
 
-    def __init__(self, K: Tensor) -> None:
-        self.K = K
+    The `ridges` are tried where that fails.
+    """
+
+    def __init__(self, K: Tensor, ridges: tuple[float, ...] = RIDGES) -> None:
+        self.K, self.ridges = K, ridges
         self._lifted = Lifted(K)
         self.L = self._lifted.L
 
@@ -80,12 +83,12 @@ class Dense:
         if not self._lifted.factor(theta):
             return True
         diagonal = self.K.diagonal()
-        return any(not self._lifted.factor(theta + ridge * diagonal) for ridge in RIDGES)
+        return any(not self._lifted.factor(theta + ridge * diagonal) for ridge in self.ridges)
 
     def _factor_several(self, theta: Tensor) -> Tensor:
         """Those that fail are lifted together."""
         info = self._lifted.factor(theta)
-        for ridge in RIDGES:
+        for ridge in self.ridges:
             failed = info.nonzero()[:, 0]
             if not len(failed):
                 break
@@ -102,16 +105,16 @@ class Dense:
     def take(self, keep: Tensor) -> "Dense":
         """That of the variables in `keep`, (v,) of one machine or (B, v)."""
         if keep.ndim > 1:
-            return Dense(block_of(self.K, keep))
-        return Dense(self.K.index_select(0, keep).index_select(1, keep))
+            return Dense(block_of(self.K, keep), self.ridges)
+        return Dense(self.K.index_select(0, keep).index_select(1, keep), self.ridges)
 
     def machines(self, rows: Tensor) -> "Dense":
         """Those of the machines at `rows`."""
-        return Dense(self.K.index_select(0, rows))
+        return Dense(self.K.index_select(0, rows), self.ridges)
 
     def float(self) -> "Dense":
         """The same in float32."""
-        return Dense(self.K.float())
+        return Dense(self.K.float(), self.ridges)
 
 
 class LowRank:
