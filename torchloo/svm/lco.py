@@ -18,7 +18,8 @@ from torchloo.svm.result import SVMHeldOut
 from torchloo.svm.smo.loo_smo import seed_without
 from torchloo.svm.smo.options import SMOOptions
 from torchloo.svm.smo.rounds import SMOState, smo
-from torchloo.svm.solve.exact import ATTEMPTS, Sets, solve_from
+from torchloo.svm.solve.exact import ATTEMPTS, solve_from
+from torchloo.svm.solve.newton import Sets
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.stacked import at_once
 from torchloo.svm.tolerances import CLOSE, ROUNDING, is_free

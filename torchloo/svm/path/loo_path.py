@@ -12,7 +12,8 @@ from torchloo.svm.proof.active import judged, value_error
 from torchloo.svm.proof.certify import Held, value_bound
 from torchloo.svm.proof.checks import only_of_its_class, sufficiency_checks
 from torchloo.svm.records import Exact, RowOutcome, SVMProblem, Targets, Unlearned
-from torchloo.svm.solve.exact import Sets, solve_exactly, solve_from
+from torchloo.svm.solve.exact import solve_exactly, solve_from
+from torchloo.svm.solve.newton import Sets
 from torchloo.svm.solve.smaller import left_of, solve_smaller
 from torchloo.svm.tolerances import NOTHING, at_bound, is_free, size
 

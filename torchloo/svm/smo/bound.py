@@ -16,7 +16,7 @@ Rounding of K, Note [rounding of K], leaves 1/2 |w|^2 in doubt by (e . alpha)^2 
 max(E) sum box, and H by (sum beta_i (e_i + e_r))^2 / 2, as k'_ij may be off by (e_i + e_r) (e_j + e_r).
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,11 @@ from torchloo.guards import may_look
 from torchloo.svm import result as code
 from torchloo.svm.proof.certify import Held, gap_ball_sign, weighted_interval
 from torchloo.svm.smo.options import SMOOptions
-from torchloo.svm.smo.rounds import SMOState
 from torchloo.svm.stacked import block_of, subset
 from torchloo.svm.tolerances import EXACT
+
+if TYPE_CHECKING:
+    from torchloo.svm.smo.rounds import SMOState
 
 __all__ = ["DualBound", "ceiling", "primal_objective"]
 
@@ -38,7 +40,7 @@ _CLIMB = 16  # steps of beta at a time; an interior point in their place proves 
 _MOST = 64  # columns over which H is raised at once
 
 
-def primal_objective(s: SMOState) -> tuple[Tensor, Tensor]:
+def primal_objective(s: "SMOState") -> tuple[Tensor, Tensor]:
     """1/2 |w|^2 + sum box max(0, 1 - y f) with the best bias, and that bias; (B,) both."""
     count = (s.box * (s.y > 0)).sum(1)
     low, high = weighted_interval(-s.F, s.box, count)
@@ -106,7 +108,7 @@ class DualBound:
         """Sums of x (B,) over the problems of each kernel matrix, (T,)."""
         return torch.zeros(len(self.K), dtype=torch.long, device=x.device).index_add_(0, table, x.long())
 
-    def begin(self, state: SMOState) -> None:
+    def begin(self, state: "SMOState") -> None:
         """Take the order of the problems and beta from their first state."""
         self.beta, self.v = state.alpha, state.F + state.y
         for name in ("target", "ceiling", "trial", "seen"):
@@ -128,7 +130,7 @@ class DualBound:
         self.next = round_ + round_ // _ASKED + (_PAIRS_ASKED if self.options.working == 2 else 1)
         return True
 
-    def advance(self, state: SMOState, going: Tensor) -> Tensor:
+    def advance(self, state: "SMOState", going: Tensor) -> Tensor:
         """Set stopped_by and sign of the state where a sign is proved, and say where, (B,).
 
         `going` (B,) are the problems that have not met epsilon-KKT.
@@ -149,7 +151,7 @@ class DualBound:
         self.proved = self.proved + self._by_table(self.trial & stopped, table)
         return stopped
 
-    def _proofs(self, s: SMOState, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _proofs(self, s: "SMOState", rows: Tensor) -> tuple[Tensor, Tensor]:
         """Signs of the problems at `rows`, 0 where none is proved, and what proves them, (R,) both."""
         primal, bias = primal_objective(s)  # Step 5 of Algorithm 3
         u, r = s.F + s.y, self.target[rows]
@@ -168,7 +170,7 @@ class DualBound:
         sign = torch.where(proved, torch.where(f_r >= 0, 1.0, -1.0).to(ball), ball)
         return sign, torch.where(proved, code.BOUND, torch.where(ball != 0, code.BALL, 0))
 
-    def _proved_by_bound(self, s: SMOState, rows: Tensor, primal: Tensor, known: Tensor) -> Tensor:
+    def _proved_by_bound(self, s: "SMOState", rows: Tensor, primal: Tensor, known: Tensor) -> Tensor:
         """Primal < H, if need be with a higher H where the sign is not known (R,) already, (R,)."""
         at_r = _AtTarget.of(self.K, s, self.target[rows])
         beta, v = at_r.approach(self.beta[rows], self.v[rows], s.alpha, s.F + s.y)  # Step 6
@@ -184,7 +186,7 @@ class DualBound:
         self.seen = self.seen.index_copy(0, rows, s.alpha)
         return proved
 
-    def _exceeds(self, s: SMOState, at_r: "_AtTarget", beta: Tensor, v: Tensor, primal: Tensor) -> Tensor:
+    def _exceeds(self, s: "SMOState", at_r: "_AtTarget", beta: Tensor, v: Tensor, primal: Tensor) -> Tensor:
         """Primal < H with room for rounding, Note [dual bound], (R,)."""
         bound = (beta * (1 + at_r.gradient(beta, v))).sum(1) / 2
         e = self.rounding[s.table]
@@ -194,7 +196,7 @@ class DualBound:
         return primal < bound - EXACT * primal.abs() - doubt
 
     def _raised(
-        self, s: SMOState, at_r: "_AtTarget", read: Tensor, beta: Tensor, v: Tensor
+        self, s: "SMOState", at_r: "_AtTarget", read: Tensor, beta: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """beta and v with a higher H, by steps along the columns `read` (R, n)."""
         q = min(_MOST, read.shape[1])
@@ -235,7 +237,7 @@ class _AtTarget(NamedTuple):
     """k_rr, (R, 1)."""
 
     @classmethod
-    def of(cls, K: Tensor, s: SMOState, r: Tensor) -> "_AtTarget":
+    def of(cls, K: Tensor, s: "SMOState", r: Tensor) -> "_AtTarget":
         k_r = K[s.table, r]
         corner = k_r.gather(1, r[:, None])
         return cls(s.y, r[:, None], k_r - corner, corner)

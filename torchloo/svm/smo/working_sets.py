@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from torchloo.guards import may_look
-from torchloo.svm.solve.exact import Sets
 from torchloo.svm.solve.interior import interior_point
+from torchloo.svm.solve.newton import Sets
 from torchloo.svm.solve.systems import Bordered, Dense
 from torchloo.svm.stacked import block_of, entries, subset, times_vector
 from torchloo.svm.tolerances import CLEAR, RIDGES, ROUGH_RIDGE, SHORT, TINY, is_free

@@ -12,45 +12,15 @@ from torchloo.svm.path.state import TOUCH, Base, Ends
 from torchloo.svm.path.tableau import pivot_transform
 from torchloo.svm.records import Exact, SVMProblem, duality_gap
 from torchloo.svm.solve.interior import first_solutions, solve_to_rounding
-from torchloo.svm.solve.newton import Interior
+from torchloo.svm.solve.newton import Sets
 from torchloo.svm.solve.systems import Bordered, accurate_product
 from torchloo.svm.stacked import set_of, times_vector
 from torchloo.svm.tolerances import CLOSE, DEPENDENT, EXACT, JITTER, SINGULAR, size
 
-__all__ = ["ATTEMPTS", "Sets", "relative_gap", "solve_exactly", "solve_from"]
+__all__ = ["ATTEMPTS", "relative_gap", "solve_exactly", "solve_from"]
 
 ATTEMPTS = 4  # at the sets, a homotopy between any two
 _REFINEMENTS = 2
-
-
-class Sets(NamedTuple):
-    """Approximate solutions of B machines, whose sets are to be tried."""
-
-    alpha: Tensor
-    """Coefficients, (B, m)."""
-
-    bias: Tensor
-    """Offsets, (B,)."""
-
-    free: Tensor
-    """Masks of the free sets, (B, m)."""
-
-    upper: Tensor
-    """Masks of the variables at their upper bounds, (B, m)."""
-
-    @classmethod
-    def read_off(cls, point: Interior, box: Tensor) -> "Sets":
-        """Of each variable the set whose multiplier wins, of free ones none."""
-        upper = box - point.alpha < point.upper
-        return cls(point.alpha, point.bias[:, 0], (point.alpha > point.lower) & ~upper, upper)
-
-    def take(self, rows: Tensor) -> "Sets":
-        """The machines at `rows`."""
-        return Sets(*(x.index_select(0, rows) for x in self))
-
-    def replaced(self, rows: Tensor, by: "Sets") -> "Sets":
-        """With other sets of the machines at `rows`."""
-        return Sets(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
 def solve_exactly(problem: SVMProblem) -> Exact:

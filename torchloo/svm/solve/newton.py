@@ -1,4 +1,4 @@
-"""A point of Mehrotra's predictor-corrector method for the SVM dual, and the step from it."""
+"""Points of Mehrotra's predictor-corrector method for the SVM dual, the step from one, the sets it shows."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torchloo.svm.solve.systems import Dense, LowRank, Rough
 from torchloo.svm.stacked import times_vector
 from torchloo.svm.tolerances import DECIDES, SETTLED, SHORT_OF_BOUND
 
-__all__ = ["Interior", "Iterate", "Number"]
+__all__ = ["Interior", "Iterate", "Number", "Sets"]
 
 
 class Interior(NamedTuple):
@@ -27,6 +27,36 @@ class Interior(NamedTuple):
 
     bias: Tensor
     """Offset, (..., 1)."""
+
+
+class Sets(NamedTuple):
+    """Approximate solutions of B machines, whose sets are to be tried."""
+
+    alpha: Tensor
+    """Coefficients, (B, m)."""
+
+    bias: Tensor
+    """Offsets, (B,)."""
+
+    free: Tensor
+    """Masks of the free sets, (B, m)."""
+
+    upper: Tensor
+    """Masks of the variables at their upper bounds, (B, m)."""
+
+    @classmethod
+    def read_off(cls, point: Interior, box: Tensor) -> "Sets":
+        """Of each variable the set whose multiplier wins, of free ones none."""
+        upper = box - point.alpha < point.upper
+        return cls(point.alpha, point.bias[:, 0], (point.alpha > point.lower) & ~upper, upper)
+
+    def take(self, rows: Tensor) -> "Sets":
+        """The machines at `rows`."""
+        return Sets(*(x.index_select(0, rows) for x in self))
+
+    def replaced(self, rows: Tensor, by: "Sets") -> "Sets":
+        """With other sets of the machines at `rows`."""
+        return Sets(*(old.index_copy(0, rows, new) for old, new in zip(self, by, strict=True)))
 
 
 Number = Any
