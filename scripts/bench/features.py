@@ -295,7 +295,8 @@ def small(table: Table, quick: bool, repeats: int) -> None:
     for episodes in (64,) if quick else (64, 1024):
         what = f"{episodes:,} episodes of n = 25, d = 64, c = 5"
         if table.wants(what):
-            against_autograd(table, what, (episodes, 25, 64), 5, 1.0, 5 * repeats)
+            turns = 5 if episodes > 100 else 20  # calls of a millisecond take more of them
+            against_autograd(table, what, (episodes, 25, 64), 5, 1.0, turns * repeats)
 
 
 def small_kernel(table: Table, n: int, repeats: int) -> None:
